@@ -1,0 +1,153 @@
+"""Error types, the exit code of each, and how one is printed: one line, with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_FINDINGS = 8
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+
+CODES = {
+    "C001": "an argument that cannot be read",
+    "C002": "unknown key",
+    "C003": "unknown option of a group, or unknown recipe",
+    "C004": "a value of the wrong type",
+    "C005": "a value out of its range",
+    "C006": "a key given twice",
+    "C007": "a YAML file that cannot be read",
+    "C008": "an interpolation that cannot be resolved",
+    "C009": "a target that is not trusted, does not exist or is of the wrong kind",
+    "C010": "a batch that does not divide",
+    "C011": "keys that contradict each other",
+    "C012": "something this machine cannot run",
+    "C013": "an unsafe name",
+    "C014": "a sweep that cannot be run",
+    "C015": "unknown command or flag",
+    "C016": "a required value that is missing",
+    "D001": "a data path that is missing or of the wrong kind",
+    "D002": "an empty data set",
+    "D003": "class folders that do not fit",
+    "D004": "labels that do not fit the task",
+    "D005": "a data file that cannot be read",
+    "D006": "too few samples",
+    "D007": "an archive or download that is not whole or not safe",
+    "D008": "a data set or loader worker that fails",
+    "E001": "a folder that cannot be written",
+    "E002": "not enough space",
+    "E003": "a run folder that another run holds",
+    "E004": "a package that is not installed",
+    "E005": "a device or tool that is not there",
+    "N001": "a loss or gradient that is not finite",
+    "S001": "a saved state that is damaged",
+    "S002": "a saved state of another model",
+    "S003": "a saved state of another config",
+    "S004": "a saved state that is not there",
+    "P001": "a rank that failed or hangs",
+    "P002": "processes that cannot be launched",
+}
+
+
+class PtfastError(Exception):
+    """A failure the user can act on, printed as one line without a traceback.
+
+    Args:
+        code: a key of `CODES`.
+        what: what is wrong, as a clause without a full stop.
+        key: the config key or file concerned, if there is one.
+        value: the value that was given; shown as `key=value`.
+        place: where it was given: `command line` or `file.yaml:12`.
+        suggestion: what to do about it, as a sentence without its full stop.
+    """
+
+    exit_code = EXIT_BUG
+
+    def __init__(
+        self,
+        code: str,
+        what: str,
+        *,
+        key: str | None = None,
+        value: Any = None,
+        place: str | None = None,
+        suggestion: str | None = None,
+    ) -> None:
+        assert code in CODES, f"unregistered error code {code}"
+        self.code, self.what, self.key, self.value = code, what, key, value
+        self.place, self.suggestion = place, suggestion
+        super().__init__(self._line())
+
+    def _line(self) -> str:
+        subject = self.key or ""
+        if self.key and self.value is not None:
+            subject = f"{self.key}={shorten(self.value)}"
+        if self.place:
+            subject = f"{subject} ({self.place})" if subject else self.place
+        line = f"{subject}: {self.what}" if subject else self.what
+        line = one_line(line)
+        if self.suggestion:
+            suggestion = one_line(self.suggestion)
+            line = f"{line}. {suggestion}"
+        return line if line.endswith(("?", ".", "!")) else line + "."
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process boundaries (loader workers, ranks): rebuild them from their parts.
+        return _rebuild, (type(self), self.code, self.what, self.key, self.value, self.place, self.suggestion)
+
+
+def _rebuild(cls: type[PtfastError], code: str, what: str, key: Any, value: Any, place: Any, hint: Any) -> PtfastError:
+    return cls(code, what, key=key, value=value, place=place, suggestion=hint)
+
+
+class ConfigError(PtfastError):
+    """A config that cannot be run: unknown keys, bad values, contradictions. Exit code 2."""
+
+    exit_code = 2
+
+
+class DataError(PtfastError):
+    """Data that is missing, unreadable or does not fit the task. Exit code 3."""
+
+    exit_code = 3
+
+
+class MachineError(PtfastError):
+    """Something missing on this machine: space, rights, packages, devices. Exit code 4."""
+
+    exit_code = 4
+
+
+class NumericsError(PtfastError):
+    """Training that left the finite numbers. Exit code 5."""
+
+    exit_code = 5
+
+
+class SavedStateError(PtfastError):
+    """A saved state that is damaged or belongs to something else. Exit code 6."""
+
+    exit_code = 6
+
+
+class ParallelError(PtfastError):
+    """A rank that died or hangs, or ranks that cannot be launched. Exit code 7."""
+
+    exit_code = 7
+
+
+def render(error: PtfastError) -> str:
+    """The line a user sees for `error`."""
+    return f"ptfast: error[{error.code}]: {error}"
+
+
+def shorten(value: Any, max_chars: int = 80) -> str:
+    """`value` as text of at most `max_chars` characters, without control characters."""
+    text = one_line(str(value))
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
+def one_line(text: str) -> str:
+    """`text` with line breaks and control characters made visible, so that it stays one line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
