@@ -1,0 +1,100 @@
+"""What the tests share: pinned threads, the command line in a subprocess, the real data, and which tests are skipped."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before any test imports torch: results depend on the number of threads, and two busy pools on two cores are slow.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+# What torchrun sets would make a test believe that it is a rank.
+for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_name, None)
+
+
+class Finished(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+RunPtfast = Callable[..., Finished]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what libraries cache out of the home folder, in this process and in its children."""
+    for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, the current one during the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run_ptfast(tmp_path: Path) -> RunPtfast:
+    """Run `python -m ptfast ARGS...` as a user would; `run_ptfast("train", "epochs=1").code`.
+
+    Keywords: `cwd` (default: the test's empty folder), `timeout` in seconds, `env` (variables added to the present ones).
+    """
+
+    def run(
+        *args: str, cwd: Path | None = None, timeout: float = 120, env: Mapping[str, str] | None = None
+    ) -> Finished:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [sys.executable, "-m", "ptfast", *args],
+            cwd=cwd or tmp_path,
+            env={**os.environ, "PYTHONPATH": path, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data sets beside the repository, or the one that PTFAST_SHARED_DATA names."""
+    folder = Path(os.environ.get("PTFAST_SHARED_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data: {folder} is not a folder (PTFAST_SHARED_DATA names another)")
+    return folder
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `slow` or `gpu` unless `-m` asks for them, and `gpu` where there is no CUDA device."""
+    asked = set(re.findall(r"\w+", config.getoption("-m")))
+    for item in items:
+        if item.get_closest_marker("slow") and "slow" not in asked:
+            item.add_marker(pytest.mark.skip(reason="takes minutes; run with -m slow"))
+        if item.get_closest_marker("gpu"):
+            if "gpu" not in asked:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; run with -m gpu"))
+            elif not _has_cuda():
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
