@@ -6,9 +6,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
 python=$venv/bin/python
-
-# Variables of the caller that would make this environment import another one's packages.
-unset PYTHONHOME PYTHONPATH
+busy=$root/.venv-busy # holds the process that is installing; left behind only by one that was killed
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -36,67 +34,68 @@ find_python() {
     die "no Python 3.10 or newer on the PATH. Install one, or name it: PYTHON=/path/to/python3 $0"
 }
 
-# Run a command with its output kept in a file, shown only if the command fails; on a terminal count the seconds.
+# quietly MESSAGE COMMAND...: show only the message and, on a terminal, the seconds; the command's output if it fails.
 quietly() {
-    local message=$1 log=$2 ticker="" start=$SECONDS code=0
-    shift 2
+    local message=$1 output ticker="" start=$SECONDS code=0
+    shift
     if [ -t 2 ]; then
-        (while :; do printf '\r%s %d s ' "$message" $((SECONDS - start)) >&2; sleep 1; done) &
+        while kill -0 $$ 2>/dev/null; do
+            printf '\r%s %d s ' "$message" $((SECONDS - start)) >&2
+            sleep 1
+        done &
         ticker=$!
-        # shellcheck disable=SC2064
-        trap "kill $ticker 2>/dev/null || true" EXIT
     else
         say "$message"
     fi
-    "$@" >"$log" 2>&1 || code=$?
+    output=$("$@" 2>&1) || code=$?
     if [ -n "$ticker" ]; then
         kill "$ticker" 2>/dev/null || true
         wait "$ticker" 2>/dev/null || true
-        trap - EXIT
         printf '\r' >&2
     fi
     if [ "$code" -ne 0 ]; then
-        cat "$log" >&2
-        return "$code"
+        say "$message failed after $((SECONDS - start)) s:"
+        say "$output"
+        rm -f "$busy"
+        return 1
     fi
     say "$message done in $((SECONDS - start)) s"
 }
 
-# Make .venv if there is none that works, and install ptfast with the given extras (such as "[test]") unless
-# that has been done for this pyproject.toml already.
+make_venv() {
+    local base
+    base=$(find_python) || { code=$?; rm -f "$busy"; exit "$code"; }
+    quietly "Making .venv ..." "$base" -E -m venv "$venv" ||
+        die "$base cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
+}
+
+pip_install() (
+    cd "$root"
+    "$python" -E -m pip install -q --disable-pip-version-check --no-input -e ".$1"
+)
+
+# install_ptfast EXTRAS, such as "[test]": make .venv unless there is one that works, and install ptfast into it
+# unless that has been done for this pyproject.toml already.
 install_ptfast() {
-    local extras=$1 stamp=$venv/.ptfast-installed$1 busy=$venv/.ptfast-installing log=$venv/install.log
-    local wanted interrupted="" base clear=""
-    wanted=$(printf '%s\n' "$root" && cat "$root/pyproject.toml")
+    local extras=$1 stamp=$venv/.ptfast-installed$1 wanted
+    wanted="$root
+$(cat "$root/pyproject.toml")"
     if [ -f "$busy" ]; then
-        # Only an installation that was killed leaves this file; what it left behind cannot be trusted.
-        ! kill -0 "$(cat "$busy")" 2>/dev/null ||
-            die "another installation into .venv is running (process $(cat "$busy")). Wait until it is done"
-        interrupted=yes
-    elif [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && is_recent "$python"; then
+        ! kill -0 "$(cat "$busy")" 2>/dev/null || die "process $(cat "$busy") is installing into .venv; wait for it"
+        say "The last installation was interrupted: starting over."
+        rm -rf "$venv"
+    elif [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && is_recent "$python"; then
         return
     fi
 
-    if [ -n "$interrupted" ] || ! "$python" -c 'import pip' >/dev/null 2>&1; then
-        base=$(find_python)
-        if [ -n "$interrupted" ] || ! "$python" -c '' >/dev/null 2>&1; then clear=--clear; fi
-        mkdir -p "$venv"
-        quietly "Making .venv ..." "$root/.venv-log" "$base" -m venv $clear "$venv" ||
-            die "could not make a virtual environment with $base (on Debian and Ubuntu: apt install python3-venv)"
-        rm -f "$root/.venv-log"
-    fi
-    is_recent "$python" || die "the Python of .venv is older than 3.10. Remove the folder .venv and run this again"
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
     echo $$ >"$busy"
-    quietly "Installing ptfast$extras into .venv (PyTorch is some gigabytes: minutes the first time) ..." "$log" \
-        install_editable "$extras" || {
-        code=$?
-        [ "$code" -ge 128 ] || rm -f "$busy"
-        die "pip could not install ptfast$extras; its output is above"
-    }
-    rm -f "$busy"
+    "$python" -c '' 2>/dev/null || rm -rf "$venv"
+    "$python" -c 'import pip' 2>/dev/null || make_venv
+    quietly "Installing ptfast$extras into .venv; PyTorch is large, the first time takes minutes ..." \
+        pip_install "$extras" || die "pip could not install ptfast$extras; its output is above"
     printf '%s\n' "$wanted" >"$stamp"
+    rm -f "$busy"
+    trap - INT TERM
 }
-
-install_editable() (
-    cd "$root" && exec "$python" -m pip install --disable-pip-version-check --no-input -q -e ".$1"
-)

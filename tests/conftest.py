@@ -1,4 +1,4 @@
-"""What the tests share: pinned threads, the command line in a subprocess, the real data, and which tests are skipped."""
+"""What the tests share: pinned threads, the command line in a subprocess, real data, and what is skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Before any test imports torch: results depend on the number of threads, and two busy pools on two cores are slow.
+# Before any test imports torch: results depend on the number of threads, and two busy pools slow each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 # What torchrun sets would make a test believe that it is a rank.
@@ -51,7 +51,7 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_ptfast(tmp_path: Path) -> RunPtfast:
     """Run `python -m ptfast ARGS...` as a user would; `run_ptfast("train", "epochs=1").code`.
 
-    Keywords: `cwd` (default: the test's empty folder), `timeout` in seconds, `env` (variables added to the present ones).
+    Keywords: `cwd` (default: the test's empty folder), `timeout` in seconds, `env` (added).
     """
 
     def run(
@@ -82,7 +82,7 @@ def shared_data() -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `slow` or `gpu` unless `-m` asks for them, and `gpu` where there is no CUDA device."""
+    """Skip tests marked `slow` or `gpu` unless `-m` asks for them, and `gpu` without a CUDA device."""
     asked = set(re.findall(r"\w+", config.getoption("-m")))
     for item in items:
         if item.get_closest_marker("slow") and "slow" not in asked:
