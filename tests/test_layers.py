@@ -1,0 +1,157 @@
+"""The layers of the package: a module imports only from rows before its own, and light modules stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "ptfast"
+
+# A module or package (taken as one) imports only from rows before its own, never from its own row.
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "0 ground": (
+        ("errors",),
+        ("durations", "techniques", "distributed", "units", "run_folder"),
+        ("run",),
+        ("config",),
+    ),
+    "1 parts": (
+        (
+            *("data", "models", "optim", "tasks"),
+            *("precision", "schedule", "gradients", "parallel", "checkpointing", "compile", "rewrites"),
+            *("backend", "debug", "ema", "seeding"),
+            *("saving", "metrics", "logger", "display", "report", "compare"),
+        ),
+    ),
+    "2 loop": (("loop",),),
+    "3 build": (("runner",), ("predict", "evaluate")),
+    "4 processes": (("worker",), ("launch",)),
+    "5 tools": (("find", "measure", "sweep"),),
+    "6 commands": (("cli",), ("__main__",)),
+}
+ROWS = [row for rows in LAYERS.values() for row in rows]
+RANK = {module: rank for rank, row in enumerate(ROWS) for module in row}
+
+# Importing these takes seconds; a config error or `--help` must not wait for them.
+HEAVY = {"torch", "torchvision", "torchmetrics", "matplotlib", "transformers"}
+LIGHT_MODULES = ("errors", "durations", "techniques", "run", "config", "cli", "__main__")
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, bool]]:
+    """Yield the absolute names that `source` imports, and whether each is imported as the module loads.
+
+    Imports under `if TYPE_CHECKING:` are left out: they are gone at run time, and a type may name
+    what a later layer defines.
+    """
+
+    def walk(node: ast.AST, at_load: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, at_load) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    parents = module.split(".") if is_package else module.split(".")[:-1]
+                    base = ".".join(
+                        [*parents[: len(parents) - child.level + 1], *filter(None, [child.module])]
+                    )
+                yield from ((f"{base}.{alias.name}", at_load) for alias in child.names)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                yield from walk(ast.Module(body=child.orelse, type_ignores=[]), at_load)
+            else:
+                in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from walk(child, at_load and not in_function)
+
+    yield from walk(ast.parse(source), True)
+
+
+def violations(package: Path) -> list[str]:
+    """What in `package` breaks the table, one sentence each."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        own, is_package = parts[0], parts[-1] == "__init__"
+        if own not in RANK and own != "__init__":
+            found.append(f"{own} has no row in LAYERS")
+            continue
+        name = ".".join(["ptfast", *(parts[:-1] if is_package else parts)])
+        place = path.relative_to(package).as_posix()
+        for imported, at_load in imports(path.read_text(encoding="utf-8"), name, is_package):
+            top, *rest = imported.split(".")
+            if top in ("hydra", "omegaconf") and own != "config":
+                found.append(f"{place} imports {top}, which only config/ may")
+            if top in HEAVY and at_load and own in LIGHT_MODULES:
+                found.append(f"{place} imports {top} as it loads")
+            other = rest[0] if rest else ""
+            if top == "ptfast" and other in RANK and other != own and RANK[other] >= RANK.get(own, -1):
+                found.append(f"{place} imports {other}, which is not in a row before its own")
+    return found
+
+
+def test_the_package_keeps_its_layers() -> None:
+    assert violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        ("newcomer.py", "", "newcomer has no row in LAYERS"),
+        ("errors.py", "from ptfast.run import DataInfo", "errors.py imports run"),
+        ("data/cifar.py", "import ptfast.models.mlp", "data/cifar.py imports models"),
+        ("data/cifar.py", "from ..models import mlp", "data/cifar.py imports models"),
+        ("data/__init__.py", "from .. import models", "data/__init__.py imports models"),
+        ("loop.py", "def f():\n    from ptfast import runner", "loop.py imports runner"),
+        ("data/cifar.py", "try:\n    import omegaconf\nexcept ImportError:\n    pass", "imports omegaconf"),
+        ("cli.py", "import torch.nn as nn", "cli.py imports torch as it loads"),
+        ("__init__.py", "from ptfast.loop import fit", "__init__.py imports loop"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, path: str, source: str, complaint: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(source)
+    (found,) = violations(tmp_path)
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "data/cifar.py",
+            "from ptfast.data import sampler\nfrom . import draws\nfrom ..errors import DataError",
+        ),
+        (
+            "data/cifar.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ptfast.loop import fit",
+        ),
+        ("cli.py", "def main():\n    import torch\n    from ptfast.launch import launch"),
+        ("config/compose.py", "import hydra"),
+        ("loop.py", "from ptfast import __version__"),
+    ],
+)
+def test_a_right_import_is_let_through(tmp_path: Path, path: str, source: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(source)
+    assert violations(tmp_path) == []
+
+
+def test_light_modules_load_without_heavy_ones() -> None:
+    present = [
+        name for name in LIGHT_MODULES if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+    ]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {present}:\n"
+        "    importlib.import_module('ptfast.' + name)\n"
+        f"    assert not (heavy := {HEAVY} & set(sys.modules)), f'{{name}} loads {{heavy}}'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
