@@ -1,0 +1,58 @@
+"""Tables: of runs, recipes and techniques."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TextIO
+
+from ptfast.display.plain import PlainDisplay
+from ptfast.display.terminal import is_terminal, standard_output
+from ptfast.errors import one_line
+
+
+def table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str | None = None,
+    stream: TextIO | None = None,
+) -> None:
+    """Print a table: ruled on a terminal, aligned text elsewhere. Columns of numbers are set to the right."""
+    stream = stream or standard_output()
+    cells = [[one_line(str(cell)) for cell in row] for row in rows]
+    numeric = [
+        any(column) and all(not cell or _is_number(cell) for cell in column)
+        for column in zip(*cells, strict=True)
+    ] or [False] * len(headers)
+    if is_terminal(stream):
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        ruled = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        for header, is_number in zip(headers, numeric, strict=True):
+            ruled.add_column(Text(header), justify="right" if is_number else "left", overflow="fold")
+        for row in cells:
+            ruled.add_row(*(Text(cell) for cell in row))
+        Console(file=stream, highlight=False, markup=False, emoji=False).print(ruled)
+        return
+    plain = PlainDisplay(stream)
+    if title:
+        plain.note(title)
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    for row in [list(headers), *cells]:
+        padded = [
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(row, widths, numeric, strict=True)
+        ]
+        plain.note("  ".join(padded).rstrip())
+
+
+def _is_number(cell: str) -> bool:
+    text = cell.replace(",", "").removesuffix("%").removesuffix("x")
+    try:
+        float(text)
+    except ValueError:
+        return text in ("-", "")
+    return True

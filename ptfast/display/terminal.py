@@ -1,0 +1,21 @@
+"""Where output goes and what can be shown there."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TextIO
+
+
+def standard_output() -> TextIO:
+    """Standard output; a buffer nobody reads where the process has none."""
+    return sys.stdout or io.StringIO()
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether `stream` can redraw a line."""
+    try:
+        return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+    except ValueError:
+        return False

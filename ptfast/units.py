@@ -1,0 +1,106 @@
+"""Numbers as people read them: counts, seconds, bytes and the figures of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+FRACTIONS = ("accuracy", "precision", "recall", "f1")
+"""Figures between 0 and 1 that read best as a percentage, alone or as the last word of a longer name."""
+
+
+def grouped(number: float) -> str:
+    """`number` rounded to a whole and grouped by thousands: `3,412`."""
+    return f"{number:,.0f}" if math.isfinite(number) else str(number)
+
+
+def short_count(number: float) -> str:
+    """A count in three digits: `272k`, `1.2M`."""
+    if not math.isfinite(number):
+        return str(number)
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # 999,500 would round to 1000k: take the larger unit already there.
+        if abs(number) >= factor * 0.9995:
+            scaled = number / factor
+            digits = 1 if abs(scaled) < 9.95 else 0
+            return f"{scaled:.{digits}f}".removesuffix(".0") + suffix
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A length of time in its two largest units: `0.42s`, `8.3s`, `1m 12s`, `2h 05m`, `3d 04h`."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds < 0.995:
+        return f"{seconds:.2f}s"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h {minutes % 60:02d}m"
+    hours = round(seconds / 3600)
+    return f"{hours // 24}d {hours % 24:02d}h"
+
+
+def clock(seconds: float) -> str:
+    """A countdown: `0:21`, `1:02:03`."""
+    whole = max(0, math.ceil(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def num_bytes(number: float) -> str:
+    """A size in memory or on disk, in powers of 1024: `412 MiB`."""
+    size, unit = float(number), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}" if size < 9.95 and unit != "B" else f"{size:.0f} {unit}"
+
+
+def is_fraction(name: str) -> bool:
+    """Whether a figure of this name is shown as a percentage."""
+    return name.replace("/", "_").replace(".", "_").split("_")[-1] in FRACTIONS
+
+
+def figure(name: str, value: Any) -> str:
+    """The value of one figure, written in the way its name calls for, at a width that changes little."""
+    if value is None:
+        return "not finite"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if not math.isfinite(value):
+        return str(value)
+    if name == "lr" or name.endswith("_lr"):
+        return f"{value:.1e}"
+    if name.endswith("_per_s"):
+        return grouped(value) if value >= 100 else f"{value:.1f}"
+    if name.endswith("_bytes"):
+        return num_bytes(value)
+    if name.endswith("_s"):
+        return duration(value)
+    if is_fraction(name) and 0 <= value <= 1:
+        return f"{value:.2%}"
+    if isinstance(value, int):
+        return grouped(value)
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
+        return f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def labelled(name: str, value: Any) -> str:
+    """One figure with its name or unit: `loss 0.2310`, `3,412 samples/s`."""
+    if name.endswith("_per_s"):
+        return f"{figure(name, value)} {name.removesuffix('_per_s').replace('_', ' ')}/s"
+    return f"{name} {figure(name, value)}"
+
+
+def listed(figures: Mapping[str, Any]) -> str:
+    """Figures in a row, the loss first: `loss 0.0712  accuracy 98.33%`."""
+    names = sorted(figures, key=lambda name: name != "loss")
+    return "  ".join(labelled(name, figures[name]) for name in names)
