@@ -1,0 +1,74 @@
+"""Exponential moving average of a model's weights, kept on the device and put in for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class Ema:
+    """Running average `average <- decay * average + (1 - decay) * weight` of what training changes.
+
+    The average of the last steps often generalises better than the last weights, for the price of one more
+    copy. Averaged are the parameters that train and the saved floating-point buffers (BatchNorm's statistics
+    belong to the weights they were measured with). The first update copies, so the random initial weights do
+    not linger.
+
+    Args:
+        model: the plain model, before it is wrapped for several ranks.
+        decay: in (0, 1); about the last 1 / (1 - decay) steps count.
+
+    Cost: one pass over the weights per step, a few kernels in all.
+    Source: Polyak, Juditsky 1992; the same figures as torch.optim.swa_utils.AveragedModel.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model = model
+        saved = set(model.state_dict())
+        followed: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        followed |= {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
+        self._names = list(followed)
+        self._weights = [weight.detach() for weight in followed.values()]
+        self._averages = [weight.clone() for weight in self._weights]
+        self._average = get_ema_multi_avg_fn(decay)
+        self._updates = 0
+
+    def update(self) -> None:
+        """Follow the weights; call once after every optimizer step."""
+        if self._updates:
+            self._average(self._averages, self._weights, self._updates)
+        else:
+            torch._foreach_copy_(self._averages, self._weights)
+        self._updates += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Have the averages in the model, and afterwards its own weights and buffers back, bit for bit."""
+        kept = [*self._weights, *(buffer.detach() for buffer in self._model.buffers())]
+        with torch.no_grad():
+            copies = [tensor.clone() for tensor in kept]
+            torch._foreach_copy_(self._weights, self._averages)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(kept, copies)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averages by the plain model's names, and the number of updates."""
+        return {"averages": dict(zip(self._names, self._averages, strict=True)), "updates": self._updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; names must be the same."""
+        averages = state["averages"]
+        if set(averages) != set(self._names):
+            missing, unknown = set(self._names) - set(averages), set(averages) - set(self._names)
+            raise KeyError(f"averages of other weights: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        for name, average in zip(self._names, self._averages, strict=True):
+            average.copy_(averages[name])
+        self._updates = int(state["updates"])

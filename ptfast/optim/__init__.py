@@ -1,0 +1,124 @@
+"""Optimizers: built from a target, fused where that runs, and set to each step's learning rate."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ptfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ptfast.config.targets import Target
+
+FOREACH_DEVICES = ("cuda", "xpu")
+"""Where torch's optimizers take the foreach path of themselves."""
+
+
+def build_optimizer(
+    target: Target, model: nn.Module, device: torch.device
+) -> tuple[torch.optim.Optimizer, str]:
+    """Build the optimizer of the parameters that train; frozen ones are left out, tied ones taken once.
+
+    A fused optimizer updates all parameters in one kernel instead of several per parameter: 3 to 10 times
+    faster steps on the CPU, a few percent of the whole on a GPU. The formula is the same, rounding may
+    differ.
+
+    Args:
+        target: any `torch.optim.Optimizer` class; its keyword `fused` may be `auto`: on where it runs.
+        model: on `device` already, in its final dtype.
+        device: where the model is.
+
+    Returns:
+        The optimizer, and how it steps: `fused`, `foreach` or `for-loop`.
+
+    Raises:
+        ConfigError: C012 for `fused=true` where that does not run, C005 for a value the optimizer refuses,
+            C011 for a model without a parameter to train.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ConfigError(
+            "C011", "the model has no parameter to train", key="model", value=type(model).__name__
+        )
+    kwargs = dict(target.kwargs)
+    wanted = kwargs.pop("fused", None)
+    unfused = replace(target, kwargs=kwargs)
+    fused = bool(wanted) and not kwargs.get("foreach") and _runs_fused(unfused, parameters)
+    if wanted is True and not fused:
+        what = f"{target.path} has no fused step for these parameters on {device.type}"
+        hint = "Use optimizer.fused=auto"
+        raise ConfigError("C012", what, key="optimizer.fused", value="true", suggestion=hint)
+    if fused:
+        return _construct(_with_fused(unfused), parameters), "fused"
+    optimizer = _construct(unfused, parameters)
+    return optimizer, _unfused_note(optimizer, device)
+
+
+def base_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Each group's base rate; ask before a saved state is restored, which brings its step's rate along."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def apply_lr(
+    optimizer: torch.optim.Optimizer, base_lrs: Sequence[float], factor: float, momentum: float | None = None
+) -> None:
+    """Set every group's rate to `factor` times its base, and momentum (or beta1) where one is given.
+
+    Raises:
+        ConfigError: C011 where a momentum is given and the optimizer has none.
+    """
+    for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
+        group["lr"] = base_lr * factor
+        if momentum is not None:
+            _apply_momentum(group, momentum)
+
+
+def _apply_momentum(group: dict[str, Any], momentum: float) -> None:
+    if "momentum" in group:
+        group["momentum"] = momentum
+    elif "betas" in group:
+        group["betas"] = (momentum, *group["betas"][1:])
+    else:
+        raise ConfigError(
+            "C011",
+            "the schedule cycles momentum, which this optimizer has not",
+            key="schedule.momentum_max",
+            suggestion="Set schedule.momentum_max=null schedule.momentum_min=null",
+        )
+
+
+def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether a fused step runs, found by taking one on a scalar: some optimizers refuse only then."""
+    if "fused" not in inspect.signature(target.resolve()).parameters:
+        return False
+    kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
+    probes = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for device, dtype in kinds]
+    try:
+        optimizer = _construct(_with_fused(target), probes)
+        for probe in probes:
+            probe.grad = torch.zeros_like(probe)
+        optimizer.step()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _with_fused(target: Target) -> Target:
+    return replace(target, kwargs={**target.kwargs, "fused": True})
+
+
+def _construct(target: Target, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    try:
+        return target.build(list(parameters))
+    except (TypeError, ValueError) as error:
+        raise ConfigError("C005", str(error), key="optimizer", value=target.path) from error
+
+
+def _unfused_note(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    foreach = optimizer.defaults.get("foreach", False)
+    return "foreach" if foreach or (foreach is None and device.type in FOREACH_DEVICES) else "for-loop"
