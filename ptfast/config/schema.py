@@ -1,0 +1,243 @@
+"""The typed shape of a config: every fixed key, its type, its range and its default."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from ptfast.config.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, coerce
+from ptfast.config.targets import Target, plain
+from ptfast.durations import Duration
+
+Count = Annotated[int, AT_LEAST_ONE]
+OrAuto = Literal["auto"]
+Every = Annotated[Duration, InUnit("epochs"), POSITIVE]
+WallTime = Annotated[Duration, InUnit("seconds", ("seconds",)), POSITIVE]
+
+FREE_KEYS = (
+    *("recipe", "preset", "trust", "epochs", "steps", "log_every", "device", "run", "eval", "stop", "sweep"),
+    *(
+        "saving",
+        "logger",
+        "parallel",
+        "dataloader.kind",
+        "dataloader.workers",
+        "dataloader.prefetch",
+        "dataloader.pin",
+    ),
+)
+"""Keys and sections that may change between a run and its continuation."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, closed, values coerced by `ptfast.config.coerce` before pydantic sees them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _coerced(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        annotation = field.annotation
+        for metadata in field.metadata:
+            annotation = Annotated[annotation, metadata]  # type: ignore[valid-type]
+        return coerce(value, annotation, name=info.field_name or "")
+
+    def to_tree(self) -> dict[str, Any]:
+        """Plain YAML-able data that validates to an equal object."""
+        tree: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Section):
+                tree[name] = value.to_tree()
+            elif name == "target":
+                tree.update(value.to_tree() if value else {"_target_": None})
+            else:
+                tree[name] = plain(value)
+        return tree
+
+
+class TargetSection(Section):
+    """A section with `_target_`: the target's keywords and fixed keys side by side."""
+
+    target: Target
+
+
+class Eval(Section):
+    every: Every = Duration(1, "epochs")
+    batch_size: Count | None = None
+
+
+class Stop(Section):
+    patience: Count | None = None
+    metric: str | None = None
+
+
+class RunOptions(Section):
+    name: str | None = None
+    root: str = "runs"
+    dir: str | None = None
+    resume: str = "never"
+    max_time: WallTime | None = None
+
+
+class Sweep(Section):
+    metric: str = "auto"
+    mode: Literal["auto", "min", "max"] = "auto"
+
+
+class Data(TargetSection):
+    val: Annotated[Duration, InUnit("samples", ("percent", "samples"))] = Duration(10, "percent")
+    normalize: bool = True
+
+
+class Model(TargetSection):
+    weights: str | None = None
+    replace_head: bool = False
+
+
+class Dataloader(Section):
+    kind: Literal["auto", "plain", "workers", "memory"] = "auto"
+    workers: Annotated[int, NOT_NEGATIVE] | OrAuto = "auto"
+    prefetch: Count = 2
+    pin: bool | OrAuto = "auto"
+    last: Literal["keep", "drop"] = "keep"
+
+
+class Augment(Section):
+    crop_padding: Annotated[int, NOT_NEGATIVE] = 0
+    flip: bool = False
+
+
+class Precision(Section):
+    mode: Literal["fp32", "amp", "bf16", "amp_fp16"] = "fp32"
+
+
+class Optimizer(TargetSection):
+    pass
+
+
+class Schedule(TargetSection):
+    warmup: Annotated[Duration, InUnit("steps")] = Duration(0, "steps")
+
+
+class Gradients(Section):
+    accumulate: Count = 1
+    clip_norm: Annotated[float, POSITIVE] | None = None
+    clip_value: Annotated[float, POSITIVE] | None = None
+
+
+class Parallel(Section):
+    strategy: Literal["single", "ddp"] = "single"
+    nproc: Count | OrAuto = "auto"
+    nnodes: Count = 1
+    timeout: WallTime = Duration(600, "seconds")
+
+
+class Checkpointing(Section):
+    mode: Literal["none"] = "none"
+
+
+class Rewrites(Section):
+    channels_last: bool | OrAuto = "auto"
+
+
+class Compile(Section):
+    mode: Literal["none", "model"] = "none"
+
+
+class Ema(Section):
+    decay: float | None = None
+
+
+class Backend(Section):
+    threads: Count | OrAuto = "auto"
+    cudnn_benchmark: bool = True
+    deterministic: bool = False
+
+
+class Debug(Section):
+    mode: Literal["none", "anomaly"] = "none"
+
+
+class Saving(Section):
+    every: Every = Duration(1, "epochs")
+    keep: Count = 1
+    best: bool = True
+
+
+class Logger(Section):
+    target: Target | None = None
+
+
+class Config(Section):
+    """A whole run, checked. Built by `ptfast.config.validate.validate`, which knows where each value was given."""
+
+    recipe: str | None = None
+    preset: str = "safe"
+    task: str = "auto"
+    epochs: Count | None = None
+    steps: Count | None = None
+    batch_size: Count
+    micro_batches: Count | None = None
+    seed: Annotated[int, NOT_NEGATIVE] = 0
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    log_every: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(50, "steps")
+    trust: list[str] = []
+    callbacks: list[Target] = []
+    eval: Eval = Eval()
+    stop: Stop = Stop()
+    run: RunOptions = RunOptions()
+    sweep: Sweep = Sweep()
+    data: Data
+    model: Model
+    dataloader: Dataloader = Dataloader()
+    augment: Augment = Augment()
+    precision: Precision = Precision()
+    optimizer: Optimizer
+    schedule: Schedule
+    gradients: Gradients = Gradients()
+    parallel: Parallel = Parallel()
+    checkpointing: Checkpointing = Checkpointing()
+    rewrites: Rewrites = Rewrites()
+    compile: Compile = Compile()
+    ema: Ema = Ema()
+    backend: Backend = Backend()
+    debug: Debug = Debug()
+    saving: Saving = Saving()
+    logger: Logger = Logger()
+
+    def fingerprint(self, exclude: Iterable[str] = FREE_KEYS) -> str:
+        """16 hex digits that two configs share if they differ in nothing but the keys or sections of `exclude`."""
+        flat = _without(flatten(self.to_tree()), tuple(exclude))
+        return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def changed_keys(old: Config, new: Config, exclude: Iterable[str] = FREE_KEYS) -> list[str]:
+    """The dotted keys in which two configs differ, but for the keys or sections of `exclude`, sorted."""
+    before = _without(flatten(old.to_tree()), tuple(exclude))
+    after = _without(flatten(new.to_tree()), tuple(exclude))
+    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _without(flat: dict[str, Any], exclude: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in flat.items()
+        if not any(key == name or key.startswith(f"{name}.") for name in exclude)
+    }

@@ -1,0 +1,157 @@
+"""Durations in any unit (`100steps`, `2epochs`, `5000samples`, `10%`, `1h30m`) and what they are in optimizer steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+Unit = Literal["steps", "epochs", "samples", "percent", "seconds"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
+
+_NUMBER = r"\d+(?:_\d+)*(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?"
+_LENGTH = re.compile(rf"({_NUMBER})\s*(steps?|epochs?|samples?|percent|%)?", re.IGNORECASE)
+_TIME = re.compile(
+    rf"(?:({_NUMBER})\s*(?:days?|d))?\s*(?:({_NUMBER})\s*(?:hours?|hrs?|h))?\s*"
+    rf"(?:({_NUMBER})\s*(?:minutes?|mins?|m))?\s*(?:({_NUMBER})\s*(?:seconds?|secs?|s))?",
+    re.IGNORECASE,
+)
+_TIME_FACTORS = (86400, 3600, 60, 1)
+
+
+class DurationRangeError(ValueError):
+    """A duration that reads well but cannot be, such as `-1epochs` or `150%`."""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training, in the unit it was given in.
+
+    Args:
+        value: how many, >= 0; whole for steps and samples, at most 100 for percent.
+        unit: `steps`, `epochs`, `samples`, `percent` (of the run or the data set) or `seconds`.
+    """
+
+    value: float
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"unknown unit {self.unit!r}, expected one of {', '.join(UNITS)}")
+        object.__setattr__(self, "value", float(self.value))
+        if not math.isfinite(self.value):
+            raise DurationRangeError("a duration must be finite")
+        if self.value < 0:
+            raise DurationRangeError("a duration cannot be negative")
+        if self.unit == "percent" and self.value > 100:
+            raise DurationRangeError("a percentage cannot be above 100")
+        if self.unit in ("steps", "samples") and not self.value.is_integer():
+            raise ValueError(f"expected a whole number of {self.unit}")
+
+    @classmethod
+    def parse(cls, text: str | float | Duration, default_unit: Unit = "steps") -> Duration:
+        """Read a duration as users write it.
+
+        Args:
+            text: `100steps`, `10 steps`, `2epochs`, `5000samples`, `10%`, `90s`, `5m`, `1h30m`; a bare number is in
+                `default_unit`.
+            default_unit: the unit of a bare number.
+
+        Raises:
+            ValueError: not a duration; the message is a clause that says why.
+            DurationRangeError: negative, above 100 %, or not finite.
+        """
+        if isinstance(text, Duration):
+            return text
+        if isinstance(text, bool) or not isinstance(text, (int, float, str)):
+            raise ValueError(f"expected a duration such as {_example(default_unit)}")
+        if isinstance(text, (int, float)):
+            return cls(text, default_unit)
+        stripped = text.strip()
+        if stripped.startswith("-") and _read(stripped[1:].strip(), default_unit):
+            raise DurationRangeError("a duration cannot be negative")
+        found = _read(stripped, default_unit)
+        if found is None:
+            raise ValueError(f"expected a duration such as {_example(default_unit)}")
+        return cls(*found)
+
+    def steps(
+        self,
+        total_steps: int | None = None,
+        steps_per_epoch: int | None = None,
+        batch_size: int | None = None,
+    ) -> int:
+        """This duration in optimizer steps, to the nearest; at least 1 unless the duration is 0.
+
+        Args:
+            total_steps: steps of the whole run, which percent refers to; None while unknown.
+            steps_per_epoch: None for data of unknown length.
+            batch_size: samples of one step, over all ranks.
+
+        Raises:
+            ValueError: the unit cannot be converted with what is known.
+        """
+        if self.unit == "steps":
+            return int(self.value)
+        if self.value == 0:
+            return 0
+        if self.unit == "epochs":
+            if steps_per_epoch is None:
+                raise ValueError("epochs need data of known length, expected a number of steps")
+            exact = self.value * steps_per_epoch
+        elif self.unit == "samples":
+            if batch_size is None:
+                raise ValueError("samples cannot be converted to steps without a batch size")
+            exact = self.value / batch_size
+        elif self.unit == "percent":
+            if total_steps is None:
+                raise ValueError("a percentage needs a run of known length")
+            exact = self.value * total_steps / 100
+        else:
+            raise ValueError("a wall time cannot be converted to steps")
+        return max(1, math.floor(exact + 0.5))
+
+    @property
+    def seconds(self) -> float:
+        """The wall time of a duration in seconds.
+
+        Raises:
+            ValueError: the duration is not a wall time.
+        """
+        if self.unit != "seconds":
+            raise ValueError(f"expected a wall time such as 90s or 1h30m, not {self}")
+        return self.value
+
+    def __str__(self) -> str:
+        number = str(int(self.value)) if self.value.is_integer() else repr(self.value)
+        return number + {"percent": "%", "seconds": "s"}.get(self.unit, self.unit)
+
+
+def _read(text: str, default_unit: Unit) -> tuple[float, Unit] | None:
+    """Value and unit of a text without a sign, or None if it is no duration."""
+    if match := _LENGTH.fullmatch(text):
+        number, unit = match.groups()
+        return float(number), _full_unit(unit) if unit else default_unit
+    match = _TIME.fullmatch(text)
+    if match and any(match.groups()):
+        parts = zip(match.groups(), _TIME_FACTORS, strict=True)
+        return sum(float(part) * factor for part, factor in parts if part), "seconds"
+    return None
+
+
+def _full_unit(unit: str) -> Unit:
+    unit = unit.lower()
+    if unit in ("%", "percent"):
+        return "percent"
+    return cast("Unit", unit if unit.endswith("s") else unit + "s")
+
+
+def _example(unit: Unit) -> str:
+    return {
+        "steps": "100steps, 2epochs or 10%",
+        "epochs": "2epochs, 100steps or 10%",
+        "samples": "500samples or 10%",
+        "percent": "10% or 500samples",
+        "seconds": "90s, 5m or 1h30m",
+    }[unit]
