@@ -77,21 +77,22 @@ pip_install() (
 # install_ptfast EXTRAS, such as "[test]": make .venv unless there is one that works, and install ptfast into it
 # unless that has been done for this pyproject.toml already.
 install_ptfast() {
-    local extras=$1 stamp=$venv/.ptfast-installed$1 wanted
+    local extras=$1 stamp=$venv/.ptfast-installed$1 wanted interrupted=""
     wanted="$root
 $(cat "$root/pyproject.toml")"
     if [ -f "$busy" ]; then
         ! kill -0 "$(cat "$busy")" 2>/dev/null || die "process $(cat "$busy") is installing into .venv; wait for it"
         say "The last installation was interrupted: starting over."
-        rm -rf "$venv"
+        interrupted=yes
+        rm -f "$busy"
     elif [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && is_recent "$python"; then
         return
     fi
 
+    (set -o noclobber && echo $$ >"$busy") 2>/dev/null || die "cannot write $busy, or another installation has begun"
     trap 'exit 130' INT
     trap 'exit 143' TERM
-    echo $$ >"$busy"
-    "$python" -c '' 2>/dev/null || rm -rf "$venv"
+    if [ -n "$interrupted" ] || ! "$python" -c '' 2>/dev/null; then rm -rf "$venv"; fi
     "$python" -c 'import pip' 2>/dev/null || make_venv
     quietly "Installing ptfast$extras into .venv; PyTorch is large, the first time takes minutes ..." \
         pip_install "$extras" || die "pip could not install ptfast$extras; its output is above"
