@@ -1,0 +1,69 @@
+"""Whether a group has an option, and the answer to one that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ptfast.config import paths
+from ptfast.config.suggest import did_you_mean
+from ptfast.errors import ConfigError, shorten
+
+# Names that other programs use for what is called differently here.
+_ELSEWHERE = {("checkpointing", "last"): "saving=last", ("checkpointing", "best"): "saving=default"}
+
+
+def check_option(group: str, option: Any, groups: Iterable[str], place: str | None) -> None:
+    """Refuse an option that its group does not have, or a group that does not exist.
+
+    Raises:
+        ConfigError: C003, with the nearest name and the list of what there is.
+    """
+    if group not in groups:
+        known = [name for name in groups if name != paths.PRESETS]
+        hint = did_you_mean(group, known) or f"Groups: {', '.join(known)}"
+        raise ConfigError("C003", "no such config group", key=group, place=place, suggestion=hint)
+    known = paths.options(group)
+    if not isinstance(option, str) or option not in known:
+        raise ConfigError(
+            "C003",
+            f"no such option of {group}",
+            key=group,
+            value="null" if option is None else option,
+            place=place,
+            suggestion=_hint(group, str(option), list(known), groups),
+        )
+
+
+def check_recipe(name: str, place: str | None) -> None:
+    """Refuse a recipe, given by name or path, that does not exist (C003)."""
+    if paths.recipe_file(name) is None:
+        known = list(paths.options(paths.RECIPES))
+        is_path = name.endswith(".yaml") or "/" in name
+        hint = did_you_mean(name, known)
+        suggestion = f"{hint} Recipes: {', '.join(known)}" if hint else f"Recipes: {', '.join(known)}"
+        raise ConfigError(
+            "C003",
+            "no such recipe file" if is_path else "no such recipe",
+            key="+recipe",
+            value=name,
+            place=place,
+            suggestion=suggestion,
+        )
+
+
+def _hint(group: str, option: str, known: list[str], groups: Iterable[str]) -> str:
+    everything = f"Options of {group}: {', '.join(known)}"
+    if (group, option) in _ELSEWHERE:
+        # The two meanings of the word are the commonest mix-up: say what each is.
+        return (
+            f"Did you mean {_ELSEWHERE[group, option]}? `checkpointing` is activation checkpointing; "
+            f"the state on disk is `saving`. {everything}"
+        )
+    near = did_you_mean(option, known, f"{group}={{}}")
+    if near:
+        return f"{near} {everything}"
+    elsewhere = [f"{other}={option}" for other in groups if other != group and option in paths.options(other)]
+    if elsewhere and option not in ("none", "default", "custom"):
+        return f"Did you mean {shorten(' or '.join(elsewhere))}? {everything}"
+    return everything

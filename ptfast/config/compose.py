@@ -1,0 +1,187 @@
+"""Composing a config: arguments, presets, recipe and option files into one plain tree whose every key has a place."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
+from hydra.core.default_element import ResultDefault
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ptfast.config import paths, presets
+from ptfast.config.overrides import COMMAND_LINE, Argument, parse
+from ptfast.config.paths import shown
+from ptfast.config.resolve import resolve
+from ptfast.config.source import PRIMARY, PtfastSource, search_path
+from ptfast.config.yaml_file import YamlFile, read_yaml
+from ptfast.errors import ConfigError
+
+HYDRA_VERSION = "1.3"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A whole config as plain values, not validated yet.
+
+    Args:
+        tree: every key, interpolations resolved.
+        tree_unresolved: the same with interpolations as text, such as `${oc.env:HOME}`.
+        places: `file:line` or `command line` of each dotted key.
+        recipe: name of the recipe, or None.
+        warnings: lines that the user should see.
+        arguments: what it was composed from.
+    """
+
+    tree: dict[str, Any]
+    tree_unresolved: dict[str, Any]
+    places: dict[str, str]
+    recipe: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    arguments: tuple[str, ...] = ()
+
+    def place(self, key: str) -> str:
+        """Where `key` was set: the place of the key itself, or of the nearest section around it."""
+        return place_of(key, self.places)
+
+
+def place_of(key: str, places: dict[str, str]) -> str:
+    """The place of `key` in `places`, or of the nearest key above it, or of the first file that has a part of it."""
+    above = key
+    while above:
+        if above in places:
+            return places[above]
+        above = above.rpartition(".")[0]
+    return COMMAND_LINE
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's loader, noting in the order of merging which file set which key."""
+
+    def __init__(self) -> None:
+        version.setbase(HYDRA_VERSION)
+        setup_globals()
+        super().__init__(search_path())
+        self.files: list[tuple[str, YamlFile]] = []
+
+    def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+        result = super()._load_single_config(default, repo)
+        config_path = default.config_path or ""
+        for source in repo.get_sources():
+            if isinstance(source, PtfastSource) and (file := source.file(config_path)):
+                package = default.package or result.header["package"] or ""
+                if config_path.startswith(f"{paths.RECIPES}/"):
+                    package = ""
+                self.files.append((package.replace("_global_", ""), read_yaml(file)))
+                break
+        return result
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        # Sweepers with a search space of their own hand in plain `key=value`, which Hydra refuses for keys that
+        # no option file lists.
+        return super().load_sweep_config(master_config, [a.text for a in parse(sweep_overrides)])
+
+    def places(self) -> dict[str, str]:
+        """`file:line` of every key in the files loaded so far; later files replace earlier ones."""
+        result: dict[str, str] = {}
+        for package, file in self.files:
+            prefix = f"{package}." if package else ""
+            if package:
+                result[package] = shown(file.path)
+            result |= {prefix + key: place for key, place in file.places.items() if key.split(".")[0] != "defaults"}
+        return result
+
+    def warnings(self) -> list[str]:
+        """What reading the files gave rise to, each line once."""
+        return list(dict.fromkeys(line for _, file in self.files for line in file.warnings))
+
+
+def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed:
+    """Compose the config of one run.
+
+    Precedence: arguments, then a preset among them, then the recipe, then the default preset.
+
+    Args:
+        arguments: `key=value`, `group=option`, `+recipe=NAME`, as typed.
+        complete: False leaves `???` and interpolations that fail as they are, for printing.
+
+    Raises:
+        ConfigError: with the key, its place and the nearest valid name.
+    """
+    given = parse(arguments)
+    expanded, preset_places = presets.expand(given)
+    loader = Loader()
+    config = _load(loader, [a.text for a in expanded if a.kind != "hydra"], RunMode.RUN)
+    tree = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(tree, dict)
+    tree.pop("hydra", None)
+    places = loader.places()
+    for key, place in preset_places.items():
+        _set_place(places, key, place)
+    for argument in given:
+        if argument.kind == "value":
+            _set_place(places, argument.key, COMMAND_LINE)
+    return finish(
+        tree, places, recipe=_recipe_name(given), warnings=loader.warnings(), arguments=arguments, complete=complete
+    )
+
+
+def finish(
+    tree: dict[Any, Any],
+    places: dict[str, str],
+    *,
+    recipe: str | None,
+    warnings: list[str],
+    arguments: Sequence[str],
+    complete: bool = True,
+) -> Composed:
+    """A `Composed` from a tree with interpolations: resolves them, and says which cannot be."""
+    tree = {str(key): value for key, value in tree.items()}
+    if recipe is not None:
+        tree["recipe"] = recipe
+    resolved = resolve(tree, lambda key: place_of(key, places)) if complete else copy.deepcopy(tree)
+    return Composed(resolved, tree, places, tree.get("recipe"), warnings, tuple(arguments))
+
+
+def _load(loader: Loader, overrides: list[str], mode: RunMode) -> DictConfig:
+    try:
+        return loader.load_configuration(PRIMARY, overrides, mode)
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError) as error:
+        raise translate(error) from error
+
+
+def translate(error: BaseException) -> ConfigError:
+    """An exception of Hydra or OmegaConf as one line of ours."""
+    cause = error.__cause__ if str(error) in ("", "None") and error.__cause__ else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    message = re.sub(r"\s+", " ", lines[0] if lines else type(error).__name__).rstrip(".")
+    override = re.search(r"override '?(\S+?)=(\S*)", str(error))
+    key = override.group(1).lstrip("+~") if override else None
+    return ConfigError("C001", message, key=key, place=COMMAND_LINE if key else None)
+
+
+def _set_place(places: dict[str, str], key: str, place: str) -> None:
+    """Note that `key`, with all below it, was set at `place`."""
+    for below in [k for k in places if k.startswith(f"{key}.")]:
+        del places[below]
+    places[key] = place
+
+
+def _recipe_name(arguments: list[Argument]) -> str | None:
+    for argument in arguments:
+        if argument.kind == "recipe":
+            file = paths.recipe_file(argument.values[0].strip("'\""))
+            return file.stem if file else None
+    return None

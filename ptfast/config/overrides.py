@@ -1,0 +1,198 @@
+"""Reading `key=value` arguments before Hydra sees them: each is checked, and written so that Hydra takes it as meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString, Quote
+from hydra.errors import HydraException
+
+from ptfast.config import paths
+from ptfast.config.choices import check_option, check_recipe
+from ptfast.config.suggest import did_you_mean
+from ptfast.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument as Hydra will get it.
+
+    Args:
+        kind: `value`, `group`, `recipe`, `delete` or `hydra`.
+        key: the dotted key or the group, without prefix.
+        values: the value, or each point of a sweep, as text that Hydra can read.
+        is_sweep: whether it is swept over.
+        text: the whole argument in Hydra's grammar.
+    """
+
+    kind: str
+    key: str
+    values: tuple[str, ...]
+    is_sweep: bool
+    text: str
+
+    def at(self, value: str) -> str:
+        """The argument with one of its `values`."""
+        return f"{self.text.partition('=')[0]}={value}"
+
+
+def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
+    """Read the arguments of a command.
+
+    Group choices and recipes are checked against the files that exist. Every other `key=value`, with or without `+`
+    or `++`, becomes `++key=value`: Hydra takes it, and validation refuses it later if nothing has such a key.
+
+    Args:
+        sweep: whether `key=a,b` is allowed (`-m`).
+
+    Raises:
+        ConfigError: C001, C003, C006, C014 or C015; see `ptfast.errors.CODES`.
+    """
+    groups = paths.groups()
+    parser = OverridesParser.create()
+    result: dict[str, Argument] = {}
+    for written in arguments:
+        argument = _parse_one(written, parser, groups)
+        if argument.is_sweep and not sweep:
+            value = written.partition("=")[2]
+            raise ConfigError(
+                "C014",
+                "several values in a single run",
+                key=argument.key,
+                value=value,
+                place=COMMAND_LINE,
+                suggestion=f"Add -m to sweep over them, write [{value}] for a list, or quote it twice for a text",
+            )
+        before = result.get(argument.key)
+        if before and before.values != argument.values:
+            raise ConfigError(
+                "C006",
+                f"given twice, with {' '.join(before.values)} and {' '.join(argument.values)}",
+                key=argument.key,
+                place=COMMAND_LINE,
+                suggestion="Keep one of them",
+            )
+        result[argument.key] = argument
+    return list(result.values())
+
+
+def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argument:
+    _check_shape(written, groups)
+    override = _read(written, parser)
+    key = override.key_or_group
+    if override.package is not None:
+        raise _malformed(written, "packages (`@`) are not supported")
+    if override.is_hydra_override():
+        return Argument("hydra", key, (written,), override.is_sweep_override(), written)
+    values = _points(override, written)
+    text = override.input_line or written
+    value = text.partition("=")[2]
+    if override.is_delete():
+        return Argument("delete", key, ("deleted",), False, text)
+    is_sweep = override.is_sweep_override()
+    plain = [_unquoted(v) for v in values]
+    if key == paths.RECIPES:
+        for name in plain:
+            check_recipe(name, COMMAND_LINE)
+        return Argument("recipe", key, values, is_sweep, f"+{key}={value}")
+    if key in groups and not isinstance(override.value(), dict):
+        for option in plain:
+            check_option(key, option, groups, COMMAND_LINE)
+        if key == paths.PRESETS:
+            return Argument("value", key, values, is_sweep, f"++{key}={value}")
+        own = not (paths.builtin_root().conf / key).is_dir()
+        return Argument("group", key, values, is_sweep, f"{'+' * own}{key}={value}")
+    return Argument("value", key, values, is_sweep, f"++{key}={value}")
+
+
+def _check_shape(written: str, groups: list[str]) -> None:
+    """Refuse what is not `key=value` in a way that shows what was meant."""
+    key, equals, value = written.partition("=")
+    if written.startswith("-"):
+        bare = written.lstrip("-")
+        raise ConfigError(
+            "C015",
+            "no such flag; config is key=value without dashes",
+            key=key,
+            value=value if equals else None,
+            place=COMMAND_LINE,
+            suggestion=f"Write {bare if equals else bare + '=VALUE'}",
+        )
+    if not equals and not written.startswith("~"):
+        recipes = paths.options(paths.RECIPES)
+        before, colon, after = written.partition(":")
+        if written in recipes or written.endswith(".yaml"):
+            hint = f"Write +recipe={written}"
+        elif colon:
+            hint = f"Write {before.strip()}={after.strip()}"
+        else:
+            hint = f"Write {written}=VALUE"
+            near = did_you_mean(written, recipes, "+recipe={}")
+            if near and written not in groups and "." not in written:
+                hint = near
+        raise ConfigError("C001", "not of the form key=value", key=written, place=COMMAND_LINE, suggestion=hint)
+    if equals and (not key.lstrip("+~") or key != key.strip()):
+        raise _malformed(written, "no spaces around the equals sign" if key.strip() else "no key before the =")
+
+
+def _read(written: str, parser: OverridesParser) -> Override:
+    try:
+        return parser.parse_override(written)
+    except (HydraException, ValueError):
+        key, _, value = written.partition("=")
+    # Paths with brackets or letters outside ASCII are no value of Hydra's grammar; as a quoted text they are.
+    if value and not re.search(r"^\w+\(|[\[\]{}'\",]|\$\{", value):
+        try:
+            return parser.parse_override(f"{key}={QuotedString(value, Quote.single).with_quotes()}")
+        except (HydraException, ValueError):
+            pass
+    if re.match(r"(choice|range|glob|interval|shuffle|sort|tag)\(", value):
+        raise ConfigError(
+            "C014",
+            "not a sweep that can be read",
+            key=key.lstrip("+~"),
+            value=value,
+            place=COMMAND_LINE,
+            suggestion="Write key=a,b or key=choice(a,b) or key=range(1,4)",
+        )
+    raise _malformed(written, "not a value that can be read", "Check quotes and brackets; quote a text twice: 'key=\"a,b\"'")
+
+
+def _points(override: Override, written: str) -> tuple[str, ...]:
+    """The value of an argument, or each point of its sweep; intervals, which only some sweepers read, as they are."""
+    if not override.is_sweep_override():
+        return (override.get_value_element_as_str(),) if not override.is_delete() else ()
+    if not override.is_discrete_sweep():
+        return (written.partition("=")[2],)
+    glob = getattr(override._value, "filter", None)  # pyright: ignore[reportAttributeAccessIssue]
+    points: Sequence[str]
+    try:
+        points = glob(list(paths.options(override.key_or_group))) if glob else list(override.sweep_string_iterator())
+    except (HydraException, ValueError, ZeroDivisionError):
+        points = ()
+    if not points:
+        raise ConfigError(
+            "C014",
+            "a sweep over no values",
+            key=override.key_or_group,
+            value=written.partition("=")[2],
+            place=COMMAND_LINE,
+            suggestion="Give at least one",
+        )
+    return tuple(points)
+
+
+def _unquoted(value: str) -> str:
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1]
+    return value
+
+
+def _malformed(written: str, what: str, hint: str | None = None) -> ConfigError:
+    key, _, value = written.partition("=")
+    return ConfigError("C001", what, key=key.lstrip("+~") or "=", value=value, place=COMMAND_LINE, suggestion=hint)

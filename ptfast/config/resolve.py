@@ -1,0 +1,84 @@
+"""Resolving interpolations of a whole config at once, so that a broken one is found at the start."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ptfast.config.suggest import nearest
+from ptfast.errors import ConfigError
+
+RESOLVERS = ("oc.env", "oc.select", "oc.decode", "oc.create", "oc.deprecated", "oc.dict.keys", "oc.dict.values")
+
+
+def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+    """A copy of `tree` with every interpolation replaced by its value.
+
+    Raises:
+        ConfigError: C016 for a value that is still `???`, C008 for an interpolation of a missing key or variable,
+            a cyclic one, or one that cannot be read. Each names the key and its place.
+    """
+    try:
+        config = OmegaConf.create(tree)
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", None) or "") or None
+        raise ConfigError(
+            "C008", f"cannot be read: {_first_line(error)}", key=key, place=place(key) if key else None
+        ) from error
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        key = missing[0]
+        raise ConfigError(
+            "C016", "a value is required", key=key, place=place(key), suggestion=f"Give {key}=VALUE"
+        )
+    for key, parent, name in _interpolations(config, ""):
+        try:
+            value = parent[name]
+            if isinstance(value, (DictConfig, ListConfig)):
+                OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, RecursionError) as error:
+            raise _broken(key, parent._get_node(name)._value(), place(key), error) from error
+    resolved = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _interpolations(config: DictConfig | ListConfig, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    names = range(len(config)) if isinstance(config, ListConfig) else list(config.keys())
+    for name in names:
+        if OmegaConf.is_interpolation(config, name):
+            yield f"{prefix}{name}", config, name
+            continue
+        node = config._get_node(name)
+        if isinstance(node, (DictConfig, ListConfig)) and not node._is_none():
+            yield from _interpolations(node, f"{prefix}{name}.")
+
+
+def _broken(key: str, written: Any, place: str, error: BaseException) -> ConfigError:
+    message = str(error)
+    suggestion = None
+    variable = re.search(r"Environment variable '([^']*)' not found", message)
+    resolver = re.search(r"Unsupported interpolation type (\S+)", message)
+    absent = re.search(r"Interpolation key '([^']*)' not found", message)
+    if variable:
+        what = f"the environment variable {variable[1]} is not set"
+        suggestion = f"Set it, or give a default: ${{oc.env:{variable[1]},DEFAULT}}"
+    elif resolver:
+        what = f"there is no interpolation {resolver[1]}"
+        near = nearest(resolver[1], RESOLVERS)
+        suggestion = f"Did you mean {near}?" if near else f"There are {', '.join(RESOLVERS)}"
+    elif absent:
+        what = f"there is no key {absent[1]}"
+    elif isinstance(error, RecursionError) or "recursi" in message.lower():
+        what = "an interpolation that leads back to itself"
+    else:
+        what = f"an interpolation that cannot be resolved: {_first_line(error)}"
+    return ConfigError("C008", what, key=key, value=written, place=place, suggestion=suggestion)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,148 @@
+"""Strict reading of YAML: every key's line is known, and nothing is dropped or reinterpreted in silence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ptfast.config.paths import shown
+from ptfast.errors import ConfigError, shorten
+
+MAX_NODES = 100_000
+_FLOAT = re.compile(
+    r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[0-9][0-9_]*[eE][-+]?[0-9]+
+    |\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+    |\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+_BOOL, _INT, _STR = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:str"
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """YAML 1.1 with `1e-3` read as a number and dates left as text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":float", ":value"))
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+@dataclass(frozen=True)
+class YamlFile:
+    """What a file holds, and where.
+
+    `places` maps each dotted key (list items by index: `callbacks.0`) to `file:line`; `warnings` name the values
+    that YAML 1.1 reads differently from what they look like.
+    """
+
+    path: Path
+    text: str
+    data: dict[str, Any]
+    places: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_yaml(path: Path) -> YamlFile:
+    """Read a file that holds one mapping.
+
+    Raises:
+        ConfigError: C007, with file, line and column, when it cannot be read, is empty or gives a key twice.
+    """
+    name = shown(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError("C007", "not a UTF-8 text file", place=name) from None
+    except OSError as error:
+        raise ConfigError("C007", f"cannot be read: {error.strerror}", place=name) from None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError("C007", "the file is empty", place=name)
+        if not isinstance(node, yaml.MappingNode):
+            raise _at(name, text, node.start_mark, "expected `key: value` lines")
+        file = YamlFile(path, text, {})
+        for key, key_node, value_node in _walk(node, "", name, text, [MAX_NODES]):
+            file.places[key] = f"{name}:{key_node.start_mark.line + 1}"
+            surprise = _surprise(value_node)
+            if surprise:
+                file.warnings.append(f"{key}={value_node.value} ({file.places[key]}): {surprise}")
+        file.data.update(loader.construct_document(node))
+    except yaml.MarkedYAMLError as error:
+        raise _unreadable(name, text, error) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError("C007", f"cannot be read as YAML: {shorten(error)}", place=name) from None
+    return file
+
+
+def _walk(
+    node: yaml.Node, prefix: str, name: str, text: str, budget: list[int]
+) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Yield (dotted key, key node, value node) of everything below `node`; refuse what a mapping would hide."""
+    budget[0] -= 1
+    if budget[0] < 0:
+        raise ConfigError("C007", "too large, or anchors that contain themselves", place=name)
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            key = f"{prefix}{index}"
+            yield key, item, item
+            yield from _walk(item, f"{key}.", name, text, budget)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key_node, value_node in node.value:
+            label = str(key_node.value)
+            if key_node.tag in (_BOOL, "tag:yaml.org,2002:null"):
+                raise _at(name, text, key_node.start_mark, f"the key `{label}` is not read as text; quote it")
+            if label in seen and label != "<<":
+                raise _at(name, text, key_node.start_mark, f"the key `{label}` is given twice")
+            seen.add(label)
+            yield f"{prefix}{label}", key_node, value_node
+            yield from _walk(value_node, f"{prefix}{label}.", name, text, budget)
+
+
+def _surprise(node: yaml.Node) -> str | None:
+    """What YAML 1.1 makes of an unquoted value that looks like something else."""
+    if not isinstance(node, yaml.ScalarNode) or node.style not in (None, ""):
+        return None
+    value = node.value
+    if node.tag == _BOOL and value.lower() not in ("true", "false"):
+        return f"YAML reads {value} as {str(value.lower() in ('yes', 'on', 'y')).lower()}. Quote it to keep the text"
+    if node.tag == _INT and ":" in value:
+        total = 0
+        for part in value.replace("_", "").lstrip("+-").split(":"):
+            total = total * 60 + int(part)
+        return f"YAML reads {value} as the number {'-' * value.startswith('-')}{total}. Quote it to keep the text"
+    if node.tag == _INT and re.fullmatch(r"[-+]?0[0-7_]+", value):
+        return f"YAML reads {value} as the octal number {int(value, 8)}. Write it without the leading 0"
+    if node.tag == _STR and re.fullmatch(r"0o[0-7]+", value):
+        return f"YAML reads {value} as text. Write {int(value, 8)} for the number"
+    return None
+
+
+def _unreadable(name: str, text: str, error: yaml.MarkedYAMLError) -> ConfigError:
+    problem = error.problem or "cannot be read as YAML"
+    mark = error.problem_mark or error.context_mark
+    if error.context and "flow" in error.context and error.context_mark:
+        # Where the bracket opens says more than where the parser gave up.
+        mark, problem = error.context_mark, "a bracket that is not closed, or a missing comma"
+    return _at(name, text, mark, problem.replace("\t", "\\t"))
+
+
+def _at(name: str, text: str, mark: Any, problem: str) -> ConfigError:
+    lines = text.splitlines()
+    if mark is None:
+        return ConfigError("C007", problem, place=name)
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    place = f"{name}:{mark.line + 1}:{mark.column + 1}"
+    return ConfigError("C007", f"{problem}: `{shorten(line.rstrip())}`", place=place)
