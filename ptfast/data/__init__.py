@@ -1,0 +1,105 @@
+"""Data: what a run trains on, cut into splits, batches and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ptfast.data.evaluation import build_eval_loader
+from ptfast.data.iterable import IterableSource
+from ptfast.data.labels import check_labels
+from ptfast.data.loaders import build_train_loader
+from ptfast.data.normalize import statistics
+from ptfast.data.sampler import smallest_micro_batch
+from ptfast.data.source import Data, DataSet, Source, Splits, TensorSource, take
+from ptfast.data.split import split_indices
+from ptfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ptfast.durations import Duration
+
+__all__ = ["Data", "Source", "build_data", "build_eval_loader", "build_train_loader", "smallest_micro_batch"]
+
+
+def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: bool = True) -> Data:
+    """The splits of a run and the facts about them.
+
+    Args:
+        source: what an option of the group `data` constructs, or any torch data set.
+        val: what is held out of the training samples where the source has no validation split.
+        seed: decides which samples are held out.
+        task: `auto`, or the task that the labels are for.
+        normalize: compute the statistics that the loaders normalise by.
+
+    Raises:
+        DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
+    """
+    if isinstance(source, DataSet):
+        name, splits = source.name, source.load(val=val, seed=seed)
+    else:
+        from ptfast.data.custom import adapt
+
+        name, splits = type(source).__name__, adapt(source, seed=seed, task=task)
+    splits = _cast_labels(splits, task)
+    splits = _hold_out(splits, val, seed)
+    for split in ("train", "val", "test"):
+        _check(splits, split)
+    info, train = splits.info, splits.train
+    if normalize and "normalize" not in info.extra and _has_statistics(splits):
+        info = replace(
+            info, extra={**info.extra, "normalize": statistics(train, info.extra.get("cache_key"))}
+        )
+    return Data(info, train, splits.val, splits.test, _note(name, splits))
+
+
+def _cast_labels(splits: Splits, task: str) -> Splits:
+    """Labels of the type that the task takes: floats where they are many or measured, else classes."""
+    task = splits.info.task if task == "auto" else task
+    for source in splits[1:]:
+        if isinstance(source, TensorSource):
+            if task in ("regression", "multilabel"):
+                source.targets = source.targets.float()
+            elif task == "classification" and not source.targets.is_floating_point():
+                source.targets = source.targets.long()
+    return splits
+
+
+def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
+    if isinstance(splits.train, IterableSource):
+        if splits.val is None and val.value and val.unit != "percent":
+            hint = "Use data.val=0, or a map-style data set"
+            raise ConfigError(
+                "C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint
+            )
+        return splits
+    if splits.val is not None or val.value == 0:
+        return splits
+    train, held = split_indices(len(splits.train), val, seed)
+    return splits._replace(train=take(splits.train, train), val=take(splits.train, held))
+
+
+def _check(splits: Splits, split: str) -> None:
+    source = getattr(splits, split)
+    num_classes = splits.info.num_classes
+    if isinstance(source, TensorSource) and splits.info.task == "classification" and num_classes:
+        check_labels(source.targets, num_classes, split)
+
+
+def _has_statistics(splits: Splits) -> bool:
+    if splits.train.images:
+        return True
+    return isinstance(splits.train, TensorSource) and splits.info.kind == "features"
+
+
+def _note(name: str, splits: Splits) -> str:
+    def count(split: str, source: Source | None) -> str | None:
+        if source is None:
+            return None
+        return (
+            f"{split} of unknown length" if isinstance(source, IterableSource) else f"{len(source):,} {split}"
+        )
+
+    counts = [
+        count(split, source) for split, source in zip(("train", "val", "test"), splits[1:], strict=True)
+    ]
+    return f"{name}: {', '.join(part for part in counts if part)}"

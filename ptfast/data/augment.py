@@ -1,0 +1,127 @@
+"""Random crops and flips of uint8 images, a whole batch at once, each image with draws of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ptfast.data import draws
+from ptfast.data.sampler import Indices, Share
+from ptfast.data.source import as_tensor
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What is done to training images.
+
+    Args:
+        crop_padding: black pixels added on each side before a crop of the original size, 0 for no crop.
+        flip: mirror every second image on average.
+    """
+
+    crop_padding: int = 0
+    flip: bool = False
+
+    def __bool__(self) -> bool:
+        return self.crop_padding > 0 or self.flip
+
+    def draw(self, seed: int, epoch: int, indices: Indices) -> tuple[Indices, Indices, Indices]:
+        """(top, left, flipped) of each image: corner of its crop in the padded image, mirrored first."""
+        none = np.zeros(len(indices), np.int64)
+        top = left = flipped = none
+        if self.crop_padding:
+            high = 2 * self.crop_padding + 1
+            top = draws.integers(seed, epoch, indices, draws.CROP_Y, high)
+            left = draws.integers(seed, epoch, indices, draws.CROP_X, high)
+        if self.flip:
+            flipped = draws.integers(seed, epoch, indices, draws.FLIP, 2)
+        return top, left, flipped
+
+    def apply(self, images: Tensor, seed: int, share: Share) -> Tensor:
+        """Augmented copy of the images of one micro-batch, uint8 (batch, height, width, channels)."""
+        top, left, flipped = self.draw(seed, share.epoch, share.indices)
+        pixels = images.numpy()
+        if self.flip:
+            mirror = flipped.astype(bool)
+            pixels = pixels.copy()
+            pixels[mirror] = pixels[mirror, :, ::-1]
+        if not self.crop_padding:
+            return torch.from_numpy(pixels)
+        windows = RowWindows(_pad(pixels, self.crop_padding), pixels.shape[1:])
+        return as_tensor(windows.crop(np.arange(len(pixels)), top, left))
+
+
+class AugmentedImages:
+    """Images in memory from which augmented batches are gathered.
+
+    Padded images and their mirrored copies lie in memory channels last, so that each row of a crop is one run
+    of bytes and a batch is one gather of rows: no image is touched in Python.
+
+    Args:
+        images: uint8 (samples, height, width, channels).
+
+    Cost: the memory of the padded images, twice if they are flipped; 1 to 2 us for an image of 32x32.
+    """
+
+    def __init__(self, images: Tensor, augment: Augment, seed: int) -> None:
+        pixels = images.numpy()
+        self._augment, self._seed, self._size = augment, seed, len(pixels)
+        self._windows = RowWindows(
+            _pad(pixels, augment.crop_padding, mirrored=augment.flip), pixels.shape[1:]
+        )
+
+    @staticmethod
+    def nbytes(images: Tensor, augment: Augment) -> int:
+        """Bytes that the padded copies of `images` take."""
+        samples, height, width, channels = images.shape
+        pad = 2 * augment.crop_padding
+        return samples * (height + pad) * (width + pad) * channels * (2 if augment.flip else 1)
+
+    def gather(self, share: Share) -> Tensor:
+        """The augmented images of a micro-batch: uint8 (batch, height, width, channels)."""
+        top, left, flipped = self._augment.draw(self._seed, share.epoch, share.indices)
+        return torch.from_numpy(self._windows.crop(share.indices + flipped * self._size, top, left))
+
+
+class RowWindows:
+    """Crops out of padded images, row by row.
+
+    Args:
+        padded: uint8 (slots, padded height, padded width, channels), contiguous.
+        shape: of a crop: (height, width, channels).
+    """
+
+    def __init__(self, padded: Bytes, shape: tuple[int, ...]) -> None:
+        _, padded_height, padded_width, channels = padded.shape
+        height, width, _ = shape
+        self._shape = shape
+        self._row_bytes, self._channels = padded_width * channels, channels
+        self._slot_bytes = padded_height * self._row_bytes
+        # Without padding to the sides the rows of a crop follow one another: one run holds them all.
+        self._rows_per_run = height if width == padded_width else 1
+        run_bytes = self._rows_per_run * width * channels
+        self._run_offsets = np.arange(0, height, self._rows_per_run) * self._row_bytes
+        self._runs = sliding_window_view(padded.reshape(-1), run_bytes)
+
+    def crop(self, slots: Indices, top: Indices, left: Indices) -> Bytes:
+        """One crop of each of `slots`, its corner at (`top`, `left`)."""
+        corners = slots * self._slot_bytes + top * self._row_bytes + left * self._channels
+        return self._runs[corners[:, None] + self._run_offsets].reshape(len(slots), *self._shape)
+
+
+def _pad(pixels: Bytes, padding: int, *, mirrored: bool = False) -> Bytes:
+    samples, height, width, channels = pixels.shape
+    copies = 2 if mirrored else 1
+    padded = np.zeros((copies, samples, height + 2 * padding, width + 2 * padding, channels), np.uint8)
+    inside = (slice(None), slice(padding, padding + height), slice(padding, padding + width))
+    padded[0][inside] = pixels
+    if mirrored:
+        padded[1][inside] = pixels[:, :, ::-1]
+    return padded.reshape(copies * samples, *padded.shape[2:])

@@ -1,0 +1,164 @@
+"""Any torch data set by import path, and what can be told about it by looking."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
+
+from ptfast.data import draws
+from ptfast.data.iterable import IterableSource
+from ptfast.data.sampler import Indices
+from ptfast.data.source import Source, Splits, TensorSource
+from ptfast.data.workers import describe
+from ptfast.errors import DataError, PtfastError
+from ptfast.run import DataInfo
+
+_SCAN_LIMIT = 2000
+"""Samples read to find the classes where the data set does not name them."""
+
+
+class MapSource(Source):
+    """A map-style data set, collated as torch's DataLoader does.
+
+    Transforms that draw from the global generators (torch, numpy, random) are seeded by epoch and samples, so
+    that a resumed run and one with workers draw the same.
+    """
+
+    def __init__(self, dataset: Any, seed: int, *, images: bool) -> None:
+        self.dataset, self.seed, self.images = dataset, seed, images
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
+        wanted = indices.tolist()
+        try:
+            with seeded(draws.key(self.seed, epoch, draws.GLOBAL, *wanted[:1])):
+                if hasattr(self.dataset, "__getitems__"):
+                    samples = self.dataset.__getitems__(wanted)
+                else:
+                    samples = [self.dataset[i] for i in wanted]
+            raw = default_collate(samples)
+        except PtfastError:
+            raise
+        except Exception as error:
+            raise DataError("D008", f"the data set raised {describe(error)}", key="data") from error
+        if self.images:
+            return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
+        return raw
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of torch (CPU), numpy and random inside, and put them back after."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
+    """The splits of a user's data set: training samples and what they look like.
+
+    Class count and names come from its attributes `num_classes` and `classes`, else from `targets`, else from
+    its first 2,000 labels; the input shape from its first sample.
+
+    Raises:
+        DataError: D002 if it is empty, D008 if it is no data set or its first sample cannot be read.
+    """
+    if isinstance(dataset, IterableDataset):
+        source: Source = IterableSource(dataset)
+        sample = next(source.samples())
+        return Splits(_info(dataset, sample, None, task), source)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        what = f"{type(dataset).__name__} is no torch data set: it has no __getitem__ and __len__"
+        raise DataError("D008", what, key="data")
+    if len(dataset) == 0:
+        raise DataError("D002", f"{type(dataset).__name__} has no samples", key="data")
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        inputs, targets = dataset.tensors
+        images = _is_image(inputs[0])
+        inputs = inputs.permute(0, 2, 3, 1).contiguous() if images else inputs
+        info = _info(dataset, dataset[0], targets, task)
+        return Splits(info, TensorSource(inputs, targets, images=images))
+    source = MapSource(dataset, seed, images=False)
+    sample = (
+        tuple(column[0] for column in source.fetch(np.zeros(1, np.int64))[:2])
+        if _is_pair(dataset, source)
+        else None
+    )
+    labels = None
+    if sample is not None:
+        source.images = _is_image(sample[0])
+        labels = _labels(dataset, source)
+    return Splits(_info(dataset, sample, labels, task), source)
+
+
+def _is_pair(dataset: Any, source: Source) -> bool:
+    raw = source.fetch(np.zeros(1, np.int64))
+    return isinstance(raw, (tuple, list)) and len(raw) == 2 and isinstance(raw[0], Tensor)
+
+
+def _is_image(sample: Any) -> bool:
+    return isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 3
+
+
+def _labels(dataset: Any, source: MapSource) -> Tensor | None:
+    targets = getattr(dataset, "targets", None)
+    if targets is not None:
+        with contextlib.suppress(Exception):
+            return torch.as_tensor(targets)
+    if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
+        return source.fetch(np.zeros(1, np.int64))[1]
+    return source.fetch(np.arange(min(len(source), _SCAN_LIMIT)))[1]
+
+
+def _info(dataset: Any, sample: Any, labels: Tensor | None, task: str) -> DataInfo:
+    """What can be told from one sample `(input, target)` and the labels."""
+    if not (isinstance(sample, (tuple, list)) and len(sample) == 2 and isinstance(sample[0], Tensor)):
+        num_classes = getattr(dataset, "num_classes", None)
+        return DataInfo(
+            kind="other", task=task if task != "auto" else "classification", num_classes=num_classes
+        )
+    inputs, target = sample[0], torch.as_tensor(sample[1])
+    known = target.reshape(1, *target.shape) if labels is None else labels
+    shape = tuple(inputs.shape)
+    facts: dict[str, Any] = {"input_shape": shape}
+    if inputs.dim() == 3:
+        kind, facts["in_channels"] = "image", shape[0]
+    elif inputs.is_floating_point():
+        kind = "features" if inputs.dim() == 1 else "other"
+    else:
+        kind, facts["context_length"] = ("tokens" if target.shape == inputs.shape else "text"), shape[0]
+        facts["vocab_size"] = getattr(dataset, "vocab_size", None) or int(inputs.max()) + 1
+    if task == "auto":
+        task = _guess_task(known, kind)
+    names = getattr(dataset, "classes", None)
+    names = tuple(map(str, names)) if names is not None else None
+    if task in ("regression", "multilabel"):
+        facts["num_classes"] = known.shape[1] if known.dim() > 1 else 1
+    elif kind != "tokens":
+        known = getattr(dataset, "num_classes", None) or (len(names) if names else None)
+        facts["num_classes"] = known or int(known.max()) + 1
+    return DataInfo(kind=kind, task=task, class_names=names, **facts)
+
+
+def _guess_task(labels: Tensor, kind: str) -> str:
+    if kind == "tokens":
+        return "language_modelling"
+    if labels.is_floating_point():
+        return "regression"
+    return "multilabel" if labels.dim() == 2 else "classification"

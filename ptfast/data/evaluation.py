@@ -1,0 +1,104 @@
+"""Evaluation loaders: a split in order, each sample once over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ptfast.data.augment import Augment
+from ptfast.data.batches import RawBatches
+from ptfast.data.prepare import build_prepare
+from ptfast.data.sampler import Share
+from ptfast.data.source import Source, TensorSource
+from ptfast.data.workers import WorkerPool
+from ptfast.run import DataInfo, EvalLoader, MicroBatch
+
+KEEP_LIMIT_BYTES = 128 * 2**20
+"""Splits in memory that take no more than this once normalised are prepared once and kept."""
+
+
+def build_eval_loader(
+    source: Source,
+    info: DataInfo,
+    *,
+    batch_size: int,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    normalize: bool,
+    channels_last: bool,
+    pin: bool | str = "auto",
+    workers: int = 0,
+    prefetch: int = 2,
+) -> EvalLoader:
+    """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
+
+    Args:
+        batch_size: samples of one forward pass on this rank.
+        workers: processes that read samples which are not in memory; 0 reads them in this process.
+    """
+    prepare = build_prepare(
+        source, info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
+    )
+    size = len(source)
+    return _EvalLoader(
+        source,
+        prepare,
+        size,
+        rank * size // num_ranks,
+        (rank + 1) * size // num_ranks,
+        batch_size,
+        workers,
+        prefetch,
+    )
+
+
+class _EvalLoader:
+    def __init__(
+        self,
+        source: Source,
+        prepare: Any,
+        size: int,
+        start: int,
+        stop: int,
+        batch_size: int,
+        workers: int,
+        prefetch: int,
+    ) -> None:
+        self.num_samples = size
+        self._source, self._prepare = source, prepare
+        self._shares = [
+            Share(0, np.arange(i, min(i + batch_size, stop)), min(batch_size, stop - i))
+            for i in range(start, stop, batch_size)
+        ]
+        self._pool: WorkerPool | None = None
+        if workers and not isinstance(source, TensorSource):
+            self._pool = WorkerPool(RawBatches(source, Augment(), 0), workers, prefetch, pin=prepare.pin)
+        self._keep = isinstance(source, TensorSource) and source.prepared_bytes <= KEEP_LIMIT_BYTES
+        self._kept: list[MicroBatch] | None = None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        if self._kept is not None:
+            return iter(self._kept)
+        if self._keep:
+            # Tensors made under inference mode would be refused by any later use that needs gradients.
+            with torch.inference_mode(False):
+                self._kept = list(self._batches())
+            return iter(self._kept)
+        return self._batches()
+
+    def _batches(self) -> Iterator[MicroBatch]:
+        source = self._source
+        if isinstance(source, TensorSource):
+            raw: Iterator[Any] = (
+                source.slice(int(s.indices[0]), int(s.indices[-1]) + 1) for s in self._shares
+            )
+        elif self._pool is not None:
+            raw = self._pool.fetch(self._shares)
+        else:
+            raw = (source.fetch(share.indices) for share in self._shares)
+        for batch, share in zip(raw, self._shares, strict=True):
+            yield self._prepare.micro_batch(batch, share)

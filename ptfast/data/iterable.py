@@ -1,0 +1,96 @@
+"""Iterable data of unknown length: read in order, resumed by skipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset, default_collate
+
+from ptfast.data.prepare import Prepare
+from ptfast.data.sampler import Indices, micro_batch_bounds
+from ptfast.data.source import Source
+from ptfast.data.workers import describe
+from ptfast.errors import DataError, PtfastError
+from ptfast.run import MicroBatch, StepBatch
+
+
+class IterableSource(Source):
+    """A torch `IterableDataset`: samples one after another, again from the start when it ends."""
+
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        raise TypeError("iterable data has no length")
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
+        raise TypeError("iterable data is not fetched by index")
+
+    def samples(self) -> Iterator[Any]:
+        """Samples without end, pass after pass.
+
+        A data set with a method `set_epoch` is told the number of the pass, so that it can shuffle.
+        """
+        epoch = 0
+        while True:
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+            count = 0
+            try:
+                for sample in self.dataset:
+                    count += 1
+                    yield sample
+            except PtfastError:
+                raise
+            except Exception as error:
+                raise DataError("D008", f"the data set raised {describe(error)}", key="data") from error
+            if count == 0:
+                if epoch == 0:
+                    raise DataError("D002", "the iterable data set yields no samples", key="data")
+                return
+            epoch += 1
+
+
+class StreamLoader:
+    """Batches of iterable data: sample j of step k is sample `k * batch_size + j` of the stream.
+
+    Every rank reads the stream and keeps its own micro-batches.
+    """
+
+    kind = "plain"
+    steps_per_epoch: int | None = None
+    workers = 0
+    reason = "iterable data is read in order"
+
+    def __init__(
+        self,
+        source: IterableSource,
+        prepare: Prepare,
+        batch_size: int,
+        micro_batches: int,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._source, self._prepare, self._batch_size = source, prepare, batch_size
+        per_rank = micro_batches // num_ranks
+        bounds = micro_batch_bounds(batch_size, micro_batches)
+        self._mine = bounds[rank * per_rank : (rank + 1) * per_rank]
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps `first_step` up to, not including, `last_step`; fewer if data ends."""
+        samples = self._source.samples()
+        next(islice(samples, first_step * self._batch_size, first_step * self._batch_size), None)
+        for _ in range(first_step, last_step):
+            batch = list(islice(samples, self._batch_size))
+            if len(batch) < self._batch_size:
+                return
+            yield StepBatch(tuple([self._micro_batch(batch, *bounds) for bounds in self._mine]), len(batch))
+
+    def _micro_batch(self, batch: list[Any], start: int, stop: int) -> MicroBatch:
+        share = batch[start:stop] or batch[:1]
+        return MicroBatch(self._prepare(default_collate(share)), stop - start)
+
+    def close(self) -> None:
+        """Nothing to stop."""

@@ -1,0 +1,242 @@
+"""Training loaders: batches as a pure function of (seed, step), the same bits from every kind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ptfast.data.augment import Augment, AugmentedImages
+from ptfast.data.batches import MemoryBatches, RawBatches
+from ptfast.data.iterable import IterableSource, StreamLoader
+from ptfast.data.prepare import Prepare, build_prepare
+from ptfast.data.sampler import Sampler, Share
+from ptfast.data.source import Data, Source, TensorSource, as_tensor, into_memory
+from ptfast.data.workers import WorkerPool
+from ptfast.errors import ConfigError
+from ptfast.run import MicroBatch, StepBatch, TrainLoader
+
+STATIC_LIMIT_BYTES = 512 * 2**20
+"""Data that takes no more than this once normalised is normalised up front."""
+CHUNK_BYTES = 64 * 2**20
+_MAX_WORKERS = 8
+
+
+def build_train_loader(
+    data: Data,
+    *,
+    task_name: str,
+    batch_size: int,
+    micro_batches: int,
+    rank: int,
+    num_ranks: int,
+    seed: int,
+    augment: Any,
+    normalize: bool,
+    kind: str,
+    workers: int | str,
+    prefetch: int,
+    pin: bool | str,
+    last: str,
+    device: torch.device,
+    channels_last: bool,
+) -> TrainLoader:
+    """The training loader of one rank.
+
+    Args:
+        task_name: what the run calls its task, for messages.
+        batch_size: samples of an optimizer step over all ranks.
+        micro_batches: parts of a batch over all ranks.
+        augment: mapping or object of the fields of `Augment`.
+        kind: `auto`, or `plain` (fetch in this process), `workers` (processes fetch whole micro-batches),
+            `memory` (everything decoded in memory, batches gathered and augmented at once).
+        workers: processes of the kind `workers`, or `auto` for the cores to spare.
+        prefetch: micro-batches that each worker prepares ahead.
+        last: `keep` or `drop` a short last batch of an epoch.
+
+    Raises:
+        ConfigError: C011 if images are to be augmented and the data has none.
+        DataError: D002 or D006 if there are too few samples.
+    """
+    source, wanted = data.train, Augment(**dict(augment))
+    if wanted and not source.images:
+        what = f"only uint8 images are augmented, and task={task_name} has {data.info.kind} data here"
+        raise ConfigError("C011", what, key="augment", suggestion="Use augment=none")
+    prepare = build_prepare(
+        source, data.info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
+    )
+    if isinstance(source, IterableSource):
+        return StreamLoader(source, prepare, batch_size, micro_batches, rank, num_ranks)
+    sampler = Sampler(
+        len(source),
+        batch_size=batch_size,
+        micro_batches=micro_batches,
+        rank=rank,
+        num_ranks=num_ranks,
+        seed=seed,
+        last=last,
+    )
+    num_workers = spare_cores() if workers == "auto" else int(workers)
+    reason = "as the config says"
+    if kind == "auto":
+        kind, reason = _resolve(source, num_workers)
+    if kind == "workers" and num_workers > 0:
+        pool = WorkerPool(RawBatches(source, wanted, seed), num_workers, prefetch, pin=prepare.pin)
+        return WorkerLoader(sampler, prepare, pool, f"{reason}: {num_workers} workers")
+    if kind == "memory":
+        source = into_memory(source)
+        if not wanted and source.prepared_bytes <= STATIC_LIMIT_BYTES:
+            return StaticLoader(sampler, prepare, source, reason)
+        if wanted and AugmentedImages.nbytes(source.inputs, wanted) <= available_memory() // 2:
+            return StepLoader(sampler, prepare, MemoryBatches(source, wanted, seed), kind, reason)
+    return StepLoader(sampler, prepare, RawBatches(source, wanted, seed), kind, reason)
+
+
+class StepLoader:
+    """Prepares each batch when its step is due."""
+
+    workers = 0
+
+    def __init__(
+        self, sampler: Sampler, prepare: Prepare, batches: Callable[[Share], Any], kind: str, reason: str
+    ) -> None:
+        self.steps_per_epoch: int | None = sampler.steps_per_epoch
+        self.kind, self.reason = kind, reason
+        self._sampler, self._prepare, self._batches = sampler, prepare, batches
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
+        micro_batch, batches = self._prepare.micro_batch, self._batches
+        for step in range(first_step, last_step):
+            shares, num_samples = self._sampler.step(step)
+            yield StepBatch(tuple([micro_batch(batches(share), share) for share in shares]), num_samples)
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class WorkerLoader:
+    """Takes raw batches from worker processes, in the order of the steps."""
+
+    kind = "workers"
+
+    def __init__(self, sampler: Sampler, prepare: Prepare, pool: WorkerPool, reason: str) -> None:
+        self.steps_per_epoch: int | None = sampler.steps_per_epoch
+        self.reason, self.workers = reason, pool.workers
+        self._sampler, self._prepare, self._pool = sampler, prepare, pool
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
+        plan = (share for step in range(first_step, last_step) for share in self._sampler.step(step)[0])
+        raw_batches = self._pool.fetch(plan)
+        for step in range(first_step, last_step):
+            shares, num_samples = self._sampler.step(step)
+            micro_batches = [self._prepare.micro_batch(next(raw_batches), share) for share in shares]
+            yield StepBatch(tuple(micro_batches), num_samples)
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        self._pool.close()
+
+
+class StaticLoader:
+    """Batches of small data that never changes: normalised once, gathered many steps at a time.
+
+    One gather and one split serve up to 64 MB of batches, so that a step costs about a microsecond; on a GPU
+    the data lives there.
+    """
+
+    kind = "memory"
+    workers = 0
+
+    def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource, reason: str) -> None:
+        self.steps_per_epoch: int | None = sampler.steps_per_epoch
+        self.reason = reason
+        self._sampler, self._device = sampler, prepare.device
+        inputs = prepare.inputs(source.inputs)
+        self._targets = prepare.move(source.targets)
+        # Rows are gathered from contiguous memory and only looked at as channels first.
+        self._permuted = prepare.channels_last and inputs.dim() == 4
+        self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
+        step_bytes = max(1, sampler.batch_size * self._inputs[0].numel() * self._inputs.element_size())
+        self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
+        step = first_step
+        while step < last_step:
+            start, batches = self._chunk(step)
+            yield from batches[step - start : last_step - start]
+            step = start + len(batches)
+
+    def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
+        """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
+        epoch, position = divmod(step, self._sampler.steps_per_epoch)
+        start = step - position % self._chunk_steps
+        stop = min(start + self._chunk_steps, (epoch + 1) * self._sampler.steps_per_epoch)
+        plan = [self._sampler.step(s) for s in range(start, stop)]
+        shares = [share for step_shares, _ in plan for share in step_shares]
+        index_parts, sizes, stride = _aligned(shares)
+        index = as_tensor(np.concatenate(index_parts)).to(self._device)
+        inputs = self._inputs.index_select(0, index)
+        if self._permuted:
+            inputs = inputs.permute(0, 3, 1, 2)
+        pieces = zip(
+            inputs.split(sizes)[::stride],
+            self._targets.index_select(0, index).split(sizes)[::stride],
+            strict=True,
+        )
+        return start, [
+            StepBatch(tuple([MicroBatch(next(pieces), share.num_samples) for share in shares]), num_samples)
+            for shares, num_samples in plan
+        ]
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:
+    """Index parts and their sizes such that every share begins at a multiple of 16 rows; every how manieth is
+    one.
+
+    Kernels may sum in another order where memory is aligned otherwise; 16 rows of any width are whole cache
+    lines, as a tensor of its own would be.
+    """
+    sizes = [len(share.indices) for share in shares]
+    parts = [share.indices for share in shares]
+    if all(size % 16 == 0 for size in sizes[:-1]):
+        return parts, sizes, 1
+    fillers = [np.zeros(-size % 16, np.int64) for size in sizes]
+    return (
+        [part for pair in zip(parts, fillers, strict=True) for part in pair],
+        [size for part_size in sizes for size in (part_size, -part_size % 16)],
+        2,
+    )
+
+
+def _resolve(source: Source, num_workers: int) -> tuple[str, str]:
+    """The kind that `auto` stands for, and why."""
+    if isinstance(source, TensorSource) or source.in_memory:
+        return "memory", "the data is in memory"
+    if num_workers > 0:
+        return "workers", "the data is read sample by sample and cores are to spare"
+    return "plain", "the data is read sample by sample and no core is to spare"
+
+
+def spare_cores() -> int:
+    """Cores of this rank beyond the one that trains, at most 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1)
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be taken without swapping; 4 GiB where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 * 2**30

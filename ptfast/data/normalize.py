@@ -1,0 +1,115 @@
+"""Mean and deviation of the inputs: computed once from the training samples, applied on the device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptfast.data.source import Source, TensorSource
+from ptfast.errors import DataError
+
+_SAMPLE_LIMIT = 10_000
+"""Samples that statistics are taken from where each must be read from disk."""
+
+
+class Normalizer:
+    """Turns raw inputs into float32 of zero mean and unit deviation: `(x.float() - mean) * (1 / std)`.
+
+    Running on the device, on uint8 that has crossed the bus at a quarter of the bytes; the same two
+    operations in the same order everywhere, so that it makes no bit of difference when a loader applies it.
+
+    Args:
+        mean, std: one figure per channel of an image (raw scale), or per feature of a vector; std is not
+            zero.
+        images: whether inputs are (batch, channels, height, width).
+    """
+
+    def __init__(
+        self, mean: Sequence[float], std: Sequence[float], device: torch.device, *, images: bool
+    ) -> None:
+        shape = (1, -1, 1, 1) if images else (1, -1)
+        # Divided in float64, so that the factor is the closest float32.
+        self._mean = torch.tensor(mean, dtype=torch.float64).float().reshape(shape).to(device)
+        self._factor = (1 / torch.tensor(std, dtype=torch.float64)).float().reshape(shape).to(device)
+        self._images = images
+        self._expanded: tuple[Any, Tensor, Tensor] | None = None
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Normalised float32 copy of `inputs`, in its memory format."""
+        mean, factor = self._like(inputs) if self._images else (self._mean, self._factor)
+        outputs = inputs.to(torch.float32, copy=True)
+        return outputs.sub_(mean).mul_(factor)
+
+    def _like(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        # Broadcasting three channels along the fastest dimension is an inner loop of three; a whole image is
+        # not.
+        layout = (inputs.shape[1:], inputs.stride()[1:])
+        if self._expanded is None or self._expanded[0] != layout:
+            full = torch.empty_like(inputs[:1], dtype=torch.float32)
+            self._expanded = (layout, full.copy_(self._mean).clone(), full.copy_(self._factor).clone())
+        return self._expanded[1], self._expanded[2]
+
+
+def statistics(source: Source, cache_key: str | None = None) -> dict[str, list[float]]:
+    """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
+
+    Exact where the samples are in memory. Otherwise from at most 10,000 samples, evenly spaced, and
+    remembered on disk under `cache_key`, which must tell one data set from another.
+    """
+    if isinstance(source, TensorSource):
+        return _finish(*_sums(source.inputs))
+    path = cache_folder() / f"statistics-{hashlib.sha256((cache_key or '').encode()).hexdigest()[:24]}.json"
+    if cache_key and path.is_file():
+        try:
+            return json.loads(path.read_text())
+        except ValueError:
+            pass  # a damaged cache is computed again
+    indices = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SAMPLE_LIMIT)).astype(np.int64))
+    parts = [_sums(source.fetch(chunk)[0]) for chunk in np.array_split(indices, -(-len(indices) // 256))]
+    result = _finish(sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts))
+    if cache_key:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(result))
+            partial.replace(path)
+        except OSError:
+            pass  # only costs computing them again
+    return result
+
+
+def cache_folder() -> Path:
+    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `~/.cache/ptfast`."""
+    return Path(os.environ.get("PTFAST_CACHE") or Path.home() / ".cache" / "ptfast")
+
+
+def _sums(inputs: Tensor) -> tuple[int, Any, Any]:
+    """Count, sums and sums of squares over all but the last dimension; exact integers for uint8."""
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    squares = total.clone()
+    for chunk in rows.split(max(1, 2**22 // rows.shape[1])):
+        # Float sums of up to 2**22 bytes are exact in float64, and their squares too.
+        values = chunk.double()
+        total += values.sum(0)
+        squares += values.square_().sum(0)
+    return len(rows), total, squares
+
+
+def _finish(count: int, total: Tensor, squares: Tensor) -> dict[str, list[float]]:
+    mean = total / count
+    std = (squares / count - mean.square()).clamp(min=0).sqrt()
+    if not bool(torch.isfinite(std).all()):
+        column = int((~torch.isfinite(std)).nonzero()[0])
+        raise DataError("D005", f"column {column} of the inputs holds values that are not finite", key="data")
+    # Rounding leaves a trace of deviation in a constant column; blowing it up would be noise.
+    std = torch.where(std > 1e-7 * mean.abs().clamp(min=1e-30), std, 1.0)
+    return {"mean": mean.tolist(), "std": std.tolist()}

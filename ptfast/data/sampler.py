@@ -1,0 +1,119 @@
+"""Which samples make up which step: a pure function of (seed, step), so that resuming needs no replay."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptfast.data import draws
+from ptfast.errors import DataError
+
+Indices = NDArray[np.int64]
+
+
+@lru_cache(maxsize=2)
+def permutation(seed: int, epoch: int, size: int) -> Indices:
+    """The order of `size` samples in `epoch`: int64, read-only.
+
+    Sorting random bits with the index in their low end makes the order independent of the sorting algorithm
+    and of numpy's generators, and is faster than an argsort (15 ms for a million samples).
+    """
+    index_bits = np.uint64(max(size - 1, 1).bit_length())
+    indices = np.arange(size, dtype=np.uint64)
+    keys = (draws.bits(seed, epoch, indices, draws.ORDER) >> index_bits << index_bits) | indices
+    keys.sort()
+    keys &= (np.uint64(1) << index_bits) - np.uint64(1)
+    order = keys.view(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+def micro_batch_bounds(num_samples: int, micro_batches: int) -> list[tuple[int, int]]:
+    """Cut `num_samples` evenly into `micro_batches` runs (start, stop); some empty if there are too few."""
+    cuts = [m * num_samples // micro_batches for m in range(micro_batches + 1)]
+    return list(pairwise(cuts))
+
+
+def smallest_micro_batch(num_samples: int, batch_size: int, micro_batches: int, last: str) -> int:
+    """Samples in the smallest micro-batch that is not empty, over an epoch of `num_samples`.
+
+    BatchNorm cannot train on one sample: the runner refuses such a run before it starts.
+    """
+    batches = {batch_size} if num_samples >= batch_size else set()
+    if last == "keep" and num_samples % batch_size:
+        batches.add(num_samples % batch_size)
+    sizes = (stop - start for batch in batches for start, stop in micro_batch_bounds(batch, micro_batches))
+    return min((size for size in sizes if size), default=0)
+
+
+class Share(NamedTuple):
+    """One micro-batch of one rank, before it is fetched."""
+
+    epoch: int
+    indices: Indices
+    num_samples: int
+    """0 where the share is empty and `indices` names a stand-in sample."""
+
+
+class Sampler:
+    """The shares of one rank at every step.
+
+    Args:
+        size: samples in the data set.
+        batch_size: samples of one optimizer step over all ranks.
+        micro_batches: parts that a batch is cut into, a multiple of `num_ranks`; rank r takes its run of them
+            in order.
+        last: `keep` or `drop` the last batch of an epoch where it is short.
+
+    Raises:
+        DataError: D002 without samples, D006 if every batch would be dropped.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        batch_size: int,
+        micro_batches: int,
+        rank: int,
+        num_ranks: int,
+        seed: int,
+        last: str,
+    ) -> None:
+        if size == 0:
+            raise DataError("D002", "the training split has no samples", key="data")
+        if micro_batches % num_ranks:
+            raise ValueError(f"{micro_batches} micro-batches do not divide over {num_ranks} ranks")
+        if last == "drop" and size < batch_size:
+            raise DataError(
+                "D006",
+                f"{size:,} training samples do not fill one batch, and dataloader.last=drop drops it",
+                key="batch_size",
+                value=batch_size,
+                suggestion=f"Use batch_size={size} or less, or dataloader.last=keep",
+            )
+        self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.steps_per_epoch = size // batch_size if last == "drop" else -(-size // batch_size)
+        per_rank = micro_batches // num_ranks
+        self._micro_batches, self._mine = micro_batches, slice(rank * per_rank, (rank + 1) * per_rank)
+        self._full_bounds = micro_batch_bounds(batch_size, micro_batches)[self._mine]
+
+    def step(self, step: int) -> tuple[list[Share], int]:
+        """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        batch = permutation(self.seed, epoch, self.size)[
+            position * self.batch_size : (position + 1) * self.batch_size
+        ]
+        bounds = self._full_bounds
+        if len(batch) < self.batch_size:
+            bounds = micro_batch_bounds(len(batch), self._micro_batches)[self._mine]
+        # An empty share still runs one sample, so that the ranks' collectives stay in step.
+        shares = [
+            Share(epoch, batch[start:stop], stop - start) if stop > start else Share(epoch, batch[:1], 0)
+            for start, stop in bounds
+        ]
+        return shares, len(batch)

@@ -1,0 +1,130 @@
+"""What a data set is to the loaders: something with a length that fetches raw batches by index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptfast.run import DataInfo
+
+if TYPE_CHECKING:
+    from ptfast.data.sampler import Indices
+    from ptfast.durations import Duration
+
+
+class Source:
+    """Samples by index. Subclasses give `__len__` and `fetch`."""
+
+    images = False
+    """Whether raw inputs are uint8 images, channels last: (batch, height, width, channels)."""
+    in_memory = False
+    """Whether fetching costs no more than gathering."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
+        """The raw batch `(inputs, targets)` of samples `indices`: on the CPU, not augmented, not normalised."""
+        raise NotImplementedError
+
+
+class TensorSource(Source):
+    """Samples held in memory.
+
+    Args:
+        inputs: first dimension samples; images as uint8 (samples, height, width, channels).
+        targets: first dimension samples.
+    """
+
+    in_memory = True
+
+    def __init__(self, inputs: Tensor, targets: Tensor, *, images: bool = False) -> None:
+        self.inputs, self.targets, self.images = inputs, targets, images
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        index = as_tensor(indices)
+        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
+
+    def slice(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The raw batch of consecutive samples, without a copy."""
+        return self.inputs[start:stop], self.targets[start:stop]
+
+    @property
+    def prepared_bytes(self) -> int:
+        """What the inputs take once normalised."""
+        return self.inputs.numel() * (4 if self.images else self.inputs.element_size())
+
+
+class SubsetSource(Source):
+    """Some samples of another source."""
+
+    def __init__(self, source: Source, indices: Indices) -> None:
+        self.source, self.indices = source, indices
+        self.images, self.in_memory = source.images, source.in_memory
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
+        return self.source.fetch(self.indices[indices], epoch)
+
+
+def take(source: Source, indices: Indices) -> Source:
+    """Samples `indices` of `source`; copied if they are in memory, so that later gathers are one hop."""
+    if isinstance(source, TensorSource):
+        return TensorSource(*source.fetch(indices), images=source.images)
+    return SubsetSource(source, indices)
+
+
+def into_memory(source: Source, chunk: int = 1024) -> TensorSource:
+    """Fetch every sample of `source` once and hold them."""
+    if isinstance(source, TensorSource):
+        return source
+    parts = [source.fetch(np.arange(i, min(i + chunk, len(source)))) for i in range(0, len(source), chunk)]
+    inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+    return TensorSource(inputs, targets, images=source.images)
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """`array` as a tensor on the same memory; copied if it is read-only, which torch cannot express."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class Splits(NamedTuple):
+    """What a built-in data set loads."""
+
+    info: DataInfo
+    train: Source
+    val: Source | None = None
+    test: Source | None = None
+
+
+@runtime_checkable
+class DataSet(Protocol):
+    """A data set that ptfast knows: what the options of the group `data` construct."""
+
+    name: str
+    """What the panel calls it, e.g. `digits`."""
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        """Read it. `val` and `seed` matter only to data that is not cut by samples, such as running text."""
+        ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """The splits of a run and the facts about them."""
+
+    info: DataInfo
+    train: Source
+    val: Source | None
+    test: Source | None
+    note: str
+    """One line for the panel, e.g. `digits: 1,617 train, 180 val`."""
