@@ -13,8 +13,8 @@ from ptfast.errors import ConfigError
 
 
 def apply_backend(
-    *,
     threads: int | Literal["auto"],
+    *,
     cudnn_benchmark: bool,
     deterministic: bool,
     device: torch.device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -206,24 +206,22 @@ class OneCycle(Shape):
         return None if high is None or low is None else self._phases(clock, high, low, high, high)
 
     def _phases(self, clock: Clock, first: float, peak: float, back: float, last: float) -> Curve:
-        rise_steps, end_step = clock.position(self.rise), clock.total_steps - 1.0
-        anneal = _linear if self.anneal == "linear" else _cosine
-        if self.fall is None:
-            ends, values = [rise_steps - 1, end_step], [first, peak, last]
-        else:
-            fall_steps = clock.position(self.fall)
-            if rise_steps + fall_steps > clock.total_steps + 1e-6:
-                raise ConfigError(
-                    "C011",
-                    f"schedule.rise={self.rise} and schedule.fall={self.fall} are longer than the run",
-                )
-            ends = [rise_steps - 1, rise_steps + fall_steps - 2, end_step]
-            values = [first, peak, back, last]
-        starts = [0.0, *ends[:-1]]
+        rise_steps = clock.position(self.rise)
+        fall_steps = clock.position(self.fall) if self.fall else 0.0
+        if rise_steps + fall_steps > clock.total_steps + 1e-6:
+            what = f"schedule.rise={self.rise} and schedule.fall={self.fall} are longer than the run"
+            raise ConfigError("C011", what)
+        # Phases end on steps counted from 0, as in torch's OneCycleLR, which the figures equal.
+        ends = [rise_steps - 1, clock.total_steps - 1.0]
+        values = [first, peak, last]
+        if self.fall:
+            ends.insert(1, rise_steps + fall_steps - 2)
+            values.insert(2, back)
+        starts, anneal = [0.0, *ends], _linear if self.anneal == "linear" else _cosine
 
         def curve(step: int) -> float:
             step = min(step, clock.total_steps - 1)
-            phase = next((i for i, end in enumerate(ends) if step <= end), len(ends) - 1)
+            phase = bisect_left(ends, step, hi=len(ends) - 1)
             length = ends[phase] - starts[phase]
             done = (step - starts[phase]) / length if length else 1.0
             return anneal(values[phase], values[phase + 1], done)

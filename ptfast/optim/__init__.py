@@ -34,7 +34,9 @@ def build_optimizer(
         device: where the model is.
 
     Returns:
-        The optimizer, and how it steps: `fused`, `foreach` or `for-loop`.
+        The optimizer, whose groups keep their base rate as `initial_lr`, as under torch's schedulers, and how
+        it
+        steps: `fused`, `foreach` or `for-loop`.
 
     Raises:
         ConfigError: C012 for `fused=true` where that does not run, C005 for a value the optimizer refuses,
@@ -53,15 +55,10 @@ def build_optimizer(
         what = f"{target.path} has no fused step for these parameters on {device.type}"
         hint = "Use optimizer.fused=auto"
         raise ConfigError("C012", what, key="optimizer.fused", value="true", suggestion=hint)
-    if fused:
-        return _construct(_with_fused(unfused), parameters), "fused"
-    optimizer = _construct(unfused, parameters)
-    return optimizer, _unfused_note(optimizer, device)
-
-
-def base_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Each group's base rate; ask before a saved state is restored, which brings its step's rate along."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
+    optimizer = _construct(_with_fused(unfused) if fused else unfused, parameters)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", float(group["lr"]))
+    return optimizer, "fused" if fused else _unfused_note(optimizer, device)
 
 
 def apply_lr(
