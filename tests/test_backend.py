@@ -1,0 +1,274 @@
+"""Process-wide switches, seeding, averaged weights, rewrites, compiling and anomaly mode."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ptfast.backend import apply_backend, resolve_threads, usable_cores
+from ptfast.compile import apply_compile
+from ptfast.debug import debugging
+from ptfast.ema import Ema
+from ptfast.errors import ConfigError, NumericsError
+from ptfast.rewrites import apply_channels_last, resolve_channels_last
+from ptfast.seeding import build_seeder, mix, seed_everything
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def restore_backend():
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def conv_net(groups: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(4, 8, 3, groups=groups), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 3))
+
+
+@pytest.mark.usefixtures("restore_backend")
+class TestBackend:
+    def test_threads_are_set_and_recorded(self):
+        resolved = apply_backend(2, cudnn_benchmark=True, deterministic=False, device=CPU)
+        assert torch.get_num_threads() == resolved["threads"] == 2
+        assert resolved["deterministic"] is False
+        assert resolved["cudnn_benchmark"] is False
+        again = apply_backend(resolved["threads"], cudnn_benchmark=True, deterministic=False, device=CPU)
+        assert again == resolved
+
+    def test_ranks_share_the_cores(self, monkeypatch):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr("ptfast.backend.usable_cores", lambda: 6)
+        assert [resolve_threads(ranks) for ranks in (1, 2, 4, 12)] == [6, 3, 1, 1]
+
+    def test_the_users_own_number_wins_but_not_torchruns(self, monkeypatch):
+        monkeypatch.setattr("ptfast.backend.usable_cores", lambda: 6)
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert resolve_threads(1) == 3
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        monkeypatch.setenv("RANK", "0")
+        assert resolve_threads(2) == 3
+        assert resolve_threads(1) == 6
+
+    def test_usable_cores_are_within_the_machine(self):
+        assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+    def test_deterministic(self):
+        apply_backend(1, cudnn_benchmark=False, deterministic=True, device=CPU)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        apply_backend(1, cudnn_benchmark=False, deterministic=False, device=CPU)
+        assert not torch.are_deterministic_algorithms_enabled()
+
+    def test_deterministic_forbids_kernels_chosen_by_timing(self):
+        with pytest.raises(ConfigError) as caught:
+            apply_backend(1, cudnn_benchmark=True, deterministic=True, device=CPU)
+        assert caught.value.code == "C011"
+
+
+class TestSeeding:
+    def test_dropout_is_a_function_of_seed_step_and_micro_batch(self):
+        seed_micro_batch = build_seeder(CPU)
+
+        def draw(*at: int) -> tuple[float, ...]:
+            seed_micro_batch(*at)
+            return tuple(torch.rand(4).tolist())
+
+        places = [(seed, step, micro) for seed in (0, 1) for step in range(20) for micro in range(4)]
+        first = {place: draw(*place) for place in places}
+        assert {place: draw(*place) for place in reversed(places)} == first
+        assert len(set(first.values())) == len(places)
+
+    def test_low_bits_are_mixed(self):
+        low = {
+            mix(seed, step, micro) & 0xFFFF_FFFF
+            for seed in range(10)
+            for step in range(100)
+            for micro in range(10)
+        }
+        assert len(low) >= 9_998
+        bits = [bin(mix(0, step, 0) ^ mix(0, step + 1, 0)).count("1") for step in range(1000)]
+        assert 31 < sum(bits) / len(bits) < 33
+
+    def test_any_seed_will_do(self):
+        for seed in (0, -1, 2**31, 2**63, 2**64 - 1):
+            build_seeder(CPU)(seed, 10**9, 7)
+
+    def test_models_are_the_same_for_the_same_seed(self):
+        weights = []
+        for seed in (3, 3, 4):
+            seed_everything(seed)
+            weights.append(nn.Linear(3, 3).weight.detach())
+        assert torch.equal(weights[0], weights[1])
+        assert not torch.equal(weights[0], weights[2])
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 4, 3, 3)).square().sum().backward()
+    optimizer.step()
+
+
+class TestEma:
+    def test_equals_torchs_averaged_model(self):
+        model = conv_net()
+        ema, reference = (
+            Ema(model, 0.9),
+            AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(5):
+            train_step(model, optimizer)
+            ema.update()
+            reference.update_parameters(model)
+        with ema.swapped():
+            for ours, theirs in zip(model.parameters(), reference.module.parameters(), strict=True):
+                assert torch.equal(ours, theirs)
+            torch.testing.assert_close(model[1].running_var, reference.module[1].running_var)
+
+    @pytest.mark.parametrize("inference", [False, True])
+    def test_swapping_is_undone_bit_for_bit(self, inference):
+        model = conv_net()
+        ema, optimizer = Ema(model, 0.5), torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            train_step(model, optimizer)
+            ema.update()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        addresses = [p.data_ptr() for p in model.parameters()]
+        with torch.inference_mode(inference), ema.swapped():
+            assert not torch.equal(model[0].weight, before["0.weight"])
+            model(torch.randn(4, 4, 3, 3))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert addresses == [p.data_ptr() for p in model.parameters()]
+        train_step(model, optimizer)
+
+    def test_weights_come_back_after_an_error(self):
+        model = conv_net()
+        ema = Ema(model, 0.5)
+        with torch.no_grad():
+            model[3].weight.fill_(7)
+        with pytest.raises(KeyError), ema.swapped():
+            raise KeyError
+        assert (model[3].weight == 7).all()
+
+    def test_state_goes_on_where_it_was(self):
+        model = conv_net()
+        ema, optimizer = Ema(model, 0.9), torch.optim.SGD(model.parameters(), lr=0.01)
+        train_step(model, optimizer)
+        ema.update()
+        other = Ema(model, 0.9)
+        other.load_state_dict(
+            {**ema.state_dict(), "averages": {n: t.clone() for n, t in ema.state_dict()["averages"].items()}}
+        )
+        train_step(model, optimizer)
+        for each in (ema, other):
+            each.update()
+        for name, average in ema.state_dict()["averages"].items():
+            assert torch.equal(average, other.state_dict()["averages"][name])
+        assert other.state_dict()["updates"] == 2
+
+    def test_state_of_another_model(self):
+        with pytest.raises(KeyError, match="unknown"):
+            Ema(nn.Linear(2, 2), 0.9).load_state_dict(Ema(conv_net(), 0.9).state_dict())
+
+    def test_what_does_not_train_is_left_alone(self):
+        model = conv_net()
+        model[0].requires_grad_(False)
+        assert set(Ema(model, 0.9).state_dict()["averages"]) == {
+            "1.weight",
+            "1.bias",
+            "1.running_mean",
+            "1.running_var",
+            "3.weight",
+            "3.bias",
+        }
+
+
+class TestChannelsLast:
+    def test_same_function_in_another_layout(self):
+        model, images_nchw = conv_net().eval(), torch.randn(2, 4, 3, 3)
+        expected = model(images_nchw)
+        assert apply_channels_last(model) is model
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(model(images_nchw.contiguous(memory_format=torch.channels_last)), expected)
+
+    @pytest.mark.parametrize(
+        ("model", "kind", "device", "expected"),
+        [
+            (conv_net(), "image", "cpu", True),
+            (conv_net(), "image", "cuda", True),
+            (conv_net(), "image", "mps", False),
+            (conv_net(), "features", "cpu", False),
+            (conv_net(groups=4), "image", "cpu", False),
+            (nn.Linear(2, 2), "image", "cpu", False),
+        ],
+    )
+    def test_auto(self, model, kind, device, expected):
+        assert resolve_channels_last("auto", model, kind, torch.device(device)) is expected
+
+    def test_a_setting_wins(self):
+        assert resolve_channels_last(True, nn.Linear(2, 2), "features", CPU) is True
+        assert resolve_channels_last(False, conv_net(), "image", CPU) is False
+
+
+class TestCompile:
+    def test_none_changes_nothing(self):
+        model = conv_net()
+        assert apply_compile(model, "none") is model
+        assert model._compiled_call_impl is None
+
+    def test_names_stay_plain(self, monkeypatch):
+        monkeypatch.setattr("ptfast.compile.shutil.which", lambda name: f"/usr/bin/{name}")
+        model = conv_net()
+        names = list(model.state_dict())
+        apply_compile(model, "model")
+        assert model._compiled_call_impl is not None
+        assert list(model.state_dict()) == names
+
+    def test_without_a_compiler(self, monkeypatch):
+        monkeypatch.setattr("ptfast.compile.shutil.which", lambda name: None)
+        with pytest.raises(ConfigError, match=r"compile=model: needs a C\+\+ compiler") as caught:
+            apply_compile(conv_net(), "model")
+        assert caught.value.code == "C012"
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.nan
+
+
+class TestDebug:
+    @pytest.mark.filterwarnings("ignore:Error detected in BrokenBackward")
+    def test_anomaly_names_the_function(self):
+        def train() -> None:
+            with debugging("anomaly"):
+                assert torch.is_anomaly_enabled()
+                Broken.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+        with pytest.raises(NumericsError, match="BrokenBackward") as caught:
+            train()
+        assert caught.value.code == "N001"
+        assert not torch.is_anomaly_enabled()
+
+    def test_other_errors_pass_through(self):
+        with pytest.raises(RuntimeError, match="else"), debugging("anomaly"):
+            raise RuntimeError("something else")
+
+    def test_none_is_off(self):
+        with debugging("none"):
+            assert not torch.is_anomaly_enabled()
