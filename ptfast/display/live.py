@@ -145,7 +145,7 @@ class LiveDisplay(PlainDisplay):
         line = Text(no_wrap=True, overflow="ellipsis")
         if done is not None:
             # The bar gets what is left over after the place, if that fits.
-            fits = len(where) + 2 <= room - 8
+            fits = len(where) + 2 <= room - 2
             width = 8 + min(32, room - (len(where) + 2 if fits else 0))
             full = round(width * min(1.0, done))
             filled, empty = ("#", "-") if options.ascii_only else ("━", "─")

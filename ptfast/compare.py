@@ -1,0 +1,262 @@
+"""Runs side by side: a table ranked by one figure, and their curves on one page or picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptfast.errors import ConfigError, MachineError, shorten
+from ptfast.report import chart_order, headline
+from ptfast.report.charts import NUM_COLORS, Series, figure_title, line_chart, thin
+from ptfast.report.page import header, html_table, page
+from ptfast.report.runs import RunFiles, is_finite, read_run
+from ptfast.units import duration, figure
+
+SPLITS = ("best", "val", "test", "train")
+NOT_COMPARED = ("run", "sweep", "recipe", "trust")
+"""Sections that say where a run lies and how it was started, not what it computes."""
+LOWER_IS_BETTER = {"loss", "perplexity", "bits", "error", "mae", "mse", "rmse", "bytes", "s"}
+
+Labels = Mapping[Path, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Runs from best to worst; those without the figure come last, failed ones at the very end."""
+
+    metric: str
+    """What they are ranked by: `val.accuracy`, or a key of summary.json such as `wall_s`."""
+    mode: str
+    """`max` or `min`: which way it is better."""
+    runs: list[RunFiles]
+    values: list[float | None]
+    """The metric of each run; None where it is missing or does not count because the run failed."""
+    headers: list[str]
+    rows: list[list[str]]
+
+
+def compare(
+    run_dirs: Sequence[Path], metric: str | None = None, mode: str = "auto", out: Path | None = None
+) -> Ranking:
+    """Rank runs and, given `out`, draw their curves over each other.
+
+    Args:
+        run_dirs: run directories.
+        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; None or `auto` picks the task's.
+        mode: `max`, `min`, or `auto` to judge by the metric's name.
+        out: a page (`.html`) or a picture (`.png`).
+
+    Raises:
+        ConfigError: C001 when a path is no run directory or `out` is neither of the two, C005 when no run has
+            the metric.
+        MachineError: E001 when `out` cannot be written.
+    """
+    for run_dir in run_dirs:
+        if not any((run_dir / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
+            hint = "Name folders such as runs/<recipe>/<time>"
+            raise ConfigError("C001", "is not a run directory", key=str(run_dir), suggestion=hint)
+    if out is not None and out.suffix not in (".html", ".png"):
+        raise ConfigError("C001", "must end in .html or .png", key="--out", value=out)
+    ranking = rank_runs(run_dirs, metric, mode)
+    if all(value is None for value in ranking.values) and metric not in (None, "auto"):
+        known = sorted({name for run in ranking.runs for name in _metric_names(run)})
+        hint = f"There are: {', '.join(known)}" if known else "None of the runs has figures yet"
+        raise ConfigError("C005", "no run has this figure", key="--metric", value=metric, suggestion=hint)
+    if out is not None:
+        try:
+            if out.suffix == ".html":
+                out.write_text(_render(ranking), encoding="utf-8")
+            else:
+                _draw(ranking, out)
+        except OSError as error:
+            raise MachineError("E001", f"cannot be written ({error.strerror})", key=str(out)) from error
+    return ranking
+
+
+def rank_runs(
+    run_dirs: Sequence[Path], metric: str | None = None, mode: str = "auto", labels: Labels | None = None
+) -> Ranking:
+    """Order runs by `metric`; nothing that is missing raises.
+
+    Args:
+        labels: what tells the runs apart, by run directory, such as a sweep's overrides; the config keys that
+            differ if not given.
+    """
+    runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
+    if metric is None or metric == "auto":
+        metric = _default_metric(runs)
+    if mode == "auto":
+        mode = "min" if LOWER_IS_BETTER & set(_words(metric)) and not metric.endswith("_per_s") else "max"
+    values = [None if run.status == "failed" else _value(run, metric) for run in runs]
+    sign = -1.0 if mode == "max" else 1.0
+
+    def place(index: int) -> tuple[bool, bool, float]:
+        value = values[index]
+        return runs[index].status == "failed", value is None, 0.0 if value is None else sign * value
+
+    order = sorted(range(len(runs)), key=place)
+    runs, values = [runs[index] for index in order], [values[index] for index in order]
+    headers, rows = _table(runs, values, metric, labels)
+    return Ranking(metric, mode, runs, values, headers, rows)
+
+
+def _default_metric(runs: Sequence[RunFiles]) -> str:
+    for split in ("best", "val", "test", "train"):
+        for run in runs:
+            if name := headline(run.figures(split)):
+                return f"{split}.{name}"
+    return "best.loss"
+
+
+def _value(run: RunFiles, metric: str) -> float | None:
+    split, dot, name = metric.partition(".")
+    if dot:
+        candidates = [run.figures(split).get(name)] if split in SPLITS else []
+    else:
+        candidates = [run.summary.get(metric), *(run.figures(split).get(metric) for split in SPLITS)]
+    return next((float(value) for value in candidates if is_finite(value)), None)
+
+
+def _metric_names(run: RunFiles) -> list[str]:
+    names = [f"{split}.{name}" for split in SPLITS for name in run.figures(split) if name != "step"]
+    return names + [name for name, value in run.summary.items() if is_finite(value) and name != "exit_code"]
+
+
+def _words(metric: str) -> list[str]:
+    return metric.replace(".", "_").split("_")
+
+
+def _table(
+    runs: Sequence[RunFiles], values: Sequence[float | None], metric: str, labels: Labels | None
+) -> tuple[list[str], list[list[str]]]:
+    apart = _differences(runs) if labels is None else [labels.get(run.run_dir, {}) for run in runs]
+    keys = list(dict.fromkeys(key for label in apart for key in label))
+    loss = f"{metric.partition('.')[0]}.loss" if "." in metric else "best.loss"
+    others = [name for name in (loss, "train_samples_per_s", "wall_s") if name != metric]
+    titles = {"train_samples_per_s": "samples/s", "wall_s": "wall"}
+    headers = ["#", *keys, metric, *(titles.get(name, name) for name in others), "status", "run"]
+    rows = []
+    for index, (run, value, label) in enumerate(zip(runs, values, apart, strict=True)):
+        row = ["" if value is None else str(index + 1), *(label.get(key, "-") for key in keys)]
+        row += [_shown(metric, value), *(_shown(name, _value(run, name)) for name in others)]
+        error = run.summary.get("error")
+        row += [f"{run.status}: {shorten(error, 60)}" if error else run.status, run.run_dir.name]
+        rows.append(row)
+    return headers, rows
+
+
+def _shown(metric: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    name = metric.rpartition(".")[2]
+    return duration(value) if name.endswith("_s") and not name.endswith("_per_s") else figure(name, value)
+
+
+def _differences(runs: Sequence[RunFiles]) -> list[dict[str, str]]:
+    """The config keys in which runs differ, with their values.
+
+    Where two runs use different targets in a section, the keywords that only one of them knows say nothing more.
+    """
+    flat = [dict(_flatten(run.config)) for run in runs]
+    readable = [config for config in flat if config]
+    differing = []
+    for key in dict.fromkeys(key for config in readable for key in config):
+        found = [config.get(key, _flatten) for config in readable]
+        if key.split(".")[0] in NOT_COMPARED or all(value == found[0] for value in found):
+            continue
+        section = key.rpartition(".")[0]
+        targets = {str(config.get(f"{section}._target_")) for config in readable}
+        if _flatten in found and len(targets) > 1:
+            continue
+        differing.append(key)
+    return [{_title(key): _short(key, config[key]) for key in differing if key in config} for config in flat]
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            pairs += _flatten(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs
+
+
+def _title(key: str) -> str:
+    return key.removesuffix("._target_")
+
+
+def _short(key: str, value: Any) -> str:
+    return str(value).rpartition(".")[2] if key.endswith("_target_") else shorten(value, 30)
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """One chart: a figure of one split, a line for each run."""
+
+    name: str
+    title: str
+    series: list[Series]
+
+
+def _overlays(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Overlay]:
+    overlays = []
+    for figure_name in chart_order(list(dict.fromkeys(name for run in runs for name in run.curves))):
+        for split in ("val", "train"):
+            curves = [run.curves.get(figure_name, {}).get(split, []) for run in runs]
+            series = [Series(names[i], points, i) for i, points in enumerate(curves) if points]
+            if series:
+                ran = figure_name in ("lr", "samples_per_s")
+                title = figure_title(figure_name) if ran else f"{split} {figure_title(figure_name)}"
+                overlays.append(Overlay(figure_name, title, series))
+    return overlays
+
+
+def _names(ranking: Ranking) -> list[str]:
+    """What the legend calls each run: its rank and what tells it apart."""
+    start, stop = 1, ranking.headers.index(ranking.metric)
+    names = []
+    for run, row in zip(ranking.runs, ranking.rows, strict=True):
+        apart = [
+            f"{key}={value}" for key, value in zip(ranking.headers[start:stop], row[start:stop], strict=True)
+        ]
+        names.append(shorten(f"{row[0] or '-'}: {', '.join(apart) or run.run_dir.name}", 60))
+    return names
+
+
+def _render(ranking: Ranking) -> str:
+    last_step = max((run.last_step for run in ranking.runs), default=0)
+    charts = [
+        line_chart(overlay.name, overlay.series, last_step, overlay.title)
+        for overlay in _overlays(ranking.runs, _names(ranking))
+    ]
+    better = "highest" if ranking.mode == "max" else "lowest"
+    body = header(f"{len(ranking.runs)} runs", None, f"ranked by {ranking.metric}, {better} first")
+    colors = [f"c{index % NUM_COLORS}" for index in range(len(ranking.runs))]
+    body += html_table(ranking.headers, ranking.rows, colors)
+    body += f'<h2>Curves</h2><div class="grid2">{"".join(charts)}</div>'
+    return page(f"{len(ranking.runs)} runs by {ranking.metric}", body)
+
+
+def _draw(ranking: Ranking, out: Path) -> None:
+    from matplotlib.figure import Figure
+
+    overlays = _overlays(ranking.runs, _names(ranking))
+    num_rows = max(1, (len(overlays) + 1) // 2)
+    picture = Figure(figsize=(11, 3.2 * num_rows + 0.8), layout="constrained")
+    for index, overlay in enumerate(overlays):
+        axes = picture.add_subplot(num_rows, 2, index + 1)
+        for series in overlay.series:
+            points = thin(series.points)
+            style = "--" if series.color // 10 % 2 else "-"
+            color = f"C{series.color % 10}"
+            axes.plot(*zip(*points, strict=True), style, color=color, linewidth=1.4, label=series.name)
+        axes.set_title(overlay.title, fontsize=11, loc="left")
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    if overlays:
+        handles, labels = picture.axes[0].get_legend_handles_labels()
+        picture.legend(handles, labels, loc="outside lower center", fontsize=9, ncols=2)
+    picture.savefig(out, dpi=120)
