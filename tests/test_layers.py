@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "2 loop": (("loop",),),
-    "3 build": (("runner",), ("predict", "evaluate")),
+    "3 build": (("runner",), ("predict", "evaluate", "dry_run")),
     "4 processes": (("worker",), ("launch",)),
     "5 tools": (("find", "measure", "sweep"),),
     "6 commands": (("cli",), ("__main__",)),
