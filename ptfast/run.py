@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from ptfast.distributed import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +101,8 @@ class Task(Protocol):
     """The figure that `best` follows when none is named, e.g. `accuracy`."""
     mode: str
     """`max` or `min`: which way `metric` is better."""
+    counts_samples: bool
+    """Whether every sample is one item of the loss, so that no rank needs to hear of another's count."""
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
         """How many items the loss of a micro-batch is averaged over (samples, or tokens that count)."""
@@ -147,6 +153,104 @@ class Progress:
     evaluations_without_gain: int = 0
     train_s: float = 0.0
     """Seconds of training over all attempts, for throughput."""
+    window_loss: float = 0.0
+    """Sum of the item losses since the last log line, so that a resumed run logs the same figure."""
+    window_items: float = 0.0
+    epoch_loss: float = 0.0
+    """Sum of the item losses since the last evaluation, without the open window."""
+    epoch_items: float = 0.0
+
+
+@dataclass
+class Cadence:
+    """How often the host looks up from training, in optimizer steps; 0 is never."""
+
+    log_steps: int
+    eval_steps: int
+    save_steps: int
+
+    def next_stop(self, step: int, total_steps: int) -> int:
+        """The first step after `step` at which something is due."""
+        stops = [(step // every + 1) * every for every in (self.log_steps, self.eval_steps, self.save_steps) if every]
+        return min([total_steps, *stops])
+
+
+@dataclass
+class Run:
+    """Everything the loop needs, built once by `runner.build`."""
+
+    model: nn.Module
+    """The plain model; its parameter names are the saved ones."""
+    forward: nn.Module
+    """What the loop calls: the model, wrapped for its ranks where there are several."""
+    task: Task
+    info: DataInfo
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    precision: Any
+    clip: Callable[[], Any] | None
+    ema: Any | None
+    train_loader: TrainLoader
+    eval_loaders: dict[str, EvalLoader]
+    device: torch.device
+    ranks: Ranks
+    seed: int
+    seed_step: Callable[[int, int, int], None]
+    """Seeds dropout and its like from (seed, step, micro-batch)."""
+    total_steps: int
+    batch_size: int
+    micro_batches: int
+    cadence: Cadence
+    best_metric: str
+    best_mode: str
+    patience: int | None
+    max_time_s: float | None
+    keep_best: bool
+    folder: Path
+    callbacks: list[Callback]
+    display: Any
+    logger: Any
+    save: Callable[[Run, bool], None]
+    """Writes the state of now; the flag says whether it is the best so far."""
+    progress: Progress = field(default_factory=Progress)
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The newest evaluation of each split."""
+    best_figures: dict[str, float] = field(default_factory=dict)
+    clock: Clock = field(default_factory=lambda: Clock())
+    resolved: dict[str, Any] = field(default_factory=dict)
+    """What `auto` became."""
+    data_note: str = ""
+    """The data in one line, for the panel."""
+    stop_reason: str | None = None
+    """Why training ended before its last step."""
+    stop_signal: int | None = None
+    """Set by a signal handler; the loop ends after the step it is in."""
+
+    @property
+    def epoch(self) -> float:
+        """Epochs trained so far; 0 where the data has no length."""
+        per_epoch = self.train_loader.steps_per_epoch
+        return self.progress.step / per_epoch if per_epoch else 0.0
+
+
+class Clock:
+    """Seconds of wall time by cause, which together make up the whole run."""
+
+    def __init__(self, age_s: float = 0.0) -> None:
+        """Start counting; `age_s` seconds have gone by already, and belong to the first cause booked."""
+        self.seconds: dict[str, float] = {}
+        self._start = self._mark = time.perf_counter() - age_s
+
+    def elapsed_s(self) -> float:
+        """Seconds since the start of the run, whatever they were spent on."""
+        return time.perf_counter() - self._start
+
+    def charge(self, cause: str) -> float:
+        """Book the time since the last call on `cause` and return it, in seconds."""
+        now = time.perf_counter()
+        spent, self._mark = now - self._mark, now
+        self.seconds[cause] = self.seconds.get(cause, 0.0) + spent
+        return spent
 
 
 def device_type(device: torch.device | str) -> str:

@@ -11,22 +11,13 @@ from ptfast.display.terminal import is_terminal, standard_output
 __all__ = ["Display", "PlainDisplay", "build_display", "table"]
 
 
-def build_display(
-    *, total_steps: int | None, steps_per_epoch: int | None, rank: int, stream: TextIO | None = None
-) -> Display:
-    """The display that suits `stream` (standard output if not given); a silent one for ranks other than 0.
-
-    Args:
-        total_steps: optimizer steps of the whole run; None where only time limits it: no bar, no ETA.
-        steps_per_epoch: None for data of unknown length.
-        rank: global rank.
-        stream: where to write.
-    """
+def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
+    """The display that suits `stream` (standard output if not given); a silent one for ranks other than 0."""
     if rank != 0:
         return Display()
     stream = stream or standard_output()
     if not is_terminal(stream):
-        return PlainDisplay(stream, total_steps, steps_per_epoch)
+        return PlainDisplay(stream)
     from ptfast.display.live import LiveDisplay
 
-    return LiveDisplay(stream, total_steps, steps_per_epoch)
+    return LiveDisplay(stream)

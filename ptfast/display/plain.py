@@ -27,8 +27,15 @@ class Display:
         """Say that something long is going on for as long as the context is open."""
         return contextlib.nullcontext()
 
-    def start(self, step: int = 0) -> None:
-        """Training starts after `step` steps already done: the time to finish is estimated from here on."""
+    def start(
+        self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
+    ) -> None:
+        """Training starts after `step` steps already done: the time to finish is estimated from here on.
+
+        Args:
+            total_steps: optimizer steps of the whole run; None where only time limits it: no bar, no ETA.
+            steps_per_epoch: None for data of unknown length.
+        """
 
     def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
         """Training is at `step`, with `figures` such as `loss`, `lr` and `samples_per_s`."""
@@ -57,17 +64,8 @@ class PlainDisplay(Display):
     Progress is thinned out to a line a second at first and one in half a minute in long runs.
     """
 
-    def __init__(
-        self,
-        stream: TextIO,
-        total_steps: int | None = None,
-        steps_per_epoch: int | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
-        self._total_steps = total_steps
-        epochs = total_steps / steps_per_epoch if total_steps and steps_per_epoch else 99
-        self._epoch_width = len(f"{epochs:.1f}")
         self._now = now
         self._widths: dict[str, int] = {}
         self._next_line_s = 0.0
@@ -86,7 +84,12 @@ class PlainDisplay(Display):
         self._print(f"{text} ...")
         yield
 
-    def start(self, step: int = 0) -> None:
+    def start(
+        self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
+    ) -> None:
+        self._total_steps = total_steps
+        epochs = total_steps / steps_per_epoch if total_steps and steps_per_epoch else 99
+        self._epoch_width = len(f"{epochs:.1f}")
         self._start_s = self._mark_s = self._now()
         self._mark_step = step
         self._seconds_per_step: float | None = None

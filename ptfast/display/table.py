@@ -8,6 +8,7 @@ from typing import TextIO
 from ptfast.display.plain import PlainDisplay
 from ptfast.display.terminal import is_terminal, standard_output
 from ptfast.errors import one_line
+from ptfast.units import are_numbers
 
 
 def table(
@@ -20,10 +21,7 @@ def table(
     """Print a table: ruled on a terminal, aligned text elsewhere. Columns of numbers are set to the right."""
     stream = stream or standard_output()
     cells = [[one_line(str(cell)) for cell in row] for row in rows]
-    numeric = [
-        any(column) and all(not cell or _is_number(cell) for cell in column)
-        for column in zip(*cells, strict=True)
-    ] or [False] * len(headers)
+    numeric = [are_numbers(column) for column in zip(*cells, strict=True)] or [False] * len(headers)
     if is_terminal(stream):
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
@@ -47,12 +45,3 @@ def table(
             for cell, width, is_number in zip(row, widths, numeric, strict=True)
         ]
         plain.note("  ".join(padded).rstrip())
-
-
-def _is_number(cell: str) -> bool:
-    text = cell.replace(",", "").removesuffix("%").removesuffix("x")
-    try:
-        float(text)
-    except ValueError:
-        return text in ("-", "")
-    return True

@@ -1,0 +1,18 @@
+"""`python -m ptfast` and the `ptfast` command."""
+
+import os
+import sys
+import time
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    # The wall time of a run counts from here, imports included.
+    os.environ.setdefault("PTFAST_STARTED", repr(time.time()))
+    from ptfast.cli import run
+
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""The commands: reads flags, calls what does the work, prints errors; imports torch only in commands that compute."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptfast.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, PtfastError, render
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after `ptfast`.
+
+    Args:
+        usage: its arguments, as `--help` shows them.
+        summary: one line.
+        run: takes the flags given and the other arguments; returns the exit code.
+        flags: what may be given with dashes, and whether it takes a value.
+    """
+
+    usage: str
+    summary: str
+    run: Callable[[dict[str, Any], list[str]], int]
+    flags: dict[str, bool]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; whatever goes wrong is printed, as one line."""
+    words = list(arguments)
+    show_traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
+    try:
+        return _dispatch(words)
+    except PtfastError as error:
+        _print_error(render(error), traceback.format_exc() if show_traceback else "")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _print_error("ptfast: interrupted", traceback.format_exc() if show_traceback else "")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left (`ptfast recipes | head`); keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except Exception as error:
+        from ptfast.worker import bug_line
+
+        line, exit_code, details = bug_line(error), EXIT_BUG, traceback.format_exc()
+        if hasattr(error, "rank_failure"):
+            line, exit_code, details = error.rank_failure
+        _print_error(line, details if show_traceback else "")
+        return exit_code
+
+
+def _dispatch(words: list[str]) -> int:
+    from ptfast import __version__
+
+    if not words or words[0] in ("-h", "--help", "help"):
+        from ptfast.config.help import overview
+
+        print(overview({name: (command.usage, command.summary) for name, command in COMMANDS.items()}))
+        return EXIT_OK
+    if words[0] in ("-V", "--version"):
+        print(f"ptfast {__version__}")
+        return EXIT_OK
+    name, *rest = words
+    if name == "__complete":
+        from ptfast.config.completion import complete
+
+        return complete(rest, {name: sorted(command.flags) for name, command in COMMANDS.items()})
+    if name not in COMMANDS:
+        from ptfast.config.suggest import did_you_mean
+
+        hint = did_you_mean(name, COMMANDS) or f"Commands: {', '.join(COMMANDS)}"
+        if "=" in name:
+            hint = f"Did you mean ptfast train {name}?"
+        raise ConfigError("C015", "no such command", key=name, suggestion=hint)
+    command = COMMANDS[name]
+    flags, others = read_flags(rest, command.flags)
+    if "--help" in flags:
+        from ptfast.config.help import command_help
+
+        print(command_help(name, command.usage, command.summary, command.flags))
+        return EXIT_OK
+    return command.run(flags, others)
+
+
+def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, Any], list[str]]:
+    """Part `--flags` from everything else.
+
+    Args:
+        known: flag -> whether a value follows, as `--flag value` or `--flag=value`.
+
+    Raises:
+        ConfigError: C015 for a flag that is not known, or is not followed by its value.
+    """
+    flags: dict[str, Any] = {}
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        name = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-i": "--info"}.get(name, name)
+        if not name.startswith("-") or name == "-":
+            others.append(word)
+        elif name == "--help":
+            flags[name] = True
+        elif name not in known:
+            raise _unknown_flag(word, name, bool(equals), known)
+        elif not known[name]:
+            flags[name] = True
+        else:
+            value = value if equals else next(rest, None)
+            if not value:
+                raise ConfigError("C015", "needs a value", key=name, suggestion=f"Write {name} VALUE")
+            flags[name] = value
+    return flags, others
+
+
+def _unknown_flag(word: str, name: str, has_value: bool, known: dict[str, bool]) -> ConfigError:
+    from ptfast.config.suggest import did_you_mean
+
+    hint = did_you_mean(name, known)
+    if has_value and not hint:
+        hint = f"Config is key=value without dashes: {word.lstrip('-')}"
+    return ConfigError("C015", "no such flag", key=word, place="command line", suggestion=hint)
+
+
+def _train(flags: dict[str, Any], arguments: list[str]) -> int:
+    if "--info" in flags or "--cfg" in flags:
+        from ptfast.config.show import show
+
+        return show(flags, arguments)
+    if "--multirun" in flags:
+        from ptfast.sweep import sweep
+
+        return sweep(arguments)
+    from ptfast.distributed import under_torchrun
+
+    def read() -> Any:
+        return _read_config(arguments, flags.get("--config"))
+
+    if under_torchrun():
+        from ptfast.launch import start_rank
+
+        return start_rank(read, arguments)
+    composed, config = read()
+    if "--dry-run" in flags:
+        from ptfast.dry_run import dry_run
+
+        return dry_run(config)
+    from ptfast.launch import start
+
+    return start(composed, config, arguments)
+
+
+def _read_config(arguments: list[str], file: str | None) -> Any:
+    """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
+    from ptfast.config import compose, load, validate
+
+    composed = load(Path(file), arguments) if file else compose(arguments)
+    for warning in composed.warnings:
+        print(f"ptfast: warning: {warning}", file=sys.stderr)
+    trusted = file is None
+    config = validate(composed.tree, composed.place, trusted=trusted, extra_trust=composed.trust)
+    if not arguments and file is None:
+        print("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
+    return composed, config
+
+
+def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
+    path, overrides = _first(arguments, "eval", "RUN|STATE")
+    from ptfast.evaluate import evaluate_saved
+
+    return evaluate_saved(Path(path), overrides, splits=flags.get("--split"))
+
+
+def _predict(flags: dict[str, Any], arguments: list[str]) -> int:
+    path, inputs = _first(arguments, "predict", "RUN PATH...")
+    from ptfast.predict import predict_files
+
+    return predict_files(Path(path), inputs, out=flags.get("--out"), trust=flags.get("--trust", ""))
+
+
+def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.config.help import list_recipes
+
+    print(list_recipes())
+    return EXIT_OK
+
+
+def _copy(flags: dict[str, Any], arguments: list[str]) -> int:
+    name, rest = _first(arguments, "copy", "NAME FILE")
+    from ptfast.config.help import copy_recipe
+
+    target = copy_recipe(name, Path(rest[0] if rest else f"{name}.yaml"))
+    print(f"wrote {target}; run it with: ptfast train +recipe=./{target}")
+    return EXIT_OK
+
+
+def _schema(flags: dict[str, Any], arguments: list[str]) -> int:
+    import json
+
+    from ptfast.config.jsonschema import schema
+
+    text = json.dumps(schema(), indent=2)
+    if "--out" in flags:
+        Path(flags["--out"]).write_text(text + "\n")
+    else:
+        print(text)
+    return EXIT_OK
+
+
+def _compare(flags: dict[str, Any], arguments: list[str]) -> int:
+    _first(arguments, "compare", "RUN...")
+    from ptfast.compare import compare
+
+    return compare(
+        [Path(path) for path in arguments],
+        metric=flags.get("--metric"),
+        mode=flags.get("--mode"),
+        out=Path(flags["--out"]) if "--out" in flags else None,
+    )
+
+
+def _completion(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.config.completion import script
+
+    print(script(arguments[0] if arguments else "bash"))
+    return EXIT_OK
+
+
+def _first(arguments: list[str], command: str, usage: str) -> tuple[str, list[str]]:
+    if not arguments:
+        hint = f"Usage: ptfast {command} {usage}"
+        raise ConfigError("C016", "an argument is missing", key=command, suggestion=hint)
+    return arguments[0], arguments[1:]
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        "[+recipe=NAME] [key=value ...]",
+        "train a model; -m sweeps over key=a,b",
+        _train,
+        {"--multirun": False, "--dry-run": False, "--config": True, "--cfg": True, "--info": True},
+    ),
+    "eval": Command("RUN|STATE [key=value ...]", "repeat an evaluation of a saved state", _eval, {"--split": True}),
+    "predict": Command(
+        "RUN PATH...", "write predictions for files", _predict, {"--out": True, "--trust": True}
+    ),
+    "compare": Command(
+        "RUN...", "rank runs and draw their curves", _compare, {"--metric": True, "--mode": True, "--out": True}
+    ),
+    "recipes": Command("", "list the recipes and what each promises", _recipes, {}),
+    "copy": Command("NAME FILE", "copy a recipe to edit", _copy, {}),
+    "schema": Command("", "print a JSON Schema of recipe files, for editors", _schema, {"--out": True}),
+    "completion": Command("bash|zsh|fish", "print a shell completion script", _completion, {}),
+}
+
+
+def _print_error(line: str, details: str) -> None:
+    sys.stdout.flush()
+    if details:
+        print(details, file=sys.stderr)
+    print(line, file=sys.stderr)

@@ -1,0 +1,105 @@
+"""Who this rank is, the process group, and the few reductions a run needs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the processes of a run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    num_ranks: int = 1
+    num_local_ranks: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_ranks > 1
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (the user's, or the one ptfast launched) started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def read_ranks() -> Ranks:
+    """This process's ranks, from the variables that torchrun sets; a single process without them."""
+    if not under_torchrun():
+        return Ranks()
+    get = os.environ
+    return Ranks(
+        int(get["RANK"]), int(get["LOCAL_RANK"]), int(get["WORLD_SIZE"]), int(get.get("LOCAL_WORLD_SIZE", "1"))
+    )
+
+
+def init_process_group(device: torch.device, timeout_s: float) -> None:
+    """Join the ranks of this run: NCCL between GPUs, gloo between CPU processes."""
+    import torch
+    import torch.distributed as dist
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
+    else:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if one was joined."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """`tensor` summed over all ranks, in place; on one rank, itself."""
+    if ranks.distributed:
+        import torch.distributed as dist
+
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast_object(value: Any, ranks: Ranks) -> Any:
+    """The first rank's `value`, on every rank. Waits for all; never in a training step."""
+    if not ranks.distributed:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def broadcast_buffers(buffers: list[Tensor], ranks: Ranks) -> None:
+    """Give every rank the first rank's buffers (BatchNorm statistics), so that all evaluate one model."""
+    if ranks.distributed:
+        import torch.distributed as dist
+
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+
+
+def barrier(ranks: Ranks) -> None:
+    """Wait until every rank is here."""
+    if ranks.distributed:
+        import torch.distributed as dist
+
+        dist.barrier()

@@ -1,0 +1,84 @@
+"""`ptfast train --dry-run`: build everything, take one step of each kind, say what the run will cost, leave nothing."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.schema import Config
+from ptfast.display import build_display, table
+from ptfast.distributed import Ranks
+from ptfast.errors import EXIT_OK
+from ptfast.units import duration, num_bytes, short_count
+
+TIMED_STEPS = 5
+
+
+def dry_run(config: Config) -> int:
+    """Build the run of `config` in a temporary folder, take a few steps, and print what the whole would take.
+
+    Figures are of one process: its memory, the floating-point operations of one step (forward and backward, counted
+    by operator), and the median of a few timed steps, warm-up left out.
+
+    Raises:
+        PtfastError: whatever would stop the real run in its first steps.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from ptfast.loop import Trainer, evaluate
+    from ptfast.runner import build
+    from ptfast.worker import NoLogger, peak_memory_bytes
+
+    display = build_display()
+    with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
+        folder = Path(name)
+        run = build(config, ranks=Ranks(), folder=folder, display=display, logger=NoLogger())
+        batches = run.train_loader.steps(0, run.total_steps)
+        trainer = Trainer(run)
+        counter = FlopCounterMode(display=False)
+        with counter:
+            trainer.train(batches, 1)
+        trainer.read_loss()
+        seconds = []
+        for step in range(2, min(TIMED_STEPS + 1, run.total_steps) + 1):
+            start = time.perf_counter()
+            trainer.train(batches, step)
+            trainer.read_loss()
+            seconds.append(time.perf_counter() - start)
+        for loader in run.eval_loaders.values():
+            evaluate(
+                run.model, run.task, _Shortened(loader), device=run.device, ranks=run.ranks, precision=run.precision, ema=run.ema
+            )
+        run.save(run, False)
+        run.train_loader.close()
+        state_bytes = sum(path.stat().st_size for path in (folder / "saved").rglob("*") if path.is_file() and not path.is_symlink())
+        flops = counter.get_total_flops()
+        step_s = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
+        per_epoch = run.train_loader.steps_per_epoch
+        states = config.saving.keep + (2 if config.saving.best else 1)
+        rows = [
+            ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),
+            ("memory at peak", num_bytes(peak_memory_bytes(run.device.type))),
+            ("operations per step", f"{short_count(flops)}FLOP" if flops else "not counted"),
+            ("time per step", f"{step_s * 1e3:,.1f} ms"),
+            ("throughput", f"{run.batch_size / step_s:,.0f} samples/s"),
+            ("time per epoch", duration(step_s * per_epoch) if per_epoch else "unknown: iterable data"),
+            ("time of the run", f"{duration(step_s * run.total_steps)} for {run.total_steps:,} steps, evaluation not counted"),
+            ("disk", f"{num_bytes(state_bytes)} a state, up to {states} at a time"),
+            ("loss of the first steps", f"{run.progress.window_loss / max(run.progress.window_items, 1):.4g}"),
+        ]
+        table(["dry run", run.data_note], rows)
+    return EXIT_OK
+
+
+class _Shortened:
+    """The first batch of a loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.num_samples = loader, loader.num_samples
+
+    def __iter__(self) -> Any:
+        return itertools.islice(iter(self.loader), 1)

@@ -1,0 +1,105 @@
+"""Repeat an evaluation from a saved state, and load a saved model for whatever comes after training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ptfast.backend import apply_backend
+from ptfast.config.schema import Config
+from ptfast.data import build_data
+from ptfast.distributed import Ranks
+from ptfast.ema import Ema
+from ptfast.errors import EXIT_OK, ConfigError
+from ptfast.loop import evaluate
+from ptfast.models import build_model
+from ptfast.precision import Precision, build_precision
+from ptfast.rewrites import apply_channels_last
+from ptfast.run import DataInfo, Task
+from ptfast.runner import build_eval_loaders, resolve_device, restore_model
+from ptfast.saving import State, read_state
+from ptfast.tasks import build_task
+
+
+@dataclass
+class SavedModel:
+    """A model as it was trained, on its device and ready to evaluate."""
+
+    model: nn.Module
+    task: Task
+    info: DataInfo
+    device: torch.device
+    precision: Precision
+    channels_last: bool
+    step: int
+
+
+def load_saved(config: Config, state_folder: Path) -> SavedModel:
+    """Build the model of a saved state, with its averaged weights where it has them. Needs no data.
+
+    Raises:
+        SavedStateError: S001 when the state is damaged, S002 when it is of another model.
+    """
+    state: State = read_state(state_folder)
+    device = resolve_device(config.device, Ranks())
+    resolved = state.facts["resolved"]
+    apply_backend(
+        threads=resolved["threads"],
+        cudnn_benchmark=False,
+        deterministic=config.backend.deterministic,
+        device=device,
+    )
+    info = read_info(state.facts["info"])
+    model = build_model(config.model.target, info)
+    channels_last = bool(resolved["channels_last"])
+    if channels_last:
+        apply_channels_last(model)
+    restore_model(model.to(device), state)
+    if "ema" in state.training:
+        averaged = Ema(model, 0.5)
+        averaged.load_state_dict(state.training["ema"])
+        averaged.copy_to_model()
+    model.eval()
+    task = build_task(config.task, info)
+    precision = build_precision(config.precision.mode, device)
+    return SavedModel(model, task, info, device, precision, channels_last, int(state.facts["progress"]["step"]))
+
+
+def read_info(facts: dict[str, Any]) -> DataInfo:
+    """The data's facts as they were saved; JSON's lists become tuples again."""
+    names = {field.name for field in fields(DataInfo)}
+    kept = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items() if name in names}
+    return DataInfo(**kept)
+
+
+def evaluate_saved(config: Config, state_folder: Path, split: str | None = None) -> int:
+    """Evaluate a saved state on every split its data has besides `train`, or on one, and print the figures.
+
+    Raises:
+        ConfigError: C005 when the data has no such split.
+    """
+    saved = load_saved(config, state_folder)
+    data = build_data(config.data.target.build(), val=config.data.val, seed=config.seed, task=config.task)
+    loaders = build_eval_loaders(
+        config,
+        data,
+        rank=0,
+        num_ranks=1,
+        normalize=config.data.normalize,
+        device=saved.device,
+        channels_last=saved.channels_last,
+    )
+    if split is not None and split not in loaders:
+        hint = f"There are: {', '.join(loaders) or 'none'}"
+        raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
+    for name in [split] if split else loaders:
+        figures = evaluate(
+            saved.model, saved.task, loaders[name], device=saved.device, ranks=Ranks(), precision=saved.precision
+        )
+        print(json.dumps({"step": saved.step, "split": name, **figures}))
+    return EXIT_OK

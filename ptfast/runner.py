@@ -1,0 +1,330 @@
+"""From a config to a `Run`: every part built once, in the one order that is right."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ptfast import run_folder
+from ptfast.backend import apply_backend
+from ptfast.compile import apply_compile
+from ptfast.config.schema import Config
+from ptfast.config.targets import Target
+from ptfast.config.schema import Config as _C
+def check_batch(*a, **k): pass
+from ptfast.data import Data, build_data, build_eval_loader, build_train_loader
+from ptfast.data.sampler import smallest_micro_batch
+from ptfast.distributed import Ranks, broadcast_object
+from ptfast.durations import Duration
+from ptfast.ema import Ema
+from ptfast.errors import ConfigError, DataError, SavedStateError
+from ptfast.gradients import build_clipper
+from ptfast.models import build_model
+from ptfast.models.weights import load_weights
+from ptfast.optim import build_optimizer
+from ptfast.precision import build_precision
+from ptfast.rewrites import apply_channels_last, resolve_channels_last
+from ptfast.run import Cadence, Clock, DataInfo, EvalLoader, Progress, Run, Task
+from ptfast.saving import State, point, prune, read_state, write_state
+from ptfast.schedule import build_schedule
+from ptfast.seeding import build_seeder, seed_everything
+from ptfast.tasks import build_task
+
+
+def build(
+    config: Config,
+    *,
+    ranks: Ranks,
+    folder: Path,
+    display: Any,
+    logger: Any,
+    clock: Clock | None = None,
+    state_folder: Path | None = None,
+) -> Run:
+    """Build a run on this rank.
+
+    The order: data, model, rewrites, device and memory format, compiled model, parallel wrap, optimizer and averaged
+    weights, schedule; the saved state comes last. An optimizer built before the model has its final place and form
+    would hold parameters that nothing trains, in silence.
+
+    What the config leaves to `auto` is resolved here by the first rank, written to `resolved.json`, and taken from
+    there when the run is resumed.
+
+    Args:
+        state_folder: the state to go on from; None starts afresh.
+    """
+    device = resolve_device(config.device, ranks)
+    resolved = broadcast_object(run_folder.read_json(folder / run_folder.RESOLVED), ranks)
+    backend = apply_backend(
+        threads=resolved.get("threads", config.backend.threads),
+        cudnn_benchmark=config.backend.cudnn_benchmark,
+        deterministic=config.backend.deterministic,
+        device=device,
+        num_local_ranks=ranks.num_local_ranks,
+    )
+    precision = build_precision(config.precision.mode, device)
+    micro_batches = (
+        config.micro_batches or resolved.get("micro_batches") or ranks.num_ranks * config.gradients.accumulate
+    )
+    check_batch(config.batch_size, micro_batches, ranks.num_ranks)
+    state = read_state(state_folder) if state_folder is not None else None
+
+    with display.status("loading the data"):
+        data = build_data(config.data.target.build(), val=config.data.val, seed=config.seed, task=config.task)
+    info = data.info
+    task = build_task(config.task, info)
+    seed_everything(config.seed)
+    model = _build_model(config, info, fresh=state is None, display=display)
+    channels_last = resolved.get("channels_last")
+    if channels_last is None:
+        channels_last = resolve_channels_last(config.rewrites.channels_last, model, info.kind, device)
+    if channels_last:
+        apply_channels_last(model)
+    model.to(device)
+    if state is not None:
+        restore_model(model, state)
+    apply_compile(model, config.compile.mode)
+    forward = wrap_for_ranks(model, ranks, device)
+
+    loading = {"normalize": config.data.normalize, "device": device, "channels_last": channels_last}
+    sharding = {"rank": ranks.rank, "num_ranks": ranks.num_ranks}
+    loader = config.dataloader
+    train_loader = build_train_loader(
+        data,
+        task_name=config.task,
+        batch_size=config.batch_size,
+        micro_batches=micro_batches,
+        seed=config.seed,
+        augment=config.augment.model_dump(),
+        kind=resolved.get("dataloader", loader.kind),
+        workers=resolved.get("workers", loader.workers),
+        prefetch=loader.prefetch,
+        pin=loader.pin,
+        last=loader.last,
+        **sharding,
+        **loading,
+    )
+    eval_loaders = build_eval_loaders(config, data, **sharding, **loading)
+
+    optimizer, stepping = build_optimizer(config.optimizer.target, model, device)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = float(group["lr"])
+    ema = Ema(model, config.ema.decay) if config.ema.decay is not None else None
+    total_steps = count_steps(config, train_loader.steps_per_epoch)
+    _check_last_batch(config, data, model, micro_batches)
+    schedule = build_schedule(
+        config.schedule.target.build(),
+        warmup=config.schedule.warmup,
+        total_steps=total_steps,
+        steps_per_epoch=train_loader.steps_per_epoch,
+        batch_size=config.batch_size,
+    )
+    resolved |= {
+        "device": str(device.type),
+        "num_ranks": ranks.num_ranks,
+        "micro_batches": micro_batches,
+        "channels_last": channels_last,
+        "dataloader": train_loader.kind,
+        "workers": getattr(train_loader, "workers", 0),
+        "optimizer": stepping,
+        "precision": precision.describe(),
+        "total_steps": total_steps,
+        **backend,
+    }
+
+    def steps_of(duration: Duration) -> int:
+        return duration.steps(total_steps, train_loader.steps_per_epoch, config.batch_size)
+
+    stop = config.stop
+    metric = stop.metric or (task.metric if "val" in eval_loaders else "loss")
+    run = Run(
+        model=model,
+        forward=forward,
+        task=task,
+        info=info,
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=precision,
+        clip=build_clipper(config.gradients.clip_norm, config.gradients.clip_value, model.parameters()),
+        ema=ema,
+        train_loader=train_loader,
+        eval_loaders=eval_loaders,
+        device=device,
+        ranks=ranks,
+        seed=config.seed,
+        seed_step=build_seeder(device),
+        total_steps=total_steps,
+        batch_size=config.batch_size,
+        micro_batches=micro_batches,
+        cadence=Cadence(steps_of(config.log_every), steps_of(config.eval.every), steps_of(config.saving.every)),
+        best_metric=metric,
+        best_mode=best_mode(metric, task),
+        patience=stop.patience,
+        max_time_s=config.run.max_time.seconds if config.run.max_time is not None else None,
+        keep_best=config.saving.best,
+        folder=folder,
+        callbacks=[target.build() for target in config.callbacks],
+        display=display,
+        logger=logger,
+        save=_saver(config, info, resolved),
+        clock=clock or Clock(),
+        resolved=resolved,
+        data_note=data.note,
+    )
+    if state is not None:
+        _restore_training(run, state)
+    if ranks.is_first and not (folder / run_folder.RESOLVED).exists():
+        run_folder.write_json(folder / run_folder.RESOLVED, resolved)
+    return run
+
+
+def build_eval_loaders(config: Config, data: Data, *, rank: int, num_ranks: int, **loading: Any) -> dict[str, EvalLoader]:
+    """Loaders of the splits that the data has besides `train`, by name."""
+    batch_size = config.eval.batch_size or max(config.batch_size // num_ranks, 256)
+    splits = {"val": data.val, "test": data.test}
+    return {
+        split: build_eval_loader(source, data.info, batch_size=batch_size, rank=rank, num_ranks=num_ranks, **loading)
+        for split, source in splits.items()
+        if source is not None
+    }
+
+
+def resolve_device(name: str, ranks: Ranks) -> torch.device:
+    """The device of this rank; `auto` takes a GPU where there is one.
+
+    Raises:
+        ConfigError: C012 when the device asked for is not there, or not for so many ranks.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda":
+        count = torch.cuda.device_count()
+        if not count:
+            raise ConfigError("C012", "no CUDA device is visible", key="device", value=name, suggestion="Use device=cpu")
+        if ranks.local_rank >= count:
+            what = f"{ranks.num_local_ranks} ranks need as many GPUs and {count} are visible"
+            raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={count}")
+        return torch.device("cuda", ranks.local_rank)
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("C012", "no Apple GPU is visible", key="device", value=name, suggestion="Use device=cpu")
+    return torch.device(name)
+
+
+def wrap_for_ranks(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
+    """The model as the loop calls it: in DistributedDataParallel where there are several ranks."""
+    if not ranks.distributed:
+        return model
+    devices = [device] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def count_steps(config: Config, steps_per_epoch: int | None) -> int:
+    """Optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: C016 when only epochs are given and the data has no length.
+    """
+    if config.steps is not None:
+        return config.steps
+    if steps_per_epoch is None:
+        hint = "Iterable data has no epochs: set steps=1000, say"
+        raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
+    assert config.epochs is not None
+    return config.epochs * steps_per_epoch
+
+
+def best_mode(metric: str, task: Task) -> str:
+    """Whether `metric` is better when larger (`max`) or smaller (`min`)."""
+    if metric == task.metric:
+        return task.mode
+    smaller = ("loss", "error", "perplexity", "bits", "mse", "mae")
+    return "min" if any(word in metric for word in smaller) else "max"
+
+
+def _build_model(config: Config, info: DataInfo, *, fresh: bool, display: Any) -> nn.Module:
+
+    with display.status("building the model"):
+        model = build_model(config.model.target, info)
+    weights = config.model.weights
+    if fresh and weights and weights != "pretrained":
+        for note in load_weights(model, weights, replace_head=config.model.replace_head):
+            display.note(note)
+    return model
+
+
+def _check_last_batch(config: Config, data: Data, model: nn.Module, micro_batches: int) -> None:
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    try:
+        num_samples = len(data.train)
+    except TypeError:
+        return
+    if normed and smallest_micro_batch(num_samples, config.batch_size, micro_batches, config.dataloader.last) == 1:
+        what = f"{num_samples:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
+        hint = "Set dataloader.last=drop or another batch_size"
+        raise DataError("D006", what, key="batch_size", value=config.batch_size, suggestion=hint)
+
+
+def _saver(config: Config, info: DataInfo, resolved: dict[str, Any]) -> Any:
+    keep, tree = config.saving.keep, config.to_tree()
+
+    def save(run: Run, is_best: bool) -> None:
+        if not run.ranks.is_first:
+            return
+        training: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
+        if run.precision.scaler is not None:
+            training["scaler"] = run.precision.scaler.state_dict()
+        if run.ema is not None:
+            training["ema"] = run.ema.state_dict()
+        facts = {
+            "progress": asdict(run.progress),
+            "best_figures": run.best_figures,
+            "figures": run.figures,
+            "info": asdict(info),
+            "resolved": resolved,
+            "model": tree["model"],
+        }
+        saved = run.folder / "saved"
+        state_folder = write_state(saved, run.progress.step, State(run.model.state_dict(), training, facts))
+        if is_best:
+            point(saved, "best", state_folder)
+        prune(saved, keep)
+
+    return save
+
+
+def restore_model(model: nn.Module, state: State) -> None:
+    """Put a saved state's weights into `model`.
+
+    Raises:
+        SavedStateError: S002 when they are of another model.
+    """
+    try:
+        model.load_state_dict(state.model)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        hint = "Resume with the config it was saved with, or warm-start with model.weights"
+        raise SavedStateError("S002", f"it is of another model: {reason}", key="run.resume", suggestion=hint) from error
+
+
+def _restore_training(run: Run, state: State) -> None:
+    run.optimizer.load_state_dict(state.training["optimizer"])
+    if run.precision.scaler is not None and "scaler" in state.training:
+        run.precision.scaler.load_state_dict(state.training["scaler"])
+    if run.ema is not None and "ema" in state.training:
+        run.ema.load_state_dict(state.training["ema"])
+    run.progress = Progress(**state.facts["progress"])
+    run.best_figures = state.facts["best_figures"]
+    run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
+    before = state.facts["resolved"]["total_steps"]
+    if run.total_steps != before and not run.schedule.extendable and run.progress.step < max(before, run.total_steps):
+        what = f"the saved run has {before:,} steps, this one {run.total_steps:,}, and the schedule depends on the length"
+        hint = "Keep epochs as they were, use schedule=constant, or start afresh with model.weights=RUN"
+        raise SavedStateError("S003", what, key="epochs", suggestion=hint)
+    if run.progress.step > run.total_steps:
+        what = f"the saved run is at step {run.progress.step:,} already"
+        raise SavedStateError("S003", what, key="steps", value=math.floor(run.total_steps))

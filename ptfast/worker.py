@@ -1,0 +1,270 @@
+"""One rank of a run: build it, train it, write what came of it; and say what went wrong, once for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ptfast import run_folder
+from ptfast.config.schema import Config
+from ptfast.display import Display, build_display
+from ptfast.distributed import Ranks, destroy_process_group, init_process_group, read_ranks
+from ptfast.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, PtfastError, render
+from ptfast.run import Clock, Run
+
+STARTED_VARIABLE = "PTFAST_STARTED"
+EXIT_CODES = {"finished": EXIT_OK, "stopped": EXIT_OK, "preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED}
+
+
+def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None, panel: list[tuple[str, str]]) -> int:
+    """Train on this rank and return its exit code; the first rank writes summary, figures and report.
+
+    Args:
+        state_folder: the state to go on from.
+        panel: rows that the caller adds to the panel, e.g. where the run directory is.
+
+    Raises:
+        PtfastError: whatever stops the run; `summary.json` names it.
+    """
+    from ptfast.logger import METRICS_FILE, BackgroundLogger, JsonlLogger, truncate_after
+
+    clock = Clock(time.time() - float(os.environ.get(STARTED_VARIABLE, time.time())))
+    display = build_display(ranks.rank)
+    logger: Any = NoLogger()
+    run: Run | None = None
+    status, error_line = "failed", None
+    exit_code = EXIT_BUG
+    try:
+        if ranks.distributed:
+            from ptfast.runner import resolve_device
+
+            init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+        if ranks.is_first:
+            if state_folder is not None:
+                truncate_after(folder / METRICS_FILE, int(state_folder.name.removeprefix("step-")))
+            logger = BackgroundLogger(_loggers(config, folder, JsonlLogger(folder / METRICS_FILE)), display.warn)
+        from ptfast.debug import debugging
+        from ptfast.loop import fit
+        from ptfast.runner import build
+
+        run = build(
+            config,
+            ranks=ranks,
+            folder=folder,
+            display=display,
+            logger=logger,
+            clock=clock,
+            state_folder=state_folder,
+        )
+        display.panel(*_panel(config, run, panel))
+        display.start(run.progress.step, run.total_steps, run.train_loader.steps_per_epoch)
+        with _signals(run), debugging(config.debug.mode):
+            status = fit(run)
+        exit_code = EXIT_CODES[status]
+    except PtfastError as error:
+        exit_code, error_line = error.exit_code, str(error)
+        raise
+    except KeyboardInterrupt:
+        status, exit_code, error_line = "interrupted", EXIT_INTERRUPTED, "interrupted before the first step"
+        raise
+    except Exception as error:
+        error_line = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        with contextlib.suppress(Exception):
+            if run is not None:
+                run.train_loader.close()
+        if ranks.is_first:
+            _close(folder, config, run, display, logger, clock, status, exit_code, error_line)
+        destroy_process_group()
+    return exit_code
+
+
+def _close(
+    folder: Path,
+    config: Config,
+    run: Run | None,
+    display: Display,
+    logger: Any,
+    clock: Clock,
+    status: str,
+    exit_code: int,
+    error_line: str | None,
+) -> None:
+    write_report = lambda p: None
+
+    logger.close()
+    summary = summarise(run, clock, status, exit_code, error_line)
+    summary |= {"recipe": config.recipe, "run_dir": str(folder)}
+    run_folder.write_json(folder / run_folder.SUMMARY, summary)
+    if run is not None and run.progress.step:
+        write_report(folder)
+    if error_line is None:
+        display.finish(summary)
+    display.close()
+
+
+def summarise(run: Run | None, clock: Clock, status: str, exit_code: int, error: str | None) -> dict[str, Any]:
+    """What `summary.json` holds: the outcome, the figures, and every second of wall time by cause."""
+    clock.charge("closing" if run is not None else "start-up")
+    summary: dict[str, Any] = {"status": status, "exit_code": exit_code}
+    if error is not None:
+        summary["error"] = error
+    if run is not None:
+        progress = run.progress
+        summary |= {
+            "steps": progress.step,
+            "samples": progress.samples,
+            "train_samples_per_s": progress.samples / progress.train_s if progress.train_s else 0.0,
+            "peak_memory_bytes": peak_memory_bytes(run.device.type),
+            **{split: figures for split, figures in run.figures.items() if split != "train"},
+        }
+        if progress.best_step is not None:
+            summary["best"] = {"step": progress.best_step, **run.best_figures}
+    summary["wall_s"] = sum(clock.seconds.values())
+    summary["time_budget"] = clock.seconds
+    return summary
+
+
+def peak_memory_bytes(device_type: str) -> int:
+    """Most memory taken so far: on the GPU where there is one, of this process otherwise."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def report_failure(folder: Path, error: BaseException) -> bool:
+    """Leave word of this rank's failure for the launcher; False when another rank was first."""
+    if isinstance(error, PtfastError):
+        word = {"line": render(error), "exit_code": error.exit_code}
+    else:
+        word = {"line": bug_line(error), "exit_code": EXIT_BUG, "bug": True}
+    word["traceback"] = "".join(traceback.format_exception(error))
+    try:
+        with (folder / run_folder.FAILURE).open("x") as file:
+            json.dump(word, file)
+    except OSError:
+        return False
+    return True
+
+
+def bug_line(error: BaseException) -> str:
+    """How an error that nobody foresaw is printed."""
+    place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
+    where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
+    text = " ".join(str(error).split()) or "no message"
+    return f"ptfast: error: {type(error).__name__}{where}: {text}. Add --traceback to see where it comes from."
+
+
+@contextlib.contextmanager
+def _signals(run: Run) -> Iterator[None]:
+    """Let SIGTERM, SIGUSR1 and Ctrl-C end the run after the step it is in, with its state saved."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if run.stop_signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        run.stop_signal = number
+        run.display.note("stopping after this step; the state is being saved")
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class NoLogger:
+    def log(self, record: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _loggers(config: Config, folder: Path, jsonl: Any) -> list[Any]:
+    loggers = [jsonl]
+    if config.logger.target is not None:
+        extra = config.logger.target.build()
+        extra.open(folder, config.to_tree())
+        loggers.append(extra)
+    return loggers
+
+
+def _panel(config: Config, run: Run, rows: list[tuple[str, str]]) -> tuple[str, list[tuple[str, str]], list[str]]:
+    resolved, per_rank = run.resolved, run.micro_batches // run.ranks.num_ranks
+    num_parameters = sum(p.numel() for p in run.model.parameters())
+    epochs = f" ({config.epochs} epochs)" if config.steps is None else ""
+    layout = ", channels last" if resolved["channels_last"] else ""
+    micro_size = run.batch_size // run.micro_batches
+    device = run.device.type
+    if device == "cuda":
+        import torch
+
+        device = torch.cuda.get_device_name(run.device)
+    table = [
+        ("data", run.data_note),
+        ("model", f"{type(run.model).__name__}, {num_parameters:,} parameters{layout}"),
+        ("device", f"{device}, {_ranks(run)}, {resolved['threads']} threads"),
+        ("precision", run.precision.describe()),
+        ("batch", f"{run.batch_size} = {run.ranks.num_ranks} x {per_rank} micro-batches of {micro_size}"),
+        ("steps", f"{run.total_steps:,}{epochs}"),
+        ("optimizer", f"{type(run.optimizer).__name__} lr {run.optimizer.param_groups[0]['initial_lr']:g}, {resolved['optimizer']}"),
+        ("schedule", config.schedule.target.path.rsplit(".", 1)[-1]),
+        ("loader", run.train_loader.kind),
+        *rows,
+    ]
+    switched = {"clip norm": config.gradients.clip_norm, "clip value": config.gradients.clip_value, "ema": config.ema.decay}
+    table[-len(rows) - 1 : -len(rows) - 1] = [(name, f"{value:g}") for name, value in switched.items() if value is not None]
+    loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
+    return config.recipe or "train", table, loud
+
+
+def _ranks(run: Run) -> str:
+    return f"{run.ranks.num_ranks} ranks" if run.ranks.distributed else "1 process"
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the launcher dies, which would otherwise leave it running."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def main() -> None:
+    """`python -m ptfast.worker RUN_DIR STATE`: a rank of a launched run; STATE is empty for a fresh start."""
+    die_with_parent()
+    folder, state = Path(sys.argv[1]), sys.argv[2]
+    try:
+        from ptfast.config import load_config
+
+        config = load_config(folder / run_folder.CONFIG, trusted=True)
+        rows = [("run", str(folder))]
+        code = train(config, folder, ranks=read_ranks(), state_folder=Path(state) if state else None, panel=rows)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        report_failure(folder, error)
+        code = error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
+        # The other ranks may wait in a collective for this one; leave without waiting for them.
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
