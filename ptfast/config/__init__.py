@@ -1,1 +1,1 @@
-"""Configuration: from arguments and YAML files to validated, plain values. The only place that knows Hydra."""
+"""From arguments and YAML files to a validated config of plain values; the only place that knows Hydra."""

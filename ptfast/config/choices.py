@@ -40,15 +40,15 @@ def check_recipe(name: str, place: str | None) -> None:
     if paths.recipe_file(name) is None:
         known = list(paths.options(paths.RECIPES))
         is_path = name.endswith(".yaml") or "/" in name
+        everything = f"Recipes: {', '.join(known)}"
         hint = did_you_mean(name, known)
-        suggestion = f"{hint} Recipes: {', '.join(known)}" if hint else f"Recipes: {', '.join(known)}"
         raise ConfigError(
             "C003",
             "no such recipe file" if is_path else "no such recipe",
             key="+recipe",
             value=name,
             place=place,
-            suggestion=suggestion,
+            suggestion=f"{hint} {everything}" if hint else everything,
         )
 
 
@@ -60,6 +60,8 @@ def _hint(group: str, option: str, known: list[str], groups: Iterable[str]) -> s
             f"Did you mean {_ELSEWHERE[group, option]}? `checkpointing` is activation checkpointing; "
             f"the state on disk is `saving`. {everything}"
         )
+    if option.lower() in ("none", "null", "off", "false", "no") and "none" in known:
+        return f"Did you mean {group}=none? {everything}"
     near = did_you_mean(option, known, f"{group}={{}}")
     if near:
         return f"{near} {everything}"

@@ -1,4 +1,4 @@
-"""Composing a config: arguments, presets, recipe and option files into one plain tree whose every key has a place."""
+"""Composing a config: arguments, presets, recipe and option files into one tree that knows its places."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
 from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
@@ -56,7 +57,7 @@ class Composed:
 
 
 def place_of(key: str, places: dict[str, str]) -> str:
-    """The place of `key` in `places`, or of the nearest key above it, or of the first file that has a part of it."""
+    """The place of `key` in `places`, or of the nearest key above it."""
     above = key
     while above:
         if above in places:
@@ -87,8 +88,8 @@ class Loader(ConfigLoaderImpl):
         return result
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        # Sweepers with a search space of their own hand in plain `key=value`, which Hydra refuses for keys that
-        # no option file lists.
+        # Sweepers with a search space of their own hand in plain `key=value`, which Hydra refuses for keys
+        # that no option file lists.
         return super().load_sweep_config(master_config, [a.text for a in parse(sweep_overrides)])
 
     def places(self) -> dict[str, str]:
@@ -98,7 +99,9 @@ class Loader(ConfigLoaderImpl):
             prefix = f"{package}." if package else ""
             if package:
                 result[package] = shown(file.path)
-            result |= {prefix + key: place for key, place in file.places.items() if key.split(".")[0] != "defaults"}
+            result |= {
+                prefix + key: place for key, place in file.places.items() if key.split(".")[0] != "defaults"
+            }
         return result
 
     def warnings(self) -> list[str]:
@@ -127,13 +130,57 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     tree.pop("hydra", None)
     places = loader.places()
     for key, place in preset_places.items():
-        _set_place(places, key, place)
+        if "." in key and key not in places:
+            # A preset speaks to the options that have the key: not every optimizer can be fused.
+            _delete(tree, key)
+        else:
+            _set_place(places, key, place)
     for argument in given:
         if argument.kind == "value":
             _set_place(places, argument.key, COMMAND_LINE)
     return finish(
-        tree, places, recipe=_recipe_name(given), warnings=loader.warnings(), arguments=arguments, complete=complete
+        tree,
+        places,
+        recipe=_recipe_name(given),
+        warnings=loader.warnings(),
+        arguments=arguments,
+        complete=complete,
     )
+
+
+def apply(
+    tree: dict[str, Any], places: dict[str, str], arguments: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A whole config with arguments laid over it; the section of a chosen option is replaced as a whole."""
+    given = parse(arguments)
+    chosen = [a.text for a in given if a.kind == "group"]
+    places = dict(places)
+    config = OmegaConf.create(tree)
+    if chosen:
+        options = compose(chosen, complete=False)
+        for group in (a.key for a in given if a.kind == "group"):
+            _set_place(places, group, COMMAND_LINE)
+            places |= {k: v for k, v in options.places.items() if k.split(".")[0] == group}
+            OmegaConf.update(config, group, options.tree_unresolved[group], merge=False)
+    parser = OverridesParser.create()
+    for argument in given:
+        if argument.kind in ("recipe", "delete"):
+            what = (
+                "a recipe cannot be laid over a whole config"
+                if argument.kind == "recipe"
+                else "cannot delete here"
+            )
+            raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE)
+        if argument.kind == "value":
+            value = parser.parse_override(argument.text).value()
+            try:
+                OmegaConf.update(config, argument.key, value, merge=True, force_add=True)
+            except OmegaConfBaseException as error:
+                raise translate(error) from error
+            _set_place(places, argument.key, COMMAND_LINE)
+    result = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(result, dict)
+    return {str(key): value for key, value in result.items()}, places
 
 
 def finish(
@@ -169,6 +216,9 @@ def translate(error: BaseException) -> ConfigError:
     message = re.sub(r"\s+", " ", lines[0] if lines else type(error).__name__).rstrip(".")
     override = re.search(r"override '?(\S+?)=(\S*)", str(error))
     key = override.group(1).lstrip("+~") if override else None
+    deleted = re.search(r"Could not delete (?:from config\. )?'([^']+)'", message)
+    if deleted:
+        return ConfigError("C002", "there is nothing to delete", key=f"~{deleted[1]}", place=COMMAND_LINE)
     return ConfigError("C001", message, key=key, place=COMMAND_LINE if key else None)
 
 
@@ -177,6 +227,13 @@ def _set_place(places: dict[str, str], key: str, place: str) -> None:
     for below in [k for k in places if k.startswith(f"{key}.")]:
         del places[below]
     places[key] = place
+
+
+def _delete(tree: dict[Any, Any], key: str) -> None:
+    *above, name = key.split(".")
+    for part in above:
+        tree = tree.get(part) or {}
+    tree.pop(name, None)
 
 
 def _recipe_name(arguments: list[Argument]) -> str | None:

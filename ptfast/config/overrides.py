@@ -1,4 +1,4 @@
-"""Reading `key=value` arguments before Hydra sees them: each is checked, and written so that Hydra takes it as meant."""
+"""Reading `key=value` arguments before Hydra does: each is checked, and written as Hydra will take it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString, Quote
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from ptfast.config import paths
@@ -36,6 +36,11 @@ class Argument:
     is_sweep: bool
     text: str
 
+    @property
+    def is_interval(self) -> bool:
+        """Whether it is swept over without naming its points, which only some sweepers can do."""
+        return self.is_sweep and self.values == (self.text.partition("=")[2],)
+
     def at(self, value: str) -> str:
         """The argument with one of its `values`."""
         return f"{self.text.partition('=')[0]}={value}"
@@ -44,8 +49,8 @@ class Argument:
 def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
     """Read the arguments of a command.
 
-    Group choices and recipes are checked against the files that exist. Every other `key=value`, with or without `+`
-    or `++`, becomes `++key=value`: Hydra takes it, and validation refuses it later if nothing has such a key.
+    Group choices and recipes are checked against the files that exist. Every other `key=value`, with or without
+    `+` or `++`, becomes `++key=value`: Hydra takes it, and validation refuses it if nothing has such a key.
 
     Args:
         sweep: whether `key=a,b` is allowed (`-m`).
@@ -60,13 +65,14 @@ def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
         argument = _parse_one(written, parser, groups)
         if argument.is_sweep and not sweep:
             value = written.partition("=")[2]
+            otherwise = "" if "(" in value else f", write [{value}] for a list, or quote it twice for a text"
             raise ConfigError(
                 "C014",
                 "several values in a single run",
                 key=argument.key,
                 value=value,
                 place=COMMAND_LINE,
-                suggestion=f"Add -m to sweep over them, write [{value}] for a list, or quote it twice for a text",
+                suggestion=f"Add -m to sweep over them{otherwise}",
             )
         before = result.get(argument.key)
         if before and before.values != argument.values:
@@ -135,9 +141,13 @@ def _check_shape(written: str, groups: list[str]) -> None:
             near = did_you_mean(written, recipes, "+recipe={}")
             if near and written not in groups and "." not in written:
                 hint = near
-        raise ConfigError("C001", "not of the form key=value", key=written, place=COMMAND_LINE, suggestion=hint)
+        raise ConfigError(
+            "C001", "not of the form key=value", key=written, place=COMMAND_LINE, suggestion=hint
+        )
     if equals and (not key.lstrip("+~") or key != key.strip()):
-        raise _malformed(written, "no spaces around the equals sign" if key.strip() else "no key before the =")
+        raise _malformed(
+            written, "no spaces around the equals sign" if key.strip() else "no key before the ="
+        )
 
 
 def _read(written: str, parser: OverridesParser) -> Override:
@@ -146,7 +156,7 @@ def _read(written: str, parser: OverridesParser) -> Override:
     except (HydraException, ValueError):
         key, _, value = written.partition("=")
     # Paths with brackets or letters outside ASCII are no value of Hydra's grammar; as a quoted text they are.
-    if value and not re.search(r"^\w+\(|[\[\]{}'\",]|\$\{", value):
+    if value and not re.search(r"^(\w+\(|[\[{'\"])|[,'\"]|\$\{", value):
         try:
             return parser.parse_override(f"{key}={QuotedString(value, Quote.single).with_quotes()}")
         except (HydraException, ValueError):
@@ -160,11 +170,15 @@ def _read(written: str, parser: OverridesParser) -> Override:
             place=COMMAND_LINE,
             suggestion="Write key=a,b or key=choice(a,b) or key=range(1,4)",
         )
-    raise _malformed(written, "not a value that can be read", "Check quotes and brackets; quote a text twice: 'key=\"a,b\"'")
+    raise _malformed(
+        written,
+        "not a value that can be read",
+        "Check quotes and brackets; quote a text twice: 'key=\"a,b\"'",
+    )
 
 
 def _points(override: Override, written: str) -> tuple[str, ...]:
-    """The value of an argument, or each point of its sweep; intervals, which only some sweepers read, as they are."""
+    """The value of an argument, or each point of its sweep; an interval as it is written."""
     if not override.is_sweep_override():
         return (override.get_value_element_as_str(),) if not override.is_delete() else ()
     if not override.is_discrete_sweep():
@@ -172,7 +186,11 @@ def _points(override: Override, written: str) -> tuple[str, ...]:
     glob = getattr(override._value, "filter", None)  # pyright: ignore[reportAttributeAccessIssue]
     points: Sequence[str]
     try:
-        points = glob(list(paths.options(override.key_or_group))) if glob else list(override.sweep_string_iterator())
+        points = (
+            glob(list(paths.options(override.key_or_group)))
+            if glob
+            else list(override.sweep_string_iterator())
+        )
     except (HydraException, ValueError, ZeroDivisionError):
         points = ()
     if not points:
@@ -195,4 +213,6 @@ def _unquoted(value: str) -> str:
 
 def _malformed(written: str, what: str, hint: str | None = None) -> ConfigError:
     key, _, value = written.partition("=")
-    return ConfigError("C001", what, key=key.lstrip("+~") or "=", value=value, place=COMMAND_LINE, suggestion=hint)
+    return ConfigError(
+        "C001", what, key=key.lstrip("+~") or "=", value=value, place=COMMAND_LINE, suggestion=hint
+    )

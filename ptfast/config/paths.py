@@ -1,4 +1,4 @@
-"""Where option files and recipes are: the user's own folders first, then the ones that ship with the package."""
+"""Where option files and recipes are: the user's own folders first, then those of the package."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def options(group: str) -> dict[str, Path]:
         folder = root.recipes if group == RECIPES else root.conf / group
         if folder.is_dir():
             pattern = "**/*.yaml" if group == RECIPES else "*.yaml"
-            found |= {file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.glob(pattern)}
+            found |= {
+                file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.glob(pattern)
+            }
     return dict(sorted(found.items()))
 
 
@@ -64,7 +66,7 @@ def recipe_file(name: str) -> Path | None:
 
 
 def shown(file: Path) -> str:
-    """`file` as messages name it: relative to the working folder or to the package's root where it lies there."""
+    """`file` as messages name it: relative to the working folder or the package's root, if it lies there."""
     builtin = builtin_root()
     for base in (Path.cwd(), builtin.conf.parent):
         if file.is_relative_to(base):

@@ -17,8 +17,8 @@ from ptfast.errors import ConfigError
 def expand(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str]]:
     """Put what the preset sets before `arguments`, less what they set themselves.
 
-    A preset named on the command line goes over the recipe; one that the recipe names goes under what else the
-    recipe says. The default preset needs no expanding: the primary config holds its values.
+    A preset named on the command line goes over the recipe; one that the recipe names goes under what else
+    the recipe says. The default preset needs no expanding: the primary config holds its values.
 
     Returns:
         The arguments, and the place in the preset's file of each key that it sets.
@@ -36,7 +36,9 @@ def expand(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str
         return list(arguments), {}
     content = read_yaml(paths.options(paths.PRESETS)[name])
     places = {key: content.places[key] for key in content.data if key not in taken}
-    return [_argument(key, content.data[key], content.places[key]) for key in places] + list(arguments), places
+    return [_argument(key, content.data[key], content.places[key]) for key in places] + list(
+        arguments
+    ), places
 
 
 def _of_recipe(recipe: Argument) -> tuple[str | None, set[str]]:
@@ -63,6 +65,8 @@ def _argument(key: str, value: Any, place: str) -> Argument:
         check_option(key, value, groups, place)
         return Argument("group", key, (value,), False, f"{key}={value}")
     if isinstance(value, (dict, list)):
-        raise ConfigError("C007", "a preset holds `group: option` and `dotted.key: value` lines", key=key, place=place)
+        raise ConfigError(
+            "C007", "a preset holds `group: option` and `dotted.key: value` lines", key=key, place=place
+        )
     text = OmegaConf.to_yaml(OmegaConf.create([value])).removeprefix("- ").strip()
     return Argument("value", key, (text,), False, f"++{key}={text}")

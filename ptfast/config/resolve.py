@@ -8,19 +8,31 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from ptfast.config.suggest import nearest
 from ptfast.errors import ConfigError
 
-RESOLVERS = ("oc.env", "oc.select", "oc.decode", "oc.create", "oc.deprecated", "oc.dict.keys", "oc.dict.values")
+ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
+"""A value that is a reference to an environment variable and nothing else."""
+
+RESOLVERS = (
+    "oc.env",
+    "oc.select",
+    "oc.decode",
+    "oc.create",
+    "oc.deprecated",
+    "oc.dict.keys",
+    "oc.dict.values",
+)
 
 
 def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
     """A copy of `tree` with every interpolation replaced by its value.
 
     Raises:
-        ConfigError: C016 for a value that is still `???`, C008 for an interpolation of a missing key or variable,
-            a cyclic one, or one that cannot be read. Each names the key and its place.
+        ConfigError: C016 for a value that is still `???`, C008 for an interpolation of a missing key or
+            variable, a cyclic one, or one that cannot be read. Each names the key and its place.
     """
     try:
         config = OmegaConf.create(tree)
@@ -29,9 +41,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
         raise ConfigError(
             "C008", f"cannot be read: {_first_line(error)}", key=key, place=place(key) if key else None
         ) from error
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        key = missing[0]
+    for key in _missing(tree, ""):
         raise ConfigError(
             "C016", "a value is required", key=key, place=place(key), suggestion=f"Give {key}=VALUE"
         )
@@ -45,6 +55,37 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _missing(value: Any, key: str) -> Iterator[str]:
+    """Dotted keys whose value is `???`."""
+    if isinstance(value, (dict, list)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _missing(item, f"{key}.{name}" if key else str(name))
+    elif value == "???":
+        yield key
+
+
+def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -> dict[str, Any]:
+    """`tree` as a file may hold it: values that came from the environment refer to it again."""
+    if "oc.env" not in str(tree_unresolved):
+        return _escaped(tree)
+    config = OmegaConf.create(tree_unresolved)
+    references: list[str] = []
+
+    def refer(*arguments: Any) -> str:
+        references.append(f"${{oc.env:{','.join(map(str, arguments))}}}")
+        return f"\0{len(references) - 1}\0"
+
+    from_environment = oc.env
+    OmegaConf.register_new_resolver("oc.env", refer, replace=True)
+    try:
+        marked = OmegaConf.to_container(config, resolve=True)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
+    return _replace(
+        _escaped(marked), lambda text: re.sub(r"\0(\d+)\0", lambda m: references[int(m[1])], text)
+    )
 
 
 def _interpolations(config: DictConfig | ListConfig, prefix: str) -> Iterator[tuple[str, Any, Any]]:
@@ -82,3 +123,16 @@ def _broken(key: str, written: Any, place: str, error: BaseException) -> ConfigE
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _escaped(value: Any) -> Any:
+    """Text that holds `${` as it is, not as an interpolation, written so that it is read back the same."""
+    return _replace(value, lambda text: text.replace("${", "\\${"))
+
+
+def _replace(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replace(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value

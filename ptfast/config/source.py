@@ -1,4 +1,4 @@
-"""The search path for Hydra: option files and recipes, read strictly, with recipes found under the group `recipe`."""
+"""Option files and recipes as Hydra's search path, read strictly; recipes are the group `recipe`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class PtfastSource(ConfigSource):
         return file if file.is_file() else None
 
     def _recipes(self) -> Path:
-        return next((r.recipes for r in paths.roots() if r.conf == Path(self.path)), Path(self.path) / "recipes")
+        return next(
+            (r.recipes for r in paths.roots() if r.conf == Path(self.path)), Path(self.path) / "recipes"
+        )
 
     def _folder(self, config_path: str) -> Path | None:
         group = config_path.strip("/")
@@ -89,7 +91,7 @@ class PtfastSource(ConfigSource):
 
 
 def search_path() -> ConfigSearchPathImpl:
-    """Hydra's own options, the user's and the package's folders, and those of installed search path plugins."""
+    """Hydra's own options, the user's and the package's folders, and those that plugins add."""
     Plugins.instance().register(PtfastSource)
     result = ConfigSearchPathImpl()
     result.append("hydra", "pkg://hydra.conf")

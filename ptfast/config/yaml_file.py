@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -24,7 +24,7 @@ _FLOAT = re.compile(
 _BOOL, _INT, _STR = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:str"
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+class _Loader(yaml.SafeLoader if TYPE_CHECKING else getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """YAML 1.1 with `1e-3` read as a number and dates left as text."""
 
 
@@ -41,8 +41,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 class YamlFile:
     """What a file holds, and where.
 
-    `places` maps each dotted key (list items by index: `callbacks.0`) to `file:line`; `warnings` name the values
-    that YAML 1.1 reads differently from what they look like.
+    `places` maps each dotted key (list items by index: `callbacks.0`) to `file:line`; `warnings` name the
+    values that YAML 1.1 reads differently from what they look like.
     """
 
     path: Path
@@ -89,7 +89,7 @@ def read_yaml(path: Path) -> YamlFile:
 def _walk(
     node: yaml.Node, prefix: str, name: str, text: str, budget: list[int]
 ) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield (dotted key, key node, value node) of everything below `node`; refuse what a mapping would hide."""
+    """Yield (dotted key, key node, value node) of all below `node`; refuse what a mapping would hide."""
     budget[0] -= 1
     if budget[0] < 0:
         raise ConfigError("C007", "too large, or anchors that contain themselves", place=name)
@@ -117,12 +117,14 @@ def _surprise(node: yaml.Node) -> str | None:
         return None
     value = node.value
     if node.tag == _BOOL and value.lower() not in ("true", "false"):
-        return f"YAML reads {value} as {str(value.lower() in ('yes', 'on', 'y')).lower()}. Quote it to keep the text"
+        meaning = "true" if value.lower() in ("yes", "on") else "false"
+        return f"YAML reads {value} as {meaning}. Quote it to keep the text"
     if node.tag == _INT and ":" in value:
         total = 0
         for part in value.replace("_", "").lstrip("+-").split(":"):
             total = total * 60 + int(part)
-        return f"YAML reads {value} as the number {'-' * value.startswith('-')}{total}. Quote it to keep the text"
+        sign = "-" if value.startswith("-") else ""
+        return f"YAML reads {value} as the number {sign}{total}. Quote it to keep the text"
     if node.tag == _INT and re.fullmatch(r"[-+]?0[0-7_]+", value):
         return f"YAML reads {value} as the octal number {int(value, 8)}. Write it without the leading 0"
     if node.tag == _STR and re.fullmatch(r"0o[0-7]+", value):

@@ -1,0 +1,111 @@
+"""The frozen config of a run: written without secrets, and read back as the same tree."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ptfast.config.compose import Composed, apply, finish
+from ptfast.config.resolve import ENV, resolve_keeping_env
+from ptfast.config.yaml_file import read_yaml
+
+SECRET = "<secret>"
+_SECRET_WORDS = {"token", "key", "secret", "password"}
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key's name holds the word token, key, secret or password (`apiKey`, not `tokenizer`)."""
+    return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(key.rpartition(".")[2]))
+
+
+def freeze(composed: Composed, path: Path) -> list[str]:
+    """Write the config with which `ptfast train --config PATH` repeats the run.
+
+    Interpolations are replaced by their values, except that `${oc.env:X}` stays as it is. A secret that is no
+    such reference is not written.
+
+    Returns:
+        A warning for each secret left out.
+    """
+    tree, warnings = frozen_tree(composed)
+    text = OmegaConf.to_yaml(OmegaConf.create(tree))
+    path.write_text(
+        f"# The whole config of this run. Repeat it: ptfast train --config {path.name}\n{text}", "utf-8"
+    )
+    return warnings
+
+
+def frozen_tree(composed: Composed) -> tuple[dict[str, Any], list[str]]:
+    """What `freeze` writes, and its warnings."""
+    warnings: list[str] = []
+
+    def hide(key: str, value: Any) -> Any:
+        if not is_secret(key) or value in (None, "") or isinstance(value, bool):
+            return value
+        if isinstance(value, str) and (value == SECRET or ENV.fullmatch(value)):
+            return value
+        warnings.append(
+            f"{key} ({composed.place(key)}): not written to the run's files. "
+            f"Give it as {key}='${{oc.env:NAME}}' so that the run can be repeated"
+        )
+        return SECRET
+
+    tree = resolve_keeping_env(composed.tree, composed.tree_unresolved)
+    return _map(copy.deepcopy(tree), "", hide), warnings
+
+
+def load(path: Path, arguments: Sequence[str] = ()) -> Composed:
+    """Read a frozen config, or any whole config in one file, and apply arguments to it.
+
+    Args:
+        path: the YAML file.
+        arguments: `key=value` and `group=option`; a group's section is replaced as a whole.
+
+    Raises:
+        ConfigError: C007 for a file that cannot be read; otherwise as `compose`.
+    """
+    content = read_yaml(path)
+    tree, places = apply(content.data, content.places, arguments)
+    return finish(tree, places, recipe=None, warnings=content.warnings, arguments=arguments)
+
+
+def redact(arguments: Sequence[str]) -> list[str]:
+    """A command line without its secrets, for what is written about the run."""
+    result: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if hide_next:
+            argument = SECRET
+        elif equals and is_secret(key.lstrip("+~-")) and not ENV.fullmatch(value.strip("'\"")):
+            argument = f"{key}={SECRET}"
+        elif equals and "{" in value:
+            argument = f"{key}={_INLINE.sub(_redact_inline, value)}"
+        hide_next = not equals and argument.startswith("--") and is_secret(argument)
+        result.append(argument)
+    return result
+
+
+_INLINE = re.compile(
+    r"""(?P<key>[\w.-]+)(?P<colon>['"]?\s*:\s*)(?P<value>\$\{[^}]*\}|'[^']*'|"[^"]*"|[^,{}\[\]]+)"""
+)
+
+
+def _redact_inline(match: re.Match[str]) -> str:
+    secret = is_secret(match["key"]) and not ENV.fullmatch(match["value"].strip())
+    return f"{match['key']}{match['colon']}{SECRET}" if secret else match[0]
+
+
+def _map(value: Any, key: str, change: Callable[[str, Any], Any]) -> Any:
+    """`value` with every leaf, and every section with a secret name, changed."""
+    if isinstance(value, dict) and not is_secret(key):
+        return {k: _map(v, f"{key}.{k}" if key else str(k), change) for k, v in value.items()}
+    if isinstance(value, list) and not is_secret(key):
+        return [_map(v, f"{key}.{i}", change) for i, v in enumerate(value)]
+    return change(key, value)

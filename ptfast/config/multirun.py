@@ -1,0 +1,191 @@
+"""Sweeps through Hydra's own sweepers and launchers, and Hydra's views of a config (`--cfg`, `--info`)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.hydra import Hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.utils import JobReturn
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ptfast.config import presets
+from ptfast.config.compose import Composed, Loader, compose, translate
+from ptfast.config.freeze import frozen_tree
+from ptfast.config.overrides import Argument, parse
+from ptfast.config.source import PRIMARY
+from ptfast.errors import ConfigError, PtfastError
+
+# Hydra writes nothing of its own: its files hold the command line in clear, secrets included.
+_QUIET = ("hydra.mode=MULTIRUN", "hydra.output_subdir=null", "hydra.sweep.subdir=.")
+_QUIET_LOGS = ("hydra/job_logging=none", "hydra/hydra_logging=none")
+
+Job = Callable[[Composed, int], float | None]
+
+
+class JobFailure(float):
+    """The objective of a job that failed: not a number, with the error it stands for."""
+
+    error: Exception
+
+    def __new__(cls, error: Exception) -> JobFailure:
+        failure = super().__new__(cls, "nan")
+        failure.error = error
+        return failure
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JobFailure, (self.error,)
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What one job of a sweep gave: its number, its arguments, its objective or its error."""
+
+    number: int
+    arguments: tuple[str, ...]
+    objective: float | None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A job as launchers run it, possibly in another process: composes its own config from its arguments."""
+
+    job: Job
+
+    def __call__(self, config: DictConfig) -> float | None:
+        hydra = HydraConfig.get()
+        try:
+            return self.job(compose(list(hydra.overrides.task)), int(hydra.job.num))
+        except Exception as error:
+            return JobFailure(error)
+
+
+def sweep(
+    arguments: Sequence[str], job: Job, sweep_dir: Path, check: Callable[[Composed], object] | None = None
+) -> list[JobResult]:
+    """Run one job per point of a sweep, by the sweeper and the launcher that Hydra is told to use.
+
+    Args:
+        arguments: as typed, such as `optimizer=sgd,adamw` and `hydra/launcher=joblib`.
+        job: called with a point's config and its number from 0; returns its objective. Launchers that start
+            processes pickle it. What it raises is kept as the job's result and does not stop the sweep.
+        sweep_dir: folder of the sweep; made if need be.
+        check: called, before the first job, with the config of every value that is swept over.
+
+    Returns:
+        The results in order, as far as the sweeper hands them out (optuna does not).
+
+    Raises:
+        ConfigError: a point that does not compose or that `check` refuses, an empty sweep.
+    """
+    given = parse(arguments, sweep=True)
+    for point in sample_points(given):
+        composed = compose(point)
+        if check:
+            check(composed)
+    quoted_dir = QuotedString(str(sweep_dir.absolute()), Quote.single).with_quotes()
+    overrides = [*_QUIET, *_QUIET_LOGS, f"hydra.sweep.dir={quoted_dir}", *(a.text for a in given)]
+    hydra = Hydra(task_name="ptfast", config_loader=Loader())
+    with _translated(), _without_multirun_file(sweep_dir):
+        returned = hydra.multirun(config_name=PRIMARY, task_function=_Task(job), overrides=overrides)
+    return [_result(number, one) for number, one in enumerate(_flat(returned))]
+
+
+def sample_points(given: Sequence[Argument]) -> Iterator[list[str]]:
+    """Arguments of as few single runs as use every value of a sweep: their sum, not their product."""
+    plain = [a for a in given if a.kind != "hydra" and not a.is_interval]
+    first = {a.key: a.at(a.values[0]) if a.is_sweep else a.text for a in plain}
+    yield list(first.values())
+    for argument in plain:
+        if argument.is_sweep:
+            for value in argument.values[1:]:
+                yield list((first | {argument.key: argument.at(value)}).values())
+
+
+def show_config(kind: str, arguments: Sequence[str]) -> str:
+    """The YAML that `--cfg job`, `--cfg hydra` or `--cfg all` prints, secrets hidden."""
+    if kind not in ("job", "hydra", "all"):
+        raise ConfigError(
+            "C015", "no such view", key="--cfg", value=kind, suggestion="Write --cfg job, hydra or all"
+        )
+    sections: list[str] = []
+    if kind in ("job", "all"):
+        composed = compose(arguments, complete=False)
+        tree, _ = frozen_tree(composed)
+        sections.append(OmegaConf.to_yaml(OmegaConf.create(tree)))
+    if kind in ("hydra", "all"):
+        with _translated():
+            config = Loader().load_configuration(PRIMARY, _hydra_only(arguments), RunMode.RUN)
+        clean = Hydra.get_sanitized_hydra_cfg(config)
+        sections.append(OmegaConf.to_yaml(clean))
+    return "".join(sections)
+
+
+def show_info(kind: str, arguments: Sequence[str]) -> None:
+    """Print what `--info` asks for: all, config, defaults, defaults-tree, plugins or searchpath."""
+    kinds = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    if kind not in kinds:
+        raise ConfigError(
+            "C015", "no such view", key="--info", value=kind, suggestion=f"One of {', '.join(kinds)}"
+        )
+    expanded, _ = presets.expand(parse(arguments))
+    hydra = Hydra(task_name="ptfast", config_loader=Loader())
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        with _translated():
+            hydra.show_info(kind, config_name=PRIMARY, overrides=[a.text for a in expanded])
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _hydra_only(arguments: Sequence[str]) -> list[str]:
+    return [a.text for a in parse(arguments) if a.kind == "hydra"]
+
+
+@contextlib.contextmanager
+def _without_multirun_file(sweep_dir: Path) -> Iterator[None]:
+    """Let Hydra's basic sweeper write its multirun.yaml, which holds the arguments in clear, to nowhere."""
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    file = sweep_dir / "multirun.yaml"
+    with contextlib.suppress(OSError):
+        file.symlink_to(os.devnull)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except PtfastError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
+        raise translate(error) from error
+
+
+def _flat(returned: Any) -> list[JobReturn]:
+    batches = returned if isinstance(returned, (list, tuple)) else []
+    return [one for batch in batches for one in (batch if isinstance(batch, (list, tuple)) else [batch])]
+
+
+def _result(number: int, returned: JobReturn) -> JobResult:
+    value = returned.return_value
+    arguments = tuple(returned.overrides or ())
+    if isinstance(value, JobFailure):
+        return JobResult(number, arguments, None, value.error)
+    return JobResult(number, arguments, value)
