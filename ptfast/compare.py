@@ -9,10 +9,10 @@ from typing import Any
 
 from ptfast.errors import ConfigError, MachineError, shorten
 from ptfast.report import chart_order, headline
-from ptfast.report.charts import NUM_COLORS, Series, figure_title, line_chart, thin
+from ptfast.report.charts import Series, figure_title, is_logarithmic, line_chart, line_color, thin
 from ptfast.report.page import header, html_table, page
 from ptfast.report.runs import RunFiles, is_finite, read_run
-from ptfast.units import duration, figure
+from ptfast.units import duration, figure, is_fraction
 
 SPLITS = ("best", "val", "test", "train")
 NOT_COMPARED = ("run", "sweep", "recipe", "trust")
@@ -44,7 +44,8 @@ def compare(
 
     Args:
         run_dirs: run directories.
-        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; None or `auto` picks the task's.
+        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; None or `auto` takes the
+            figure that says most.
         mode: `max`, `min`, or `auto` to judge by the metric's name.
         out: a page (`.html`) or a picture (`.png`).
 
@@ -157,7 +158,7 @@ def _shown(metric: str, value: float | None) -> str:
 def _differences(runs: Sequence[RunFiles]) -> list[dict[str, str]]:
     """The config keys in which runs differ, with their values.
 
-    Where two runs use different targets in a section, the keywords that only one of them knows say nothing more.
+    Where two runs use different targets in a section, the keywords that only one of them knows are left out.
     """
     flat = [dict(_flatten(run.config)) for run in runs]
     readable = [config for config in flat if config]
@@ -208,55 +209,67 @@ def _overlays(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Overlay]:
             curves = [run.curves.get(figure_name, {}).get(split, []) for run in runs]
             series = [Series(names[i], points, i) for i, points in enumerate(curves) if points]
             if series:
-                ran = figure_name in ("lr", "samples_per_s")
-                title = figure_title(figure_name) if ran else f"{split} {figure_title(figure_name)}"
-                overlays.append(Overlay(figure_name, title, series))
+                about_training = figure_name in ("lr", "samples_per_s")
+                title = figure_title(figure_name)
+                overlays.append(Overlay(figure_name, title if about_training else f"{split} {title}", series))
     return overlays
 
 
 def _names(ranking: Ranking) -> list[str]:
-    """What the legend calls each run: its rank and what tells it apart."""
-    start, stop = 1, ranking.headers.index(ranking.metric)
+    """A short name for each run: its rank, or its status where it has none."""
+    return [row[0] or run.status for run, row in zip(ranking.runs, ranking.rows, strict=True)]
+
+
+def _long_names(ranking: Ranking) -> list[str]:
+    """Names that say what tells the runs apart, for a picture that has no table beside it."""
+    keys = ranking.headers[1 : ranking.headers.index(ranking.metric)]
     names = []
-    for run, row in zip(ranking.runs, ranking.rows, strict=True):
-        apart = [
-            f"{key}={value}" for key, value in zip(ranking.headers[start:stop], row[start:stop], strict=True)
-        ]
-        names.append(shorten(f"{row[0] or '-'}: {', '.join(apart) or run.run_dir.name}", 60))
+    for short, run, row in zip(_names(ranking), ranking.runs, ranking.rows, strict=True):
+        apart = ", ".join(f"{key}={row[place]}" for place, key in enumerate(keys, start=1))
+        names.append(shorten(f"{short}: {apart or run.run_dir.name}", 60))
     return names
 
 
 def _render(ranking: Ranking) -> str:
     last_step = max((run.last_step for run in ranking.runs), default=0)
-    charts = [
-        line_chart(overlay.name, overlay.series, last_step, overlay.title)
-        for overlay in _overlays(ranking.runs, _names(ranking))
-    ]
+    overlays = _overlays(ranking.runs, _names(ranking))
+    charts = [line_chart(chart.name, chart.series, last_step, chart.title) for chart in overlays]
     better = "highest" if ranking.mode == "max" else "lowest"
     body = header(f"{len(ranking.runs)} runs", None, f"ranked by {ranking.metric}, {better} first")
-    colors = [f"c{index % NUM_COLORS}" for index in range(len(ranking.runs))]
-    body += html_table(ranking.headers, ranking.rows, colors)
-    body += f'<h2>Curves</h2><div class="grid2">{"".join(charts)}</div>'
+    body += html_table(
+        ranking.headers, ranking.rows, [line_color(index) for index in range(len(ranking.runs))]
+    )
+    if charts:
+        body += f'<h2>Curves</h2><div class="grid2">{"".join(charts)}</div>'
     return page(f"{len(ranking.runs)} runs by {ranking.metric}", body)
 
 
 def _draw(ranking: Ranking, out: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    overlays = _overlays(ranking.runs, _names(ranking))
+    overlays = _overlays(ranking.runs, _long_names(ranking))
     num_rows = max(1, (len(overlays) + 1) // 2)
     picture = Figure(figsize=(11, 3.2 * num_rows + 0.8), layout="constrained")
-    for index, overlay in enumerate(overlays):
+    lines = {}
+    for index, chart in enumerate(overlays):
         axes = picture.add_subplot(num_rows, 2, index + 1)
-        for series in overlay.series:
-            points = thin(series.points)
-            style = "--" if series.color // 10 % 2 else "-"
-            color = f"C{series.color % 10}"
-            axes.plot(*zip(*points, strict=True), style, color=color, linewidth=1.4, label=series.name)
-        axes.set_title(overlay.title, fontsize=11, loc="left")
+        for series in chart.series:
+            style, color = "--" if series.color // 10 % 2 else "-", f"C{series.color % 10}"
+            (lines[series.name],) = axes.plot(
+                *zip(*thin(series.points), strict=True), style, color=color, lw=1.4
+            )
+        values = [value for series in chart.series for _, value in series.points]
+        if chart.name.endswith("_per_s"):
+            axes.set_ylim(bottom=0)
+        elif is_fraction(chart.name):
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        elif is_logarithmic(chart.name, min(values), max(values)):
+            axes.set_yscale("log")
+        axes.set_title(chart.title, fontsize=11, loc="left")
         axes.set_xlabel("step")
+        axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
-    if overlays:
-        handles, labels = picture.axes[0].get_legend_handles_labels()
-        picture.legend(handles, labels, loc="outside lower center", fontsize=9, ncols=2)
+    if lines:
+        picture.legend(lines.values(), lines.keys(), loc="outside lower center", fontsize=9, ncols=2)
     picture.savefig(out, dpi=120)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+NUMBER = re.compile(
+    r"[-+]?\d[\d,.]*(e[-+]?\d+)?( ?(%|x|k|M|B|T|[KMGT]iB|s|m \d\ds|h \d\dm|d \d\dh))?|[-+]?(nan|inf)|-|"
+)
+"""What counts as a number in a table: with its unit, or a stand-in for one that is missing."""
 
 FRACTIONS = ("accuracy", "precision", "recall", "f1")
 """Figures between 0 and 1 that read best as a percentage, alone or as the last word of a longer name."""
@@ -98,6 +104,11 @@ def labelled(name: str, value: Any) -> str:
     if name.endswith("_per_s"):
         return f"{figure(name, value)} {name.removesuffix('_per_s').replace('_', ' ')}/s"
     return f"{name} {figure(name, value)}"
+
+
+def are_numbers(cells: Sequence[str]) -> bool:
+    """Whether a table's column holds numbers, which are set to the right."""
+    return any(cell not in ("", "-") for cell in cells) and all(NUMBER.fullmatch(cell) for cell in cells)
 
 
 def listed(figures: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ class Series:
     @property
     def css(self) -> str:
         """Colour class, and a dash where the palette has been used up."""
-        return f"c{self.color % NUM_COLORS}" + (" dash" if self.color // NUM_COLORS % 2 else "")
+        return line_color(self.color) + (" dash" if self.color // NUM_COLORS % 2 else "")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
     return f'<svg class="bar" viewBox="0 0 1000 28" preserveAspectRatio="none">{"".join(rects)}</svg>'
 
 
+def line_color(index: int) -> str:
+    """The class of a line's colour."""
+    return f"c{index % NUM_COLORS}"
+
+
 def bar_color(index: int) -> str:
     """The class of a bar's part."""
     return f"c{index}" if index < NUM_COLORS else "rest"
@@ -105,6 +110,11 @@ def thin(
     groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
     means = [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
     return [*means, points[-1]]
+
+
+def is_logarithmic(name: str, low: float, high: float) -> bool:
+    """Whether a figure that runs from `low` to `high` is better seen on a logarithmic scale."""
+    return name != "lr" and not name.endswith("_per_s") and low > 0 and high / low > 50
 
 
 def figure_title(name: str) -> str:
@@ -163,7 +173,7 @@ def _value_axis(name: str, values: Sequence[float]) -> Axis:
         return Axis(
             max(0.0, axis.low), min(1.0, axis.high), [t for t in axis.ticks if 0 <= t <= 1 + 1e-9], axis.label
         )
-    if name != "lr" and low > 0 and high / low > 50:
+    if is_logarithmic(name, low, high):
         return _log_axis(low, high)
     return _linear_axis(low, high, _plain_labels)
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from ptfast.units import are_numbers
+
 STYLE_FILE = Path(__file__).with_name("style.css")
 
 BADGES = {"finished": "good", "stopped": "good", "failed": "bad"}
@@ -38,28 +40,24 @@ def tiles(figures: Sequence[tuple[str, str]]) -> str:
 
 
 def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], colors: Sequence[str] = ()) -> str:
-    """A table whose first column is text and whose others are figures.
+    """A table; columns of numbers are set to the right.
 
     Args:
         colors: the class of a colour swatch for each row, empty for none.
     """
-    head = "".join(f"<th{_right(place)}>{escape(text)}</th>" for place, text in enumerate(headers))
-    lines = []
+    columns = zip(*rows, strict=True) if rows else [()] * len(headers)
+    css = [' class="num"' if are_numbers(column) else "" for column in columns]
+    lines = ["".join(f"<th{c}>{escape(text)}</th>" for c, text in zip(css, headers, strict=True))]
     for index, row in enumerate(rows):
-        swatch = f'<i class="{colors[index]}"></i>' if index < len(colors) else ""
-        cells = "".join(
-            f"<td{_right(place)}>{swatch if place == 0 else ''}{escape(text)}</td>"
-            for place, text in enumerate(row)
-        )
-        lines.append(f"<tr>{cells}</tr>")
-    return f'<div class="card"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+        cells = [f"<td{c}>{escape(text)}</td>" for c, text in zip(css, row, strict=True)]
+        if index < len(colors):
+            cells[0] = f'<td class="first"><i class="{colors[index]}"></i>{escape(row[0])}</td>'
+        lines.append("".join(cells))
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="card"><table>{body}</table></div>'
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
     """A table of names and what they are."""
     lines = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
     return f'<div class="card tall facts"><table>{lines}</table></div>'
-
-
-def _right(place: int) -> str:
-    return ' class="num"' if place else ""
