@@ -1,4 +1,4 @@
-"""Durations in any unit (`100steps`, `2epochs`, `5000samples`, `10%`, `1h30m`) and what they are in optimizer steps."""
+"""Durations in any unit (`100steps`, `2epochs`, `10%`, `1h30m`) and what they are in optimizer steps."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class Duration:
         """Read a duration as users write it.
 
         Args:
-            text: `100steps`, `10 steps`, `2epochs`, `5000samples`, `10%`, `90s`, `5m`, `1h30m`; a bare number is in
-                `default_unit`.
+            text: `100steps`, `2 epochs`, `5000samples`, `10%`, `90s`, `5m`, `1h30m`, or a bare number.
             default_unit: the unit of a bare number.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Config values to the types that annotations, defaults and key names ask for, stricter than Python: `true` is no number."""
+"""Config values to the types that annotations, defaults and key names ask for: `true` is no number here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from ptfast.config.problem import Problem
 from ptfast.config.suggest import did_you_mean
 from ptfast.durations import Duration, DurationRangeError, Unit
-from ptfast.errors import ConfigError
 
 EMPTY: Any = inspect.Parameter.empty
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -29,41 +29,6 @@ _SEQUENCES = (
 )
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _SCALARS = (bool, int, float, str, Path, Duration)
-
-
-class Problem(ValueError):
-    """Something wrong with one config value, before its place is known.
-
-    Args:
-        code: a key of `ptfast.errors.CODES`.
-        what: what is wrong, as a clause.
-        key: the dotted key; callers further out prepend theirs.
-        value: the value given.
-        suggestion: what to do about it.
-    """
-
-    def __init__(
-        self, code: str, what: str, *, key: str = "", value: Any = None, suggestion: str | None = None
-    ) -> None:
-        super().__init__(what)
-        self.code, self.what, self.key, self.value, self.suggestion = code, what, key, value, suggestion
-
-    def at(self, key: str, value: Any = None) -> Problem:
-        """The same problem with `key` in front of its own, and `value` where it has none."""
-        full = f"{key}.{self.key}" if self.key and key else key or self.key
-        shown = value if self.value is None else self.value
-        return Problem(self.code, self.what, key=full, value=shown, suggestion=self.suggestion)
-
-    def error(self, place: str | None) -> ConfigError:
-        """The error a user sees."""
-        return ConfigError(
-            self.code,
-            self.what,
-            key=self.key or None,
-            value=self.value,
-            place=place or None,
-            suggestion=self.suggestion,
-        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +56,7 @@ class Range:
 
 @dataclass(frozen=True)
 class InUnit:
-    """As metadata of an `Annotated[Duration, ...]`: the unit of a bare number, and the units that make sense."""
+    """As metadata of an `Annotated[Duration, ...]`: the unit of a bare number, and the units allowed."""
 
     default: Unit
     allowed: tuple[Unit, ...] = ("steps", "epochs", "samples", "percent")
@@ -102,9 +67,9 @@ NOT_NEGATIVE = Range(0)
 AT_LEAST_ONE = Range(1)
 FRACTION = Range(0, 1, open_high=True)
 
-_COUNT_NAMES = frozenset(
-    "width depth heads layers num_layers num_heads n_layers n_heads hidden hidden_size embedding_size channels in_channels "
-    "num_classes vocab_size context_length max_length image_size batch_size num_features input_size".split()
+_COUNT_NAMES = (
+    *("width", "depth", "heads", "layers", "num_layers", "num_heads", "hidden", "hidden_size", "channels"),
+    *("in_channels", "num_classes", "vocab_size", "context_length", "max_length", "image_size", "batch_size"),
 )
 _RANGES: dict[str, Range] = {
     **dict.fromkeys(_COUNT_NAMES, AT_LEAST_ONE),
@@ -116,21 +81,24 @@ _RANGES: dict[str, Range] = {
 }
 
 
-def coerce(value: Any, annotation: Any = EMPTY, *, name: str = "", default: Any = EMPTY) -> Any:
+def coerce(
+    value: Any, annotation: Any = EMPTY, *, name: str = "", default: Any = EMPTY, unit: Unit = "steps"
+) -> Any:
     """`value` as the type that `annotation` asks for.
 
     Args:
         value: plain YAML data, a `Duration` or a `Target`.
         annotation: a type annotation; classes other than the plain ones accept anything.
         name: the key; well-known names such as `lr` have a range of their own.
-        default: the default of the keyword; stands in for a missing annotation.
+        default: the keyword's default; stands in for a missing annotation, and gives a duration its unit.
+        unit: the unit of a bare number where a duration is asked for and nothing else says it.
 
     Raises:
         Problem: C004 or C005, without a key.
     """
     if annotation is EMPTY or annotation is Any:
         annotation = _annotation_of_default(name, default)
-    result = _coerce(value, annotation, _unit_of_default(default))
+    result = _coerce(value, annotation, _unit_of_default(default, unit))
     if name in _RANGES:
         _check_range(result, _RANGES[name])
     return result
@@ -298,9 +266,10 @@ def _to_union(value: Any, annotation: Any, unit: Unit) -> Any:
     if opaque and (only_opaque or not isinstance(value, (bool, int, float, str, type(None)))):
         _refuse_not_finite(value)
         return value
-    if problem is not None and (problem.code == "C005" or len(members) - len(opaque) == 1):
+    # `or null` would help nobody who meant to give a value.
+    known = [member for member in members if member not in opaque and member is not type(None)]
+    if problem is not None and (problem.code == "C005" or len(known) == 1):
         raise problem
-    known = [member for member in members if member not in opaque]
     suggestion = problem.suggestion if problem else None
     raise Problem(
         "C004",
@@ -377,9 +346,9 @@ def _annotation_of_default(name: str, default: Any) -> Any:
     return Any
 
 
-def _unit_of_default(default: Any) -> Unit:
+def _unit_of_default(default: Any, unit: Unit) -> Unit:
     first = default[0] if isinstance(default, (list, tuple)) and default else default
-    return first.unit if isinstance(first, Duration) else "steps"
+    return first.unit if isinstance(first, Duration) else unit
 
 
 def _in_unit(metadata: tuple[Any, ...], unit: Unit) -> InUnit:

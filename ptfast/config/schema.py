@@ -34,7 +34,7 @@ FREE_KEYS = (
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, closed, values coerced by `ptfast.config.coerce` before pydantic sees them."""
+    """Base of all sections: frozen, closed, values coerced by `ptfast.config.coerce` before pydantic."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -175,7 +175,7 @@ class Logger(Section):
 
 
 class Config(Section):
-    """A whole run, checked. Built by `ptfast.config.validate.validate`, which knows where each value was given."""
+    """A whole run, checked. Built by `validate`, which knows where each value was given."""
 
     recipe: str | None = None
     preset: str = "safe"
@@ -212,7 +212,7 @@ class Config(Section):
     logger: Logger = Logger()
 
     def fingerprint(self, exclude: Iterable[str] = FREE_KEYS) -> str:
-        """16 hex digits that two configs share if they differ in nothing but the keys or sections of `exclude`."""
+        """16 hex digits, the same for two configs that differ in no key or section but those of `exclude`."""
         flat = _without(flatten(self.to_tree()), tuple(exclude))
         return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -9,8 +9,8 @@ from difflib import SequenceMatcher
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """The candidate that `word` is most likely a misspelling of, or None if none is near.
 
-    Besides the share of common letters, swapped, missing, added and repeated letters are recognised, and so is a word
-    that matches only the last part of a dotted candidate.
+    Besides the share of common letters, swapped, missing, added and repeated letters are recognised, and so
+    is a word that matches only the last part of a dotted candidate.
     """
     word_plain = _plain(word)
     scored = [(_score(word_plain, candidate), candidate) for candidate in candidates]
@@ -43,7 +43,7 @@ def _score(word: str, candidate: str) -> float:
 def _likeness(word: str, other: str) -> float:
     if word == other:
         return 1.0
-    if sorted(word) == sorted(other) or set(word) == set(other) and abs(len(word) - len(other)) <= 2:
+    if sorted(word) == sorted(other) or (set(word) == set(other) and abs(len(word) - len(other)) <= 2):
         return 0.95
     if not word or not other:
         return 0.0

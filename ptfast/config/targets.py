@@ -1,18 +1,19 @@
-"""Classes and functions that a config names by import path, with their keywords: how they are found and built."""
+"""Classes and functions that a config names by import path: how they are found and built."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ptfast.config.coerce import Problem
-from ptfast.config.suggest import nearest
+from ptfast.config.problem import Problem
+from ptfast.config.suggest import did_you_mean, nearest
 from ptfast.durations import Duration
 
 _DIRECTIVES = ("_target_", "_partial_")
@@ -48,8 +49,8 @@ class Target:
 
         Args:
             args: positional arguments, e.g. an optimizer's parameters.
-            facts: keywords passed only where the signature has a keyword of that name, the config does not set it and the
-                fact is known (not None).
+            facts: keywords passed only where the signature has a keyword of that name, the config does not
+                set it and the fact is known (not None).
         """
         function = self.resolve()
         takes = keywords(function)
@@ -69,7 +70,7 @@ def parse_target(tree: dict[str, Any]) -> Target:
     """The `Target` of a mapping with `_target_`, nested ones included.
 
     Raises:
-        Problem: C016 without a path, C009 with something that is no import path, C002 for an unknown directive.
+        Problem: C016 without a path, C009 for what is no import path, C002 for an unknown directive.
     """
     path = tree.get("_target_")
     if path is None or path == "???":
@@ -108,53 +109,45 @@ def _parse_value(value: Any, key: str) -> Any:
     return value
 
 
-def locate(path: str, visit: Callable[[Any], None] | None = None) -> Any:
+def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
     """Import what a dotted path names.
 
     Args:
         path: `package.module.Class.attribute`.
-        visit: called with each module or attribute on the way, the last included; raises to stop there.
+        visit: called with each module or attribute on the way and its path; raises to stop.
 
     Raises:
         Problem: C009, with the nearest name that exists.
     """
     parts = path.split(".")
-    found = _import(parts[0], path)
-    for index, part in enumerate(parts[1:], start=1):
-        if visit:
-            visit(found)
-        if hasattr(found, part):
+    found = _import(parts[0])
+    for index, part in enumerate(parts):
+        before, here = ".".join(parts[:index]), ".".join(parts[: index + 1])
+        if index and hasattr(found, part):
             found = getattr(found, part)
-            continue
-        before = ".".join(parts[:index])
-        if not isinstance(found, ModuleType):
+        elif index and hasattr(found, "__path__"):
+            found = _import(here, found)
+        elif index:
             raise _does_not_exist(found, before, part)
-        if not hasattr(found, "__path__"):
-            raise _does_not_exist(found, before, part)
-        found = _import(f"{before}.{part}", path, found)
-    if visit:
-        visit(found)
+        if visit:
+            visit(found, here)
     return found
 
 
-def _import(module: str, path: str, parent: ModuleType | None = None) -> ModuleType:
+def _import(module: str, parent: ModuleType | None = None) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
-            raise Problem("C009", f"importing {module} fails: {error}", value=path) from error
+            raise Problem("C009", f"importing {module} fails: {error}") from error
         before, _, name = module.rpartition(".")
         if parent is not None:
             raise _does_not_exist(parent, before, name) from None
-        hint = (
-            f"Is {module} installed, or in the current folder?"
-            if "." in path
-            else "Give package.module.Class"
-        )
-        raise Problem("C009", f"there is no module {module}", value=path, suggestion=hint) from None
+        hint = f"Is {module} installed, or in the current folder?"
+        raise Problem("C009", f"there is no module {module}", suggestion=hint) from None
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise Problem("C009", f"importing {module} fails: {reason}", value=path) from error
+        raise Problem("C009", f"importing {module} fails: {reason}") from error
 
 
 def _does_not_exist(parent: Any, before: str, name: str) -> Problem:
@@ -213,6 +206,48 @@ def swallows_keywords(function: Any) -> bool:
     """Whether `function` takes `**kwargs`, so that its signature cannot tell an unknown keyword."""
     found = signature(function)
     return found is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
+
+
+def check_constructs(
+    target: Target, facts: dict[str, Any], *, key: str = "model", place: str | None = None
+) -> None:
+    """Build a model without memory (on the meta device) if only that can tell whether its keywords are known.
+
+    A signature that ends in `**kwargs` hides a misspelt keyword until the call, which is late.
+
+    Args:
+        target: the model's target.
+        facts: what `Target.build` will be given; published weights are not loaded here.
+        key: the section, for the message.
+        place: where the target was given.
+
+    Raises:
+        ConfigError: C002 for a keyword that nothing takes, C005 for other arguments it refuses.
+    """
+    function = target.resolve()
+    if not swallows_keywords(function):
+        return
+    import torch
+
+    asked = {**target.kwargs, **facts}
+    without_weights = {name: off for name, off in (("pretrained", False), ("weights", None)) if name in asked}
+    try:
+        with torch.device("meta"):
+            replace(target, kwargs={**target.kwargs, **without_weights}).build(**{**facts, **without_weights})
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None:
+            raise Problem("C005", str(error)).at(key, target.path).error(place) from error
+        name = found.group(1)
+        hint = did_you_mean(name, keywords(function), f"{key}.{{}}")
+        value = target.kwargs.get(name)
+        raise (
+            Problem("C002", "unknown key", value=value, suggestion=hint).at(f"{key}.{name}").error(place)
+        ) from error
+    except ValueError as error:
+        raise Problem("C005", str(error)).at(key, target.path).error(place) from error
+    except (NotImplementedError, RuntimeError):
+        return  # a constructor that reads values cannot run on the meta device
 
 
 def plain(value: Any) -> Any:

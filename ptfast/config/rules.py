@@ -1,0 +1,187 @@
+"""Rules across keys of a config: lengths, batches, names, and keys that contradict each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ptfast.config.machine import machine_problems
+from ptfast.config.problem import Problem
+from ptfast.config.schema import Config
+from ptfast.durations import Duration
+
+Place = Callable[[str], str]
+
+COMMAND_LINE = "command line"
+MAX_NAME_CHARS = 100
+PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_NAME = re.compile(r"\w[\w.+=@,\- ]*")
+
+
+def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
+    """The config with one length, and what contradicts itself or cannot run here."""
+    config, problem = _one_length(config, place)
+    problems = [problem, *_name_problems(config), _clipping_problem(config), _warmup_problem(config)]
+    problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
+    found = [problem for problem in problems if problem is not None]
+    return config, found or machine_problems(config)
+
+
+def check_batch(
+    batch_size: int, micro_batches: int | None, ranks: int, accumulate: int = 1, place: str | None = None
+) -> int:
+    """The number of micro-batches that a batch is cut into, if it can be cut evenly.
+
+    Args:
+        batch_size: samples of an optimizer step, over all ranks.
+        micro_batches: as configured; None for `ranks * accumulate`.
+        ranks: processes that train.
+        accumulate: micro-batches of each rank where `micro_batches` does not say it.
+        place: where the batch size was given.
+
+    Raises:
+        ConfigError: C010, naming the nearest number that divides.
+    """
+    problem = _batch_problem(batch_size, micro_batches, ranks, accumulate)
+    if problem is not None:
+        raise problem.error(place)
+    return micro_batches or ranks * accumulate
+
+
+def check_name(name: str, key: str = "run.name", place: str | None = None) -> None:
+    """Refuse a name that is not safe as a folder's.
+
+    Raises:
+        ConfigError: C013.
+    """
+    problem = _name_problem(name, key)
+    if problem is not None:
+        raise problem.error(place)
+
+
+def _one_length(config: Config, place: Place) -> tuple[Config, Problem | None]:
+    """Keep one of epochs and steps: the command line over a file, and steps over the default epochs."""
+    if config.epochs is None and config.steps is None:
+        return config, Problem(
+            "C016", "required, but not set", key="epochs", suggestion="Set epochs or steps"
+        )
+    if config.epochs is None or config.steps is None:
+        return config, None
+    epochs_file, steps_file = (place(key).rpartition(":")[0] or place(key) for key in ("epochs", "steps"))
+    if epochs_file == steps_file:
+        what = f"contradicts epochs={config.epochs}"
+        hint = "Give one of the two"
+        return config, Problem("C011", what, key="steps", value=config.steps, suggestion=hint)
+    loser = "steps" if epochs_file == COMMAND_LINE else "epochs"
+    return config.model_copy(update={loser: None}), None
+
+
+def _name_problems(config: Config) -> list[Problem | None]:
+    names = {"run.name": config.run.name, "recipe": config.recipe}
+    problems = [_name_problem(name, key) for key, name in names.items() if name is not None]
+    for key, path in {"run.dir": config.run.dir, "run.root": config.run.root}.items():
+        if path is not None and (not path or not path.isprintable()):
+            problems.append(Problem("C013", "not a safe path", key=key, value=path))
+    for package in config.trust:
+        if not PACKAGE.fullmatch(package):
+            problems.append(Problem("C013", "not the name of a package", key="trust", value=package))
+    return problems
+
+
+def _name_problem(name: str, key: str) -> Problem | None:
+    if len(name) > MAX_NAME_CHARS:
+        what = f"longer than {MAX_NAME_CHARS} characters"
+    elif _NAME.fullmatch(name) and ".." not in name and name == name.strip():
+        return None
+    else:
+        what = "not a safe name"
+    hint = "Use letters, digits and the characters . _ - + = @, and begin with a letter or digit"
+    return Problem("C013", what, key=key, value=name, suggestion=hint)
+
+
+def _clipping_problem(config: Config) -> Problem | None:
+    clip = config.gradients
+    if clip.clip_norm is None or clip.clip_value is None:
+        return None
+    what = f"contradicts gradients.clip_norm={clip.clip_norm:g}"
+    return Problem(
+        "C011",
+        what,
+        key="gradients.clip_value",
+        value=clip.clip_value,
+        suggestion="Set one of the two to null",
+    )
+
+
+def _warmup_problem(config: Config) -> Problem | None:
+    warmup = config.schedule.warmup
+    total = {"steps": config.steps, "epochs": config.epochs}.get(warmup.unit)
+    if total is None or warmup.value <= total:
+        return None
+    what = f"a warm-up longer than the run of {total} {warmup.unit}"
+    return Problem("C011", what, key="schedule.warmup", value=warmup)
+
+
+def _milestones_problem(config: Config) -> Problem | None:
+    for name, values in config.schedule.target.kwargs.items():
+        if name != "milestones" or not isinstance(values, (list, tuple)):
+            continue
+        if len({value.unit for value in values if isinstance(value, Duration)}) > 1:
+            continue
+        numbers = [value.value if isinstance(value, Duration) else value for value in values]
+        if numbers != sorted(numbers):
+            what = "milestones must be in rising order"
+            return Problem("C011", what, key=f"schedule.{name}", value=values)
+    return None
+
+
+def _nesterov_problem(config: Config) -> Problem | None:
+    kwargs = config.optimizer.target.kwargs
+    if kwargs.get("nesterov") is not True or kwargs.get("momentum") != 0:
+        return None
+    hint = "Set optimizer.momentum=0.9, or optimizer.nesterov=false"
+    return Problem("C011", "Nesterov needs a momentum", key="optimizer.nesterov", value=True, suggestion=hint)
+
+
+def _config_batch_problem(config: Config) -> Problem | None:
+    parallel = config.parallel
+    ranks = 1
+    if parallel.strategy != "single":
+        if parallel.nproc == "auto":
+            return None
+        ranks = parallel.nproc * parallel.nnodes
+    return _batch_problem(config.batch_size, config.micro_batches, ranks, config.gradients.accumulate)
+
+
+def _batch_problem(batch_size: int, micro_batches: int | None, ranks: int, accumulate: int) -> Problem | None:
+    parts = micro_batches or ranks * accumulate
+    if parts % ranks:
+        what = f"cannot be shared evenly by {ranks} ranks"
+        return Problem(
+            "C010", what, key="micro_batches", value=parts, suggestion=_nearest_multiples(parts, ranks)
+        )
+    if micro_batches and accumulate > 1 and micro_batches != ranks * accumulate:
+        what = f"contradicts gradients.accumulate={accumulate} on {ranks} rank{'s' * (ranks > 1)}"
+        return Problem(
+            "C011", what, key="micro_batches", value=micro_batches, suggestion="Give one of the two"
+        )
+    if batch_size % parts:
+        of_what = f"{parts} micro-batches" + (f" ({ranks} ranks)" if ranks > 1 else "")
+        hint = _nearest_multiples(batch_size, parts)
+        return Problem(
+            "C010",
+            f"cannot be cut into {of_what} evenly",
+            key="batch_size",
+            value=batch_size,
+            suggestion=hint,
+        )
+    return None
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    below, above = value // of * of, (value // of + 1) * of
+    return (
+        f"The nearest that divide are {below} and {above}"
+        if below
+        else f"The nearest that divides is {above}"
+    )

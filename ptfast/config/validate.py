@@ -1,0 +1,204 @@
+"""Check a composed config, every key of it, and give the typed `Config` or the first error with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ValidationError
+
+from ptfast.config.kinds import check_target
+from ptfast.config.problem import Problem
+from ptfast.config.rules import COMMAND_LINE, PACKAGE, Place, across_keys, check_batch, check_name
+from ptfast.config.schema import Config, Section, flatten
+from ptfast.config.suggest import did_you_mean, nearest
+from ptfast.config.targets import Target, locate, parse_target
+from ptfast.config.trust import Trust
+
+__all__ = ["check_batch", "check_name", "validate"]
+
+REQUIRED = "???"
+TASKS = (
+    "auto",
+    "classification",
+    "multilabel",
+    "regression",
+    "token_classification",
+    "language_modelling",
+    "hf",
+)
+
+
+def validate(
+    tree: dict[str, Any], place: Place, *, trusted: bool = True, extra_trust: Iterable[str] = ()
+) -> Config:
+    """Check a whole config.
+
+    Args:
+        tree: the composed config as plain data, interpolations resolved; not changed.
+        place: where a dotted key was given: `command line` or `file.yaml:12`.
+        trusted: False for a config from a file that is not the user's own; its targets must lie in trusted
+            packages.
+        extra_trust: packages that the user trusts; a `trust` inside an untrusted file does not count.
+
+    Returns:
+        The config with every value in its type, and one of `epochs` and `steps` None.
+
+    Raises:
+        ConfigError: the first thing wrong, unknown keys before all else.
+    """
+    checker = _Checker(tree, Trust.of(_trusted_packages(tree, place, extra_trust)) if not trusted else None)
+    config = checker.check()
+    if not checker.problems:
+        assert config is not None
+        config, checker.problems = across_keys(config, place)
+    if checker.problems:
+        first = min(checker.problems, key=lambda problem: problem.code != "C002")
+        raise first.error(place(first.key))
+    assert config is not None
+    return config
+
+
+class _Checker:
+    """Collects what is wrong with single keys."""
+
+    def __init__(self, tree: dict[str, Any], trust: Trust | None) -> None:
+        self.tree, self.trust = tree, trust
+        self.locate = trust.locate if trust else locate
+        self.problems: list[Problem] = []
+
+    def check(self) -> Config | None:
+        """The config, or None where `problems` says why not."""
+        self.problems += [_not_set(key) for key, value in flatten(self.tree).items() if value == REQUIRED]
+        prepared = {key: _without_required(value) for key, value in self.tree.items() if value != REQUIRED}
+        for name, field in Config.model_fields.items():
+            section = prepared.get(name)
+            if _has_target(field.annotation) and isinstance(section, dict):
+                prepared[name] = self._separate(name, section, field.annotation)
+        if isinstance(prepared.get("callbacks"), list):
+            prepared["callbacks"] = [
+                self._callback(item, f"callbacks.{index}") for index, item in enumerate(prepared["callbacks"])
+            ]
+        try:
+            config = Config.model_validate(prepared)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_input=True)
+            self.problems += [self._of_pydantic(dict(item)) for item in found]
+            return None
+        self._check_task(config.task)
+        return config
+
+    def _separate(self, name: str, section: dict[str, Any], annotation: Any) -> dict[str, Any]:
+        """A section's fixed keys, with its target's keywords gathered under `target`."""
+        fixed = [key for key in annotation.model_fields if key != "target"]
+        prepared = {key: value for key, value in section.items() if key in fixed}
+        rest = {key: value for key, value in section.items() if key not in fixed}
+        optional = not annotation.model_fields["target"].is_required()
+        if optional and rest.get("_target_") is None:
+            prepared |= {"target": None, **{key: value for key, value in rest.items() if key != "_target_"}}
+        else:
+            prepared["target"] = self._target(rest, name, name, fixed)
+        return prepared
+
+    def _target(self, tree: dict[str, Any], section: str, prefix: str, fixed: Iterable[str] = ()) -> Target:
+        try:
+            target = parse_target(tree)
+        except Problem as problem:
+            self.problems.append(problem.at(prefix))
+            return Target("")
+        target, found = check_target(target, section, fixed=fixed, locate=self.locate, prefix=prefix)
+        self.problems += found
+        return target
+
+    def _callback(self, item: Any, key: str) -> Any:
+        if isinstance(item, str):
+            item = {"_target_": item}
+        if isinstance(item, dict):
+            return self._target(item, "callbacks", key)
+        self.problems.append(
+            Problem("C004", "expected an import path, or a mapping with _target_", key=key, value=item)
+        )
+        return Target("")
+
+    def _check_task(self, task: str) -> None:
+        if task in TASKS:
+            return
+        if "." not in task:
+            hint = did_you_mean(task, TASKS) or f"Known are {', '.join(TASKS)}, or an import path"
+            self.problems.append(Problem("C003", "unknown task", key="task", value=task, suggestion=hint))
+            return
+        _, found = check_target(Target(task), "task", locate=self.locate)
+        self.problems += [
+            Problem(p.code, p.what, key="task", value=task, suggestion=p.suggestion)
+            for p in found
+            if p.code == "C009"
+        ]
+
+    def _of_pydantic(self, item: dict[str, Any]) -> Problem:
+        key, kind, value = ".".join(map(str, item["loc"])), item["type"], item["input"]
+        if kind == "extra_forbidden":
+            return self._unknown(key, value)
+        if kind == "missing":
+            return _not_set(key)
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, Problem):
+            return cause.at(key, value)
+        known = _known_keys(key)
+        expected = f"expected keys such as {key}.{known[0]}" if known else item["msg"].lower()
+        return Problem("C004", expected, key=key, value=value)
+
+    def _unknown(self, key: str, value: Any) -> Problem:
+        """An unknown key of a fixed section, or at the top."""
+        section, _, name = key.rpartition(".")
+        leaf = ""
+        if isinstance(value, dict) and (leaves := flatten(value)):
+            leaf, value = next(iter(leaves.items()))
+        near = nearest(name, _known_keys(section))
+        prefix, suffix = section and f"{section}.", leaf and f".{leaf}"
+        if near == "recipe" and not section:
+            hint = f"Did you mean +recipe={value}?"
+        elif near:
+            hint = f"Did you mean {prefix}{near}{suffix}?"
+        else:
+            elsewhere = [known for known in self._all_keys() if known.rpartition(".")[2] == name]
+            hint = f"Did you mean {elsewhere[0]}?" if elsewhere else None
+        return Problem("C002", "unknown key", key=f"{key}{suffix}", value=value, suggestion=hint)
+
+    def _all_keys(self) -> list[str]:
+        fixed = [f"{name}.{key}" for name in Config.model_fields for key in _known_keys(name)]
+        return [*Config.model_fields, *fixed, *flatten(self.tree)]
+
+
+def _trusted_packages(tree: dict[str, Any], place: Place, extra: Iterable[str]) -> list[str]:
+    own = tree.get("trust")
+    typed = own if isinstance(own, list) and place("trust") == COMMAND_LINE else []
+    return [name for name in (*extra, *typed) if isinstance(name, str) and PACKAGE.fullmatch(name)]
+
+
+def _not_set(key: str) -> Problem:
+    return Problem("C016", "required, but not set", key=key, suggestion=f"Add {key}=VALUE")
+
+
+def _without_required(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_required(item) for key, item in value.items() if item != REQUIRED}
+    return value
+
+
+def _known_keys(section: str) -> list[str]:
+    """The fixed keys of a section, or the top-level keys for an empty name."""
+    model: Any = Config
+    for name in filter(None, section.split(".")):
+        field = model.model_fields.get(name)
+        model = field.annotation if field else None
+        if not (isinstance(model, type) and issubclass(model, Section)):
+            return []
+    return [name for name in model.model_fields if name != "target"]
+
+
+def _has_target(annotation: Any) -> bool:
+    return (
+        isinstance(annotation, type)
+        and issubclass(annotation, Section)
+        and "target" in annotation.model_fields
+    )
