@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
-from typing import Any
+import inspect
+from typing import TYPE_CHECKING, Any
 
 from ptfast.errors import ConfigError
 from ptfast.run import DataInfo, Task
+
+if TYPE_CHECKING:
+    from ptfast.tasks.supervised import LossFunction
 
 __all__ = ["TASKS", "build_task"]
 
 TASKS = {
     "classification": "ptfast.tasks.classification.Classification",
+    "multilabel": "ptfast.tasks.multilabel.MultiLabel",
+    "regression": "ptfast.tasks.regression.Regression",
+    "token_classification": "ptfast.tasks.token_classification.TokenClassification",
+    "language_modelling": "ptfast.tasks.language_modelling.LanguageModelling",
+    "hf": "ptfast.tasks.hf.OwnLoss",
 }
 """Built-in tasks by name."""
 
@@ -24,16 +34,46 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
         name: a key of `TASKS`, `auto` for what the data is for, or the import path of a class that fulfils
             `Task`, constructed with `info` and the options.
         info: what the data says.
-        options: keywords of the task's constructor, such as `label_smoothing`.
+        options: keywords of the task's constructor, such as `label_smoothing`; None leaves its default. `loss`
+            may be a function, or a target (with `resolve`, `build` and `kwargs`) of one or of a class.
+
+    Raises:
+        ConfigError: no such task (C003), one that cannot be imported or is none (C009), or an unknown option
+            (C002).
     """
     chosen = info.task if name == "auto" else name
+    factory = _find(name, chosen)
+    options = {key: value for key, value in options.items() if value is not None}
+    if "loss" in options:
+        options["loss"] = _build_loss(options["loss"])
+    parameters = inspect.signature(factory).parameters
+    for option in options:
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        if option not in parameters and not takes_any:
+            raise ConfigError("C002", f"the task `{chosen}` takes no such option", key=option)
+    task = factory(info, **options)
+    missing = [
+        part for part in ("metric", "mode", "count", "loss", "metrics", "evaluate") if not hasattr(task, part)
+    ]
+    if missing:
+        raise ConfigError("C009", f"is no task: it has no {missing[0]}", key="task", value=name)
+    return task
+
+
+def _find(name: str, chosen: str) -> Any:
     if "." not in chosen and chosen not in TASKS:
         nearest = difflib.get_close_matches(chosen, TASKS, n=1)
         suggestion = f"Did you mean {nearest[0]}?" if nearest else f"Choose one of {', '.join(TASKS)}"
         raise ConfigError("C003", "unknown task", key="task", value=name, suggestion=suggestion)
     module_name, _, class_name = TASKS.get(chosen, chosen).rpartition(".")
     try:
-        factory = getattr(importlib.import_module(module_name), class_name)
+        return getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError("C009", f"cannot be imported ({error})", key="task", value=name) from error
-    return factory(info, **options)
+
+
+def _build_loss(loss: Any) -> LossFunction:
+    if not hasattr(loss, "resolve"):
+        return loss
+    resolved = loss.resolve()
+    return loss.build() if isinstance(resolved, type) else functools.partial(resolved, **loss.kwargs)

@@ -6,40 +6,40 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 
-from ptfast.errors import DataError
+from ptfast.errors import ConfigError, DataError
 from ptfast.run import DataInfo, Metrics
+from ptfast.tasks.supervised import LossFunction, SupervisedTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Classification:
+class Classification(SupervisedTask):
     """Cross entropy between logits (batch, num_classes) and class indices (batch,).
 
     Args:
         info: what the data says; `num_classes` is needed.
+        loss: replaces the cross entropy, see `SupervisedTask`.
         label_smoothing: share of the target spread evenly over all classes, in [0, 1); in training only.
     """
 
     metric = "accuracy"
     mode = "max"
 
-    def __init__(self, info: DataInfo, label_smoothing: float = 0.0) -> None:
-        if not info.num_classes:
-            raise DataError("D004", "the number of classes is not known", suggestion="Set data.num_classes")
-        self.num_classes = info.num_classes
-        self.class_names = info.class_names or tuple(str(index) for index in range(info.num_classes))
+    def __init__(
+        self, info: DataInfo, loss: LossFunction | None = None, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__(info, loss)
+        if not 0 <= label_smoothing < 1:
+            raise ConfigError("C005", "must lie in [0, 1)", key="label_smoothing", value=label_smoothing)
+        self.num_classes = known_classes(info)
         self.label_smoothing = label_smoothing
 
-    def count(self, data: Any, num_samples: int) -> int:
-        """Samples of the micro-batch."""
-        return num_samples
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int]:
-        """Sum of the cross entropies, and the number of samples."""
-        inputs, targets = data
-        loss = F.cross_entropy(model(inputs), targets, reduction="sum", label_smoothing=self.label_smoothing)
-        return loss, targets.shape[0]
+    def evaluation_loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="sum")
 
     def metrics(self) -> Metrics:
         """Accuracy, and from 100 classes on also top-5 accuracy."""
@@ -54,25 +54,30 @@ class Classification:
             collection["top5_accuracy"] = accuracy(5)
         return MetricCollection(dict(collection), compute_groups=False)
 
-    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int]:
-        """Update the accuracies; return the plain cross entropy, without label smoothing."""
-        inputs, targets = data
-        logits = model(inputs)
-        metrics.update(logits, targets)
-        return F.cross_entropy(logits, targets, reduction="sum"), targets.shape[0]
-
-    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
-        """The loss and the accuracies."""
-        return {"loss": loss, **values}
-
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The likeliest class of each input with its probability, and the five likeliest."""
         probabilities = model(inputs).float().softmax(dim=-1)
         values, indices = probabilities.topk(min(5, self.num_classes), dim=-1)
+        class_names = names_of_classes(self.info)
         records: list[dict[str, Any]] = []
         for row, classes in zip(values.tolist(), indices.tolist(), strict=True):
-            names = [self.class_names[index] for index in classes]
-            records.append(
-                {"class": names[0], "probability": row[0], "top": dict(zip(names, row, strict=True))}
-            )
+            names = [class_names[index] for index in classes]
+            top = dict(zip(names, row, strict=True))
+            records.append({"class": names[0], "probability": row[0], "top": top})
         return records
+
+
+def known_classes(info: DataInfo) -> int:
+    """The number of classes.
+
+    Raises:
+        DataError: D004 when the data does not say it.
+    """
+    if not info.num_classes:
+        raise DataError("D004", "the data does not say how many classes there are", key="data")
+    return info.num_classes
+
+
+def names_of_classes(info: DataInfo) -> tuple[str, ...]:
+    """The classes' names, or their numbers where they have none."""
+    return info.class_names or tuple(str(index) for index in range(known_classes(info)))

@@ -1,0 +1,52 @@
+"""Any model of timm by name; needs the package timm."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+from torch import nn
+
+from ptfast.errors import ConfigError, MachineError
+
+
+def build(
+    name: str, num_classes: int, in_channels: int = 3, pretrained: bool = False, **kwargs: Any
+) -> nn.Module:
+    """Construct a timm model, such as `resnet50d` or `vit_small_patch16_224`.
+
+    Args:
+        name: as in `timm.list_models()`, optionally with a tag of its weights after a dot.
+        num_classes: outputs, filled from the data.
+        in_channels: channels of an image, filled from the data.
+        pretrained: start from the published weights; timm makes the head and the first layer fit.
+        kwargs: further keywords of `timm.create_model`, such as `img_size` or `drop_path_rate`.
+
+    Raises:
+        MachineError: timm is not installed (E004), or the weights cannot be downloaded (E005).
+        ConfigError: there is no such model (C003) or keyword (C002).
+    """
+    try:
+        timm: Any = importlib.import_module("timm")
+    except ImportError as error:
+        hint = "Install it with pip install 'ptfast[timm]'"
+        raise MachineError(
+            "E004", "the package timm is not installed", key="model", suggestion=hint
+        ) from error
+    if not timm.is_model(name):
+        nearest = difflib.get_close_matches(name, timm.list_models(), n=1)
+        suggestion = f"Did you mean {nearest[0]}?" if nearest else "See timm.list_models()"
+        raise ConfigError(
+            "C003", "timm has no such model", key="model.name", value=name, suggestion=suggestion
+        )
+    try:
+        return timm.create_model(
+            name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs
+        )
+    except TypeError as error:
+        raise ConfigError("C002", f"timm's {name} does not take this ({error})", key="model") from error
+    except OSError as error:
+        hint = "Download them elsewhere and set model.weights to the file"
+        what = f"the weights of {name} cannot be downloaded ({error})"
+        raise MachineError("E005", what, key="model.weights", value="pretrained", suggestion=hint) from error

@@ -1,0 +1,65 @@
+"""Any classifier of torchvision by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+from torch import nn
+
+from ptfast.errors import ConfigError, MachineError
+
+
+def build(name: str, num_classes: int, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Construct a torchvision classifier, such as `resnet50`, `vit_b_16` or `convnext_tiny`.
+
+    Args:
+        name: as in `torchvision.models.list_models(module=torchvision.models)`.
+        num_classes: outputs, filled from the data.
+        pretrained: start from the best published weights, with a fresh head where the classes differ.
+        kwargs: keywords of the torchvision builder or class, such as `dropout`.
+
+    Raises:
+        ConfigError: there is no such model (C003) or keyword (C002), or a keyword does not fit (C005).
+        MachineError: the published weights cannot be downloaded (E005).
+    """
+    models: Any = importlib.import_module("torchvision.models")
+    names = models.list_models(module=models)
+    if name not in names:
+        nearest = difflib.get_close_matches(name, names, n=1)
+        suggestion = f"Did you mean {nearest[0]}?" if nearest else "See torchvision.models.list_models()"
+        raise ConfigError(
+            "C003", "torchvision has no such classifier", key="model.name", value=name, suggestion=suggestion
+        )
+    try:
+        model = models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            "C002", f"torchvision's {name} does not take this ({error})", key="model"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            "C005", f"torchvision's {name} does not take this ({error})", key="model"
+        ) from error
+    if pretrained:
+        _load_published(model, models, name)
+    return model
+
+
+def _load_published(model: nn.Module, models: Any, name: str) -> None:
+    """Copy every published tensor of the right shape; what differs is the head."""
+    weights = models.get_model_weights(name).DEFAULT
+    try:
+        published = weights.get_state_dict(progress=False, check_hash=True)
+    except OSError as error:
+        raise MachineError(
+            "E005",
+            f"the weights of {name} cannot be downloaded ({error})",
+            key="model.weights",
+            value="pretrained",
+            suggestion=f"Download {weights.url} elsewhere and set model.weights to the file",
+        ) from error
+    own = model.state_dict()
+    fitting = {key: value for key, value in published.items() if key in own and value.shape == own[key].shape}
+    model.load_state_dict(fitting, strict=False)

@@ -1,0 +1,51 @@
+"""The next token at each position: cross entropy, perplexity and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ptfast.tasks.supervised import SupervisedTask
+from ptfast.tasks.token_classification import IGNORE_INDEX, token_cross_entropy
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MAX_EXPONENT = 700.0
+"""Just below where exp leaves the floating point numbers."""
+
+
+class LanguageModelling(SupervisedTask):
+    """Cross entropy between logits (batch, length, vocab_size) and next tokens (batch, length), in nats."""
+
+    counts_samples = False
+
+    def num_items(self, targets: Tensor) -> int | Tensor:
+        # Without padding every token counts, and nothing needs to be summed on the device.
+        return targets.numel() if self.info.pad_id is None else (targets != IGNORE_INDEX).sum()
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return token_cross_entropy(outputs, targets)
+
+    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
+        """Adds the perplexity, and bits per byte of text where the data says how long its tokens are."""
+        figures = {"loss": loss, **values, "perplexity": math.exp(min(loss, MAX_EXPONENT))}
+        bits_per_token = loss / math.log(2)
+        if self.info.extra.get("tokenizer") == "characters":
+            figures["bits_per_character"] = bits_per_token
+        if self.info.token_bytes:
+            figures["bits_per_byte"] = bits_per_token / self.info.token_bytes
+        return figures
+
+    def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
+        """How well each sequence is predicted: its loss in nats per token, from the second token on."""
+        tokens, targets = inputs[:, :-1], inputs[:, 1:]
+        if self.info.pad_id is not None:
+            targets = targets.masked_fill(targets == self.info.pad_id, IGNORE_INDEX)
+        losses = token_cross_entropy(model(tokens).float(), targets, reduction="none").view(targets.shape)
+        counts = (targets != IGNORE_INDEX).sum(-1)
+        means = losses.sum(-1) / counts.clamp(min=1)
+        return [
+            {"loss": loss, "perplexity": math.exp(min(loss, MAX_EXPONENT)), "tokens": count}
+            for loss, count in zip(means.tolist(), counts.tolist(), strict=True)
+        ]

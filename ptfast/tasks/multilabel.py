@@ -1,0 +1,62 @@
+"""Any number of classes per input: binary cross entropy, F1 score and accuracy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+
+from ptfast.run import DataInfo, Metrics
+from ptfast.tasks.classification import known_classes, names_of_classes
+from ptfast.tasks.supervised import LossFunction, SupervisedTask
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class MultiLabel(SupervisedTask):
+    """Binary cross entropy between logits and 0/1 targets (batch, num_classes), averaged over classes.
+
+    Args:
+        info: what the data says; `num_classes` is needed.
+        loss: replaces the binary cross entropy, see `SupervisedTask`.
+    """
+
+    metric = "f1"
+    mode = "max"
+
+    def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
+        super().__init__(info, loss)
+        self.num_classes = known_classes(info)
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        targets = targets.to(outputs.dtype)
+        loss = F.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
+        return loss / self.num_classes
+
+    def metrics(self) -> Metrics:
+        """F1 score and accuracy over all pairs of input and class."""
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
+
+        f1 = MultilabelF1Score(self.num_classes, average="micro", validate_args=False)
+        accuracy = MultilabelAccuracy(self.num_classes, average="micro", validate_args=False)
+        return MetricCollection({"f1": f1, "accuracy": accuracy}, compute_groups=[["f1", "accuracy"]])
+
+    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
+        """Update the scores; return the sum of the losses and the number of samples."""
+        inputs, targets = data
+        outputs = model(inputs)
+        # Of logits torchmetrics would make probabilities itself, after a look at the values.
+        metrics.update(outputs.float().sigmoid(), targets.long())
+        return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
+
+    def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
+        """The classes of each input that are likelier than not, and every class's probability."""
+        class_names = names_of_classes(self.info)
+        records: list[dict[str, Any]] = []
+        for row in model(inputs).float().sigmoid().tolist():
+            probabilities = dict(zip(class_names, row, strict=True))
+            chosen = [name for name, probability in probabilities.items() if probability > 0.5]
+            records.append({"classes": chosen, "probabilities": probabilities})
+        return records

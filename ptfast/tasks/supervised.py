@@ -1,0 +1,114 @@
+"""What the tasks that compare outputs with targets share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ptfast.run import DataInfo, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+LossFunction = Callable[["Tensor", "Tensor"], "Tensor"]
+
+
+class SupervisedTask:
+    """A batch of `(inputs, targets)`, one output per target, a loss that sums over items.
+
+    A subclass gives `loss_sum`, `metrics` and `predict`; where items are not samples, `num_items` too.
+
+    Args:
+        info: what the data says.
+        loss: replaces the task's own loss: a function of outputs and targets that returns their mean loss, or
+            one loss per item.
+    """
+
+    metric = "loss"
+    mode = "min"
+    counts_samples = True
+    """Whether every sample counts as one item, so that nothing needs counting in a step."""
+
+    def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
+        self.info = info
+        if loss is not None:
+            mean_loss = adapt_mean_loss(loss)
+            self.loss_sum = lambda outputs, targets: mean_loss(outputs, targets, self.num_items(targets))
+            self.evaluation_loss_sum = self.loss_sum
+
+    def num_items(self, targets: Tensor) -> int | Tensor:
+        """Items that the loss counts; on the device where they depend on the values."""
+        return targets.shape[0]
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the losses of the items."""
+        raise NotImplementedError
+
+    def evaluation_loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the losses of the items as evaluations report it."""
+        return self.loss_sum(outputs, targets)
+
+    def count(self, data: Any, num_samples: int) -> int | Tensor:
+        """How many items the loss of a micro-batch is averaged over."""
+        return num_samples if self.counts_samples else self.num_items(data[1])
+
+    def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int | Tensor]:
+        """Sum of the losses and the number of items."""
+        inputs, targets = data
+        return self.loss_sum(model(inputs), targets), self.num_items(targets)
+
+    def metrics(self) -> Metrics:
+        """Fresh metrics of one evaluation."""
+        return NoMetrics()
+
+    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
+        """Update the metrics; return the sum of the losses and the number of items."""
+        inputs, targets = data
+        outputs = model(inputs)
+        metrics.update(outputs, targets)
+        return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
+
+    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
+        """The loss and the metrics."""
+        return {"loss": loss, **values}
+
+    def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
+        """One record per input."""
+        raise NotImplementedError
+
+
+class NoMetrics:
+    """Metrics of a task whose loss says it all; spares the import of torchmetrics."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to sum."""
+
+    def compute(self) -> dict[str, Any]:
+        return {}
+
+    def to(self, device: Any) -> NoMetrics:
+        return self
+
+
+def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tensor], Tensor]:
+    """A loss that averages over a micro-batch, as one that sums: micro-batches of any size then add up right.
+
+    Args:
+        loss: function of outputs and targets; returns the mean as a 0-d tensor, or one loss per item.
+
+    Returns:
+        A function of outputs, targets and the number of items they hold. Of no items the sum is 0, where a
+        mean would be NaN.
+    """
+
+    def loss_sum(outputs: Tensor, targets: Tensor, num_items: int | Tensor) -> Tensor:
+        value = loss(outputs, targets)
+        if value.dim():
+            return value.sum()
+        if isinstance(num_items, int):
+            return value * num_items
+        return (value * num_items).where(num_items > 0, 0.0)
+
+    functools.update_wrapper(loss_sum, loss, assigned=("__doc__",), updated=())
+    return loss_sum

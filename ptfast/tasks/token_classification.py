@@ -1,0 +1,73 @@
+"""One class per token: cross entropy and accuracy over the tokens that count."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+
+from ptfast.run import DataInfo, Metrics
+from ptfast.tasks.classification import known_classes, names_of_classes
+from ptfast.tasks.supervised import LossFunction, SupervisedTask
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+IGNORE_INDEX = -100
+"""Target of a token that does not count, such as padding."""
+
+
+class TokenClassification(SupervisedTask):
+    """Cross entropy between logits (batch, length, num_classes) and class indices (batch, length).
+
+    Tokens whose target is -100 do not count. A batch without any that counts adds 0 to the loss.
+
+    Args:
+        info: what the data says; `num_classes` is needed.
+        loss: replaces the cross entropy, see `SupervisedTask`; gets (tokens, num_classes) and (tokens,).
+    """
+
+    metric = "accuracy"
+    mode = "max"
+    counts_samples = False
+
+    def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
+        super().__init__(info, loss)
+        self.num_classes = known_classes(info)
+
+    def num_items(self, targets: Tensor) -> Tensor:
+        return (targets != IGNORE_INDEX).sum()
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return token_cross_entropy(outputs, targets)
+
+    def metrics(self) -> Metrics:
+        """Accuracy over the tokens that count."""
+        from torchmetrics import MetricCollection
+        from torchmetrics.aggregation import MeanMetric
+
+        # MulticlassAccuracy picks out the tokens that count, whose number the host would have to wait for.
+        return MetricCollection({"accuracy": MeanMetric(nan_strategy="disable")})
+
+    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
+        """Update the accuracy; return the sum of the losses and the number of tokens that count."""
+        inputs, targets = data
+        outputs = model(inputs)
+        hits = outputs.argmax(-1) == targets
+        metrics.update(hits.float(), (targets != IGNORE_INDEX).float())
+        return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
+
+    def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
+        """The class of each token with its probability."""
+        class_names = names_of_classes(self.info)
+        values, indices = model(inputs).float().softmax(-1).max(-1)
+        return [
+            {"classes": [class_names[index] for index in classes], "probabilities": row}
+            for classes, row in zip(indices.tolist(), values.tolist(), strict=True)
+        ]
+
+
+def token_cross_entropy(outputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    """Cross entropy of (batch, length, classes) against (batch, length); ignored tokens give 0."""
+    logits, labels = outputs.flatten(0, -2), targets.flatten()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction=reduction)
