@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -31,11 +31,6 @@ class Trust:
 
     packages: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, packages: Iterable[str]) -> Trust:
-        """Trust in `packages` besides the roots."""
-        return cls(tuple(packages))
-
     def locate(self, path: str) -> Any:
         """Import what `path` names, if that is trusted.
 
@@ -44,15 +39,17 @@ class Trust:
         """
         self.check_path(path)
         found = locate(path, self._visit)
-        self._check_kind(found, path)
+        self._check_kind(found)
         return found
 
     def check_path(self, path: str) -> None:
         """Raise a C009 `Problem` unless `path` lies in a trusted package; imports nothing."""
         if not self._covers(path):
-            raise _untrusted("it lies outside what a config file from elsewhere may name", path)
+            package = path.split(".")[0]
+            offered = None if package in sys.stdlib_module_names else package
+            raise _untrusted("it lies outside what a config file from elsewhere may name", offered)
         if any(part.startswith("_") for part in path.split(".")):
-            raise _untrusted("it is private", path)
+            raise _untrusted("it is private")
 
     def _covers(self, name: str) -> bool:
         return _lies_in(name, (*ROOTS, *self.packages))
@@ -66,9 +63,9 @@ class Trust:
             home = getattr(found, "__module__", None)
             outside = not isinstance(home, str) or not self._covers(home)
         if outside:
-            raise _untrusted(f"{path} leads to {home or 'a built-in'}", path)
+            raise _untrusted(f"{path} leads to {home or 'a built-in'}")
 
-    def _check_kind(self, found: Any, path: str) -> None:
+    def _check_kind(self, found: Any) -> None:
         home = getattr(found, "__module__", None) or ""
         if _lies_in(home, self.packages):
             return
@@ -77,7 +74,7 @@ class Trust:
         else:
             fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
         if not fits:
-            raise _untrusted("it is no model, data set, optimizer or other part of a run", path)
+            raise _untrusted("it is no model, data set, optimizer or other part of a run")
 
 
 def _is_part_of_training(found: type) -> bool:
@@ -91,10 +88,6 @@ def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def _untrusted(why: str, path: str) -> Problem:
-    package = path.split(".")[0]
-    return Problem(
-        "C009",
-        f"not trusted, {why}",
-        suggestion=f"If you trust it, add 'trust=[{package}]' to the command line",
-    )
+def _untrusted(why: str, package: str | None = None) -> Problem:
+    hint = f"If you trust it, add 'trust=[{package}]' to the command line" if package else None
+    return Problem("C009", f"not trusted, {why}", suggestion=hint)

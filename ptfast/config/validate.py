@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from ptfast.config.kinds import check_target
 from ptfast.config.problem import Problem
-from ptfast.config.rules import COMMAND_LINE, PACKAGE, Place, across_keys, check_batch, check_name
+from ptfast.config.rules import Place, across_keys, check_batch, check_name
 from ptfast.config.schema import Config, Section, flatten
 from ptfast.config.suggest import did_you_mean, nearest
 from ptfast.config.targets import Target, locate, parse_target
@@ -39,7 +39,7 @@ def validate(
         place: where a dotted key was given: `command line` or `file.yaml:12`.
         trusted: False for a config from a file that is not the user's own; its targets must lie in trusted
             packages.
-        extra_trust: packages that the user trusts; a `trust` inside an untrusted file does not count.
+        extra_trust: packages that the user trusts; the `trust` in an untrusted tree does not count.
 
     Returns:
         The config with every value in its type, and one of `epochs` and `steps` None.
@@ -47,7 +47,7 @@ def validate(
     Raises:
         ConfigError: the first thing wrong, unknown keys before all else.
     """
-    checker = _Checker(tree, Trust.of(_trusted_packages(tree, place, extra_trust)) if not trusted else None)
+    checker = _Checker(tree, None if trusted else Trust(tuple(extra_trust)))
     config = checker.check()
     if not checker.problems:
         assert config is not None
@@ -167,12 +167,6 @@ class _Checker:
     def _all_keys(self) -> list[str]:
         fixed = [f"{name}.{key}" for name in Config.model_fields for key in _known_keys(name)]
         return [*Config.model_fields, *fixed, *flatten(self.tree)]
-
-
-def _trusted_packages(tree: dict[str, Any], place: Place, extra: Iterable[str]) -> list[str]:
-    own = tree.get("trust")
-    typed = own if isinstance(own, list) and place("trust") == COMMAND_LINE else []
-    return [name for name in (*extra, *typed) if isinstance(name, str) and PACKAGE.fullmatch(name)]
 
 
 def _not_set(key: str) -> Problem:
