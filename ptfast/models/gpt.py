@@ -102,7 +102,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float =
     """Attention of each position to itself and those before it.
 
     This is torch's fused kernel, except for short bfloat16 sequences on a CPU: there its backward pass is
-    slow, and two batched matrix products around a softmax take a quarter of its time at 128 tokens, half at 256.
+    slow, and two batched matrix products around a softmax take a quarter of its time at 128 tokens,
+    half at 256.
 
     Args:
         query, key, value: (batch, heads, length, head_width).

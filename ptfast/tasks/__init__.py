@@ -34,8 +34,8 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
         name: a key of `TASKS`, `auto` for what the data is for, or the import path of a class that fulfils
             `Task`, constructed with `info` and the options.
         info: what the data says.
-        options: keywords of the task's constructor, such as `label_smoothing`; None leaves its default. `loss`
-            may be a function, or a target (with `resolve`, `build` and `kwargs`) of one or of a class.
+        options: keywords of the task's constructor, such as `label_smoothing`; None leaves its default.
+            `loss` may be a function, or a target (with `resolve`, `build` and `kwargs`) of one or of a class.
 
     Raises:
         ConfigError: no such task (C003), one that cannot be imported or is none (C009), or an unknown option
