@@ -47,7 +47,9 @@ def apply_backend(
     if deterministic:
         # cuBLAS reads this when it first makes a handle.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        # Asked first because the call imports the compiler, which takes seconds.
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = cudnn_benchmark and device.type == "cuda"
     return {

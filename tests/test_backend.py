@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -13,7 +14,7 @@ from ptfast.backend import apply_backend, resolve_threads, usable_cores
 from ptfast.compile import apply_compile
 from ptfast.debug import debugging
 from ptfast.ema import Ema
-from ptfast.errors import ConfigError, NumericsError
+from ptfast.errors import ConfigError, NumericsError, SavedStateError
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
 from ptfast.seeding import build_seeder, mix, seed_everything
 
@@ -178,8 +179,10 @@ class TestEma:
         assert other.state_dict()["updates"] == 2
 
     def test_state_of_another_model(self):
-        with pytest.raises(KeyError, match="unknown"):
-            Ema(nn.Linear(2, 2), 0.9).load_state_dict(Ema(conv_net(), 0.9).state_dict())
+        for other in (nn.Linear(2, 2), conv_net(groups=2)):
+            with pytest.raises(SavedStateError, match=r"another model: \S+ differs") as caught:
+                Ema(other, 0.9).load_state_dict(Ema(conv_net(), 0.9).state_dict())
+            assert caught.value.code == "S002"
 
     def test_what_does_not_train_is_left_alone(self):
         model = conv_net()
@@ -234,6 +237,17 @@ class TestCompile:
         apply_compile(model, "model")
         assert model._compiled_call_impl is not None
         assert list(model.state_dict()) == names
+
+    @pytest.mark.slow
+    def test_compiled_computes_the_same(self):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+        compiled = apply_compile(copy.deepcopy(plain), "model")
+        inputs = torch.randn(4, 6)
+        for model in (plain, compiled):
+            model(inputs).square().sum().backward()
+        torch.testing.assert_close(compiled(inputs), plain(inputs))
+        torch.testing.assert_close(compiled[0].weight.grad, plain[0].weight.grad)
 
     def test_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr("ptfast.compile.shutil.which", lambda name: None)
