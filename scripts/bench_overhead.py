@@ -47,6 +47,19 @@ FIRST_TIMED_STEP = STEPS_PER_EPOCH
 """The first epoch warms up caches and whatever a framework does once."""
 
 
+class Points(TensorDataset):
+    """Random points, labelled by a random network."""
+
+    num_classes = NUM_CLASSES
+
+    def __init__(self) -> None:
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(1)
+            inputs = torch.randn(NUM_SAMPLES, NUM_FEATURES)
+            labeller = nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
+            super().__init__(inputs, labeller(inputs).argmax(1))
+
+
 class Mlp(nn.Module):
     """The network, with the clock: `times_s` holds when each forward pass began."""
 
@@ -71,10 +84,9 @@ class Mlp(nn.Module):
 
 @dataclass(frozen=True)
 class Bench:
-    """The data and the length of one run."""
+    """The data, the length of one run, and where a framework may write."""
 
-    inputs: Tensor
-    targets: Tensor
+    points: Points
     total_steps: int
     folder: Path
 
@@ -84,7 +96,7 @@ class Bench:
 
     def loader(self) -> DataLoader[Any]:
         """The batches as tutorials make them."""
-        return DataLoader(TensorDataset(self.inputs, self.targets), batch_size=BATCH_SIZE, shuffle=True)
+        return DataLoader(self.points, batch_size=BATCH_SIZE, shuffle=True)
 
     def lr_factor(self, step: int) -> float:
         """Linear decay to 0."""
@@ -115,12 +127,9 @@ def tutorial(bench: Bench) -> Mlp:
 
 def by_hand(bench: Bench) -> Mlp:
     from ptfast.data import build_data, build_train_loader
-    from ptfast.data.arrays import Arrays
     from ptfast.durations import Duration
 
-    data = build_data(
-        Arrays(path=str(arrays_file(bench))), val=Duration.parse(0, "samples"), seed=0, task="auto"
-    )
+    data = build_data(bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)
     batches = build_train_loader(
         data,
         task_name="auto",
@@ -162,22 +171,12 @@ def ptfast(bench: Bench) -> Mlp:
 
     code = run(
         [
-            *(
-                "train",
-                "data=arrays",
-                f"data.path={arrays_file(bench)}",
-                "data.val=0",
-                "data.normalize=false",
-            ),
-            *("model=custom", "model._target_=bench_overhead.Mlp", f"epochs={bench.epochs}"),
-            *(
-                f"batch_size={BATCH_SIZE}",
-                "optimizer=sgd",
-                f"optimizer.lr={LR}",
-                f"optimizer.momentum={MOMENTUM}",
-            ),
-            *("schedule=linear", "schedule.warmup=0", f"log_every={LOG_STEPS}steps", "device=cpu"),
-            *("backend.threads=1", "eval.every=100%", "saving.every=100%", f"run.root={bench.folder}"),
+            *("train", f"epochs={bench.epochs}", f"batch_size={BATCH_SIZE}", f"log_every={LOG_STEPS}steps"),
+            *("data=custom", "data._target_=bench_overhead.Points", "data.val=0", "data.normalize=false"),
+            *("model=custom", "model._target_=bench_overhead.Mlp", "device=cpu", "backend.threads=1"),
+            *("optimizer=sgd", f"optimizer.lr={LR}", f"optimizer.momentum={MOMENTUM}"),
+            *("schedule=linear", "schedule.warmup=0", "eval.every=100%", "saving.every=100%"),
+            f"run.root={bench.folder}",
         ]
     )
     if code:
@@ -272,7 +271,8 @@ def hf_trainer(bench: Bench) -> Mlp:
             return NUM_SAMPLES
 
         def __getitem__(self, index: int) -> dict[str, Tensor]:
-            return {"inputs": bench.inputs[index], "labels": bench.targets[index]}
+            inputs, label = bench.points[index]
+            return {"inputs": inputs, "labels": label}
 
     model = WithLoss()
     arguments = TrainingArguments(
@@ -334,27 +334,6 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def arrays_file(bench: Bench) -> Path:
-    """The data as the file that ptfast's `arrays` reads."""
-    import numpy as np
-
-    path = bench.folder / "data.npz"
-    if not path.exists():
-        np.savez(path, x=bench.inputs.numpy(), y=bench.targets.numpy())
-    return path
-
-
-def make_bench(total_steps: int, folder: Path) -> Bench:
-    """Random points, labelled by a random network of the same shape."""
-    torch.manual_seed(0)
-    inputs = torch.randn(NUM_SAMPLES, NUM_FEATURES)
-    with torch.no_grad():
-        targets = (
-            nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))(inputs)
-        ).argmax(1)
-    return Bench(inputs, targets, total_steps, folder)
-
-
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Keep what frameworks print out of the table; errors still surface."""
@@ -378,8 +357,9 @@ def measure(contender: Contender, bench: Bench) -> tuple[float, float]:
     if len(times_s) != bench.total_steps:
         raise RuntimeError(f"{contender.name} took {len(times_s)} steps, not {bench.total_steps}")
     num_steps = bench.total_steps - 1 - FIRST_TIMED_STEP
+    inputs, targets = bench.points.tensors
     with torch.no_grad():
-        loss = F.cross_entropy(model(bench.inputs), bench.targets).item()
+        loss = F.cross_entropy(model(inputs), targets).item()
     return (times_s[-2] - times_s[FIRST_TIMED_STEP]) / num_steps * 1e6, loss
 
 
@@ -417,7 +397,7 @@ def main() -> None:
     steps_us: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bench = make_bench(args.epochs * STEPS_PER_EPOCH, Path(folder))
+        bench = Bench(Points(), args.epochs * STEPS_PER_EPOCH, Path(folder))
         for round_number in range(args.rounds + 1):
             shift = round_number % len(contenders)
             for contender in contenders[shift:] + contenders[:shift]:

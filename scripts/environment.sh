@@ -34,32 +34,31 @@ find_python() {
     die "no Python 3.10 or newer on the PATH. Install one, or name it: PYTHON=/path/to/python3 $0"
 }
 
-# quietly MESSAGE COMMAND...: show only the message and, on a terminal, the seconds; the command's output if it fails.
+# quietly MESSAGE COMMAND...: show only the message and how long it takes, and the command's output if it fails.
 quietly() {
     local message=$1 output ticker="" start=$SECONDS code=0
     shift
+    printf '%s ' "$message" >&2
     if [ -t 2 ]; then
         while kill -0 $$ 2>/dev/null; do
             printf '\r%s %d s ' "$message" $((SECONDS - start)) >&2
             sleep 1
         done &
         ticker=$!
-    else
-        say "$message"
     fi
     output=$("$@" 2>&1) || code=$?
     if [ -n "$ticker" ]; then
         kill "$ticker" 2>/dev/null || true
         wait "$ticker" 2>/dev/null || true
-        printf '\r' >&2
+        printf '\r%s ' "$message" >&2
     fi
     if [ "$code" -ne 0 ]; then
-        say "$message failed after $((SECONDS - start)) s:"
+        say "failed after $((SECONDS - start)) s:"
         say "$output"
         rm -f "$busy"
         return 1
     fi
-    say "$message done in $((SECONDS - start)) s"
+    say "done in $((SECONDS - start)) s"
 }
 
 make_venv() {
@@ -94,7 +93,7 @@ $(cat "$root/pyproject.toml")"
     trap 'exit 143' TERM
     if [ -n "$interrupted" ] || ! "$python" -c '' 2>/dev/null; then rm -rf "$venv"; fi
     "$python" -c 'import pip' 2>/dev/null || make_venv
-    quietly "Installing ptfast$extras into .venv; PyTorch is large, the first time takes minutes ..." \
+    quietly "Installing ptfast$extras into .venv (PyTorch is large: minutes the first time) ..." \
         pip_install "$extras" || die "pip could not install ptfast$extras; its output is above"
     printf '%s\n' "$wanted" >"$stamp"
     rm -f "$busy"
