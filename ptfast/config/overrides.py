@@ -49,8 +49,9 @@ class Argument:
 def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
     """Read the arguments of a command.
 
-    Group choices and recipes are checked against the files that exist. Every other `key=value`, with or without
-    `+` or `++`, becomes `++key=value`: Hydra takes it, and validation refuses it if nothing has such a key.
+    Group choices and recipes are checked against the files that exist. Every other `key=value`, with or
+    without `+` or `++`, becomes `++key=value`: Hydra takes it, and validation refuses it if nothing has
+    such a key.
 
     Args:
         sweep: whether `key=a,b` is allowed (`-m`).

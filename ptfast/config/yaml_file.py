@@ -81,7 +81,9 @@ def read_yaml(path: Path) -> YamlFile:
         file.data.update(loader.construct_document(node))
     except yaml.MarkedYAMLError as error:
         raise _unreadable(name, text, error) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ConfigError("C007", "nested too deeply, or in itself", place=name) from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError("C007", f"cannot be read as YAML: {shorten(error)}", place=name) from None
     return file
 
@@ -92,7 +94,7 @@ def _walk(
     """Yield (dotted key, key node, value node) of all below `node`; refuse what a mapping would hide."""
     budget[0] -= 1
     if budget[0] < 0:
-        raise ConfigError("C007", "too large, or anchors that contain themselves", place=name)
+        raise ConfigError("C007", "too large, or anchors that multiply it", place=name)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             key = f"{prefix}{index}"

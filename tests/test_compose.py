@@ -1,0 +1,413 @@
+"""Composing: arguments, presets, recipes, the user's own folders, strict YAML, interpolations, sweeps, completion."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ptfast.config import completion, multirun, paths
+from ptfast.config import help as config_help
+from ptfast.config.compose import Composed, compose
+from ptfast.config.overrides import parse
+from ptfast.errors import ConfigError, MachineError
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test runs in a folder of its own, without ./conf and ./recipes unless it makes them."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(file: str, text: str) -> str:
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return file
+
+
+def refusal(*arguments: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        compose(arguments)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+OPTIONS = [
+    (group, option) for group in paths.groups() if group != paths.PRESETS for option in paths.options(group)
+]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
+def test_every_option_composes_and_says_what_it_is(group: str, option: str) -> None:
+    composed = compose([f"{group}={option}"], complete=False)
+    written = yaml.safe_load(paths.options(group)[option].read_text())
+    written.pop("defaults", None)
+    assert written.items() <= composed.tree[group].items()
+    entry = next(e for e in config_help.entries(group) if e.name == option)
+    assert 10 < len(entry.summary) < 110
+    assert "\n" not in entry.summary
+
+
+@pytest.mark.parametrize("name", ["char_gpt", "resnet_cifar", "resnet_digits", "text_sst2"])
+def test_every_recipe_composes_and_names_its_command(name: str) -> None:
+    composed = compose([f"+recipe={name}"], complete=False)
+    assert composed.recipe == composed.tree["recipe"] == name
+    entry = next(e for e in config_help.recipes() if e.name == name)
+    assert entry.command.startswith(f"ptfast train +recipe={name}")
+    assert compose([f"recipe={name}"], complete=False).tree == composed.tree
+
+
+def test_the_default_preset_is_what_the_primary_config_says() -> None:
+    assert compose(["preset=safe"]).tree == compose().tree
+
+
+def test_precedence_is_argument_then_preset_then_recipe_then_default() -> None:
+    write("recipes/mine.yaml", "defaults:\n  - precision: bf16\nepochs: 3\nbatch_size: 8\n")
+    assert compose().tree["precision"]["mode"] == "fp32"
+    assert compose(["+recipe=mine"]).tree["precision"]["mode"] == "bf16"
+    assert compose(["+recipe=mine", "preset=fast"]).tree["precision"]["mode"] == "amp"
+    assert compose(["preset=fast", "+recipe=mine", "precision=fp32"]).tree["precision"]["mode"] == "fp32"
+    assert compose(["+recipe=mine", "epochs=5"]).tree["epochs"] == 5
+    assert compose(["+recipe=mine", "preset=plain"]).tree["epochs"] == 3
+
+
+def test_a_preset_that_a_recipe_names_goes_under_the_recipe() -> None:
+    write("recipes/mine.yaml", "defaults:\n  - override /dataloader: workers\npreset: plain\n")
+    tree = compose(["+recipe=mine"]).tree
+    assert tree["dataloader"]["kind"] == "workers"
+    assert tree["optimizer"]["fused"] is False
+    assert tree["rewrites"]["channels_last"] is False
+    assert compose(["+recipe=mine", "preset=safe"]).tree["optimizer"]["fused"] == "auto"
+
+
+def test_a_preset_leaves_alone_what_an_option_does_not_have() -> None:
+    write("conf/optimizer/mine.yaml", "_target_: my.Optimizer\nlr: 0.1\n")
+    assert compose(["optimizer=mine", "preset=plain"]).tree["optimizer"] == {
+        "_target_": "my.Optimizer",
+        "lr": 0.1,
+    }
+    own = compose(["optimizer=mine", "preset=plain", "optimizer.fused=true"]).tree["optimizer"]
+    assert own["fused"] is True
+
+
+def test_numbers_of_one_optimizer_do_not_leak_into_another() -> None:
+    assert "nesterov" not in compose(["+recipe=resnet_cifar", "optimizer=adamw"]).tree["optimizer"]
+
+
+def test_unknown_keys_stay_in_the_tree_for_validation_to_refuse() -> None:
+    tree = compose(["+recpie=resnet_cifar", "+optimizer.lrr=1", "++model.foo=2", "optimzer.lr=3"]).tree
+    assert tree["recpie"] == "resnet_cifar"
+    assert tree["optimizer"]["lrr"] == 1
+    assert tree["model"]["foo"] == 2
+    assert tree["optimzer"] == {"lr": 3}
+
+
+def test_each_key_has_a_place() -> None:
+    composed = compose(["+recipe=resnet_cifar", "optimizer.lr=0.2", "seed=1", "preset=plain"])
+    assert composed.place("optimizer.lr") == composed.place("seed") == "command line"
+    assert composed.place("optimizer.nesterov") == _line("conf/optimizer/sgd_cifar.yaml", "nesterov")
+    assert composed.place("optimizer.momentum") == _line("conf/optimizer/sgd.yaml", "momentum")
+    assert composed.place("epochs") == _line("recipes/resnet_cifar.yaml", "epochs")
+    assert composed.place("run.root") == _line("conf/config.yaml", "  root")
+    assert composed.place("optimizer.fused") == _line("conf/preset/plain.yaml", "optimizer.fused")
+    assert composed.place("optimizer.lr.deeper") == "command line"
+    assert composed.place("model.unheard") == "conf/model/resnet20.yaml"
+
+
+def _line(file: str, start: str) -> str:
+    lines = (paths.builtin_root().conf.parent / file).read_text().splitlines()
+    return f"{file}:{1 + next(i for i, line in enumerate(lines) if line.startswith(start))}"
+
+
+def test_own_options_and_recipes_come_first() -> None:
+    write("conf/optimizer/sgd.yaml", "# Mine\n_target_: my.Sgd\nlr: 7\n")
+    write("conf/optimizer/tuned.yaml", "# Tuned\ndefaults:\n  - adamw\n  - _self_\nlr: 0.5\n")
+    write("conf/config.yaml", "of: another program\n")
+    write("recipes/resnet_digits.yaml", "epochs: 99\n")
+    assert compose(["optimizer=sgd"]).tree["optimizer"] == {"_target_": "my.Sgd", "lr": 7}
+    assert compose(["optimizer=tuned"]).tree["optimizer"]["betas"] == [0.9, 0.999]
+    composed = compose(["+recipe=resnet_digits"])
+    assert composed.tree["epochs"] == 99
+    assert composed.place("epochs") == "recipes/resnet_digits.yaml:1"
+    assert "of" not in composed.tree
+
+
+@pytest.mark.parametrize("folder", ["", "with space/é/"])
+def test_a_recipe_by_path_needs_no_header(folder: str) -> None:
+    file = write(
+        f"{folder}mine.yaml", "defaults:\n  - override /data: cifar10\n  - model: resnet20\nepochs: 2\n"
+    )
+    for given in (f"./{file}", str(Path(file).absolute())):
+        composed = compose([f"+recipe={given}"])
+        assert composed.recipe == "mine"
+        assert composed.tree["epochs"] == 2
+        assert composed.tree["data"]["name"] == "cifar10"
+        assert composed.place("epochs") == f"{file}:4"
+
+
+def test_recipes_inherit() -> None:
+    write("recipes/base.yaml", "defaults:\n  - model: resnet20\nepochs: 2\nbatch_size: 8\n")
+    write("recipes/child.yaml", "defaults:\n  - base\n  - _self_\nepochs: 4\n")
+    tree = compose(["+recipe=child"]).tree
+    assert (tree["epochs"], tree["batch_size"], tree["model"]["depth"]) == (4, 8, 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        ("optimizer.lr:0.1", "C001", ["optimizer.lr:0.1 (command line)", "Write optimizer.lr=0.1"]),
+        ("optimizer.lr", "C001", ["Write optimizer.lr=VALUE"]),
+        ("resnet_digits", "C001", ["Write +recipe=resnet_digits"]),
+        ("optimizer.lr='a", "C001", ["quotes"]),
+        ("model.hidden=[1,2", "C001", ["brackets"]),
+        ("=3", "C001", ["no key"]),
+        ("optimizer@mine=sgd", "C001", ["@"]),
+        ("--optimizer.lr=0.1", "C015", ["without dashes", "Write optimizer.lr=0.1"]),
+        (
+            "precision=ampp",
+            "C003",
+            ["precision=ampp (command line)", "Did you mean precision=amp?", "bf16, fp32"],
+        ),
+        ("precision=", "C003", ["Options of precision"]),
+        ("logger=null", "C003", ["Did you mean logger=none?"]),
+        ("checkpointing=last", "C003", ["Did you mean saving=last?", "activation checkpointing"]),
+        ("model=adamw", "C003", ["Did you mean optimizer=adamw?"]),
+        ("preset=fsat", "C003", ["Did you mean preset=fast?"]),
+        ("+recipe=resnet_cfar", "C003", ["Did you mean resnet_cifar?", "char_gpt, resnet_cifar"]),
+        ("+recipe=./mine.yaml", "C003", ["no such recipe file"]),
+        ("optimizer.lr=0.1 optimizer.lr=0.2", "C006", ["given twice, with 0.1 and 0.2"]),
+        ("optimizer.lr=0.1 +optimizer.lr=0.2", "C006", ["given twice"]),
+        ("optimizer=sgd optimizer=adam", "C006", ["sgd and adam"]),
+        ("optimizer.lr=0.1,0.2", "C014", ["Add -m to sweep", "[0.1,0.2]"]),
+        ("optimizer=sgd,adam", "C014", ["-m"]),
+        ("~foo.bar", "C002", ["nothing to delete"]),
+        ("run.name=${oc.env:NO_SUCH_VARIABLE}", "C008", ["NO_SUCH_VARIABLE", "not set"]),
+        ("run.name=${oc.evn:HOME}", "C008", ["Did you mean oc.env?"]),
+        ("run.name=${run.name}", "C008", ["back to itself"]),
+        ("run.name=${run.root} run.root=${run.name}", "C008", ["back to itself"]),
+        ("run.name=${nowhere.at.all}", "C008", ["no key nowhere"]),
+        ("data=imagefolder", "C016", ["data.root (conf/data/imagefolder.yaml:", "Give data.root=VALUE"]),
+        ("data=custom", "C016", ["data._target_"]),
+    ],
+)
+def test_bad_arguments(arguments: str, code: str, parts: list[str]) -> None:
+    error = refusal(*arguments.split(" "))
+    assert error.code == code
+    for part in parts:
+        assert part in str(error)
+
+
+def test_the_same_value_twice_is_no_contradiction() -> None:
+    assert compose(["optimizer.lr=0.1", "++optimizer.lr=0.1"]).tree["optimizer"]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "value", ["/tmp/é(1)/x", "a b", "x\ny", "\x1b[31mred", "../../x", "x" * 300, "50%", "~/x"]
+)
+def test_texts_outside_the_grammar_arrive_as_typed(value: str) -> None:
+    assert compose([f"run.name={value}"]).tree["run"]["name"] == value
+
+
+def test_sections_merge_and_interpolations_resolve() -> None:
+    composed = compose(["optimizer={lr: 0.5}", "run.name=${run.root}-${seed}", "seed=3"])
+    assert composed.tree["optimizer"]["lr"] == 0.5
+    assert composed.tree["optimizer"]["betas"] == [0.9, 0.999]
+    assert composed.tree["run"]["name"] == "runs-3"
+    assert composed.tree_unresolved["run"]["name"] == "${run.root}-${seed}"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "what"),
+    [
+        ("epochs: 3\n\tseed: 1\n", "mine.yaml:2:1", "`\\tseed: 1`"),
+        ("epochs: 3\nmodel:\n  hidden: [1, 2\nseed: 1\n", "mine.yaml:3:11", "`  hidden: [1, 2`"),
+        ("epochs: 3\nepochs: 4\n", "mine.yaml:2:1", "`epochs` is given twice"),
+        ("optimizer:\n  lr: 1\n  lr: 2\n", "mine.yaml:3:3", "`lr` is given twice"),
+        ("", "mine.yaml", "empty"),
+        ("# only a comment\n", "mine.yaml", "empty"),
+        ("- a\n- b\n", "mine.yaml:1:1", "key: value"),
+        ("no: 3\n", "mine.yaml:1:1", "quote it"),
+        ("a: !!python/object:os.system {}\n", "mine.yaml:1:4", "could not determine a constructor"),
+        ("a: &x [*x]\n", "mine.yaml", "contains itself"),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]\n",
+            "mine.yaml",
+            "anchors that multiply",
+        ),
+        ("defaults:\n  - data: cifar11\n", "recipes/mine.yaml:2", "Did you mean data=cifar10?"),
+        ("defaults:\n  - optimzer: sgd\n", "recipes/mine.yaml:2", "Did you mean optimizer?"),
+    ],
+)
+def test_bad_yaml_is_named_by_line(text: str, place: str, what: str) -> None:
+    write("recipes/mine.yaml", text)
+    error = refusal("+recipe=mine")
+    assert error.code in ("C007", "C003")
+    assert error.place is not None
+    assert error.place.endswith(place)
+    assert what in str(error)
+
+
+def test_a_file_that_is_no_text() -> None:
+    Path("mine.yaml").write_bytes(b"epochs: \xff\xfe\n")
+    assert "UTF-8" in str(refusal("+recipe=./mine.yaml"))
+
+
+def test_yaml_surprises_are_warned_of() -> None:
+    lines = {
+        "time: 12:30:00": "the number 45000",
+        "task: no": "YAML reads no as false",
+        "a: 0o10": "Write 8",
+        "b: 010": "octal number 8",
+        "c: 'no'": None,
+        "d: 1e-3": None,
+        "e: true": None,
+        "f: 2020-01-01": None,
+    }
+    write("mine.yaml", "\n".join(lines) + "\n")
+    composed = compose(["+recipe=./mine.yaml"])
+    expected = [(number, what) for number, what in enumerate(lines.values(), 1) if what]
+    assert len(composed.warnings) == len(expected)
+    for warning, (number, what) in zip(composed.warnings, expected, strict=True):
+        assert f"(mine.yaml:{number})" in warning
+        assert what in warning
+    assert composed.tree["d"] == 1e-3
+    assert composed.tree["f"] == "2020-01-01"
+
+
+def test_a_sweep_runs_every_point_and_survives_a_failure(tmp_path: Path) -> None:
+    seen: list[tuple[int, float, str]] = []
+    checked: list[tuple[float, str]] = []
+
+    def job(composed: Composed, number: int) -> float:
+        lr, preset = composed.tree["optimizer"]["lr"], composed.tree["preset"]
+        assert composed.tree["precision"]["mode"] == ("amp" if preset == "fast" else "fp32")
+        seen.append((number, lr, preset))
+        if number == 1:
+            raise RuntimeError("out of memory")
+        return lr
+
+    results = multirun.sweep(
+        ["+recipe=resnet_digits", "optimizer.lr=0.1,0.2", "preset=plain,fast"],
+        job,
+        tmp_path / "a sweep",
+        lambda c: checked.append((c.tree["optimizer"]["lr"], c.tree["preset"])),
+    )
+    assert seen == [(0, 0.1, "plain"), (1, 0.1, "fast"), (2, 0.2, "plain"), (3, 0.2, "fast")]
+    assert checked == [(0.1, "plain"), (0.2, "plain"), (0.1, "fast")]
+    assert [r.objective for r in results] == [0.1, None, 0.2, 0.2]
+    assert str(results[1].error) == "out of memory"
+    assert list((tmp_path / "a sweep").iterdir()) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["a sweep"]
+
+
+def test_a_bad_point_stops_a_sweep_before_its_first_job(tmp_path: Path) -> None:
+    def check(composed: Composed) -> None:
+        if composed.tree["optimizer"]["lr"] == "abc":
+            raise ConfigError("C004", "not a number", key="optimizer.lr")
+
+    started: list[int] = []
+    with pytest.raises(ConfigError, match="not a number"):
+        multirun.sweep(["optimizer.lr=0.1,abc"], lambda _, n: started.append(n), tmp_path / "s", check)
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["optimizer.lr=choice()", "optimizer.lr=range(0,0)", "seed=range(0,1,0)", "optimizer=glob(zz*)"],
+)
+def test_a_sweep_of_no_points(argument: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([argument], sweep=True)
+    assert caught.value.code == "C014"
+
+
+def test_a_sweep_over_an_unknown_option() -> None:
+    with pytest.raises(ConfigError, match="Did you mean optimizer=adam"):
+        parse(["optimizer=sgd,adma"], sweep=True)
+
+
+def test_an_interval_needs_another_sweeper(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not support sweep type"):
+        multirun.sweep(["optimizer.lr=interval(0,1)"], lambda c, n: None, tmp_path / "s")
+
+
+def test_cfg_hides_secrets_and_keeps_references() -> None:
+    text = multirun.show_config(
+        "job", ["logger.api_key=abc", "run.name=${oc.env:NO_SUCH}", "data=imagefolder"]
+    )
+    tree = yaml.safe_load(text)
+    assert tree["logger"]["api_key"] == "<secret>"
+    assert tree["run"]["name"] == "${oc.env:NO_SUCH}"
+    assert "hydra" not in tree
+    assert "launcher" in yaml.safe_load(multirun.show_config("hydra", []))["hydra"]
+
+
+def test_info_prints_the_search_path(capsys: pytest.CaptureFixture[str]) -> None:
+    write("conf/optimizer/mine.yaml", "lr: 1\n")
+    multirun.show_info("searchpath", [])
+    printed = capsys.readouterr().out
+    assert printed.index(f"ptfast://{Path.cwd()}/conf") < printed.index(
+        f"ptfast://{paths.builtin_root().conf}"
+    )
+    with pytest.raises(ConfigError, match="no such view"):
+        multirun.show_info("evrything", [])
+
+
+def test_copied_recipes_run_and_are_not_overwritten() -> None:
+    config_help.copy_recipe("resnet_digits", Path("new/mine.yaml"))
+    assert (
+        compose(["+recipe=new/mine.yaml"]).tree["batch_size"]
+        == compose(["+recipe=resnet_digits"]).tree["batch_size"]
+    )
+    with pytest.raises(MachineError, match="not overwritten"):
+        config_help.copy_recipe("resnet_digits", Path("new/mine.yaml"))
+    with pytest.raises(ConfigError, match="Did you mean resnet_digits"):
+        config_help.copy_recipe("resnet_digit", Path("other.yaml"))
+    with pytest.raises(ConfigError, match=r"Write mine\.yaml"):
+        config_help.copy_recipe("resnet_digits", Path("mine"))
+
+
+COMMANDS = {"train": ["--config", "--dry-run"], "find": ["--budget"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("tr", ["train"]),
+        ("train --d", ["--dry-run"]),
+        ("train optim", ["optimizer=", "optimizer."]),
+        ("train optimizer=sgd", ["optimizer=sgd", "optimizer=sgd_cifar"]),
+        ("train -m optimizer=adam,sgd_", ["optimizer=adam,sgd_cifar"]),
+        ("train optimizer.n", []),
+        ("train optimizer=sgd optimizer.n", ["optimizer.nesterov="]),
+        ("train +recipe=resnet_cifar optimizer.n", ["optimizer.nesterov="]),
+        ("train +rec", ["+recipe="]),
+        ("train +recipe=resnet_c", ["+recipe=resnet_cifar"]),
+        ("train +recipe=./mi", ["+recipe=./mine.yaml"]),
+        ("train run.na", ["run.name="]),
+        ("train batch", ["batch_size="]),
+    ],
+)
+def test_completion(line: str, found: list[str]) -> None:
+    write("mine.yaml", "epochs: 1\n")
+    assert completion.complete(line.split(" "), COMMANDS) == found
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_call_the_hook(shell: str) -> None:
+    assert "ptfast __complete" in completion.script(shell)
+
+
+def test_help_and_completion_need_neither_hydra_nor_torch() -> None:
+    program = (
+        "import sys; from ptfast.config import help, completion; "
+        "assert 'optimizer=sgd' in help.groups_text(); help.recipes(); completion.complete(['optimizer.l']); "
+        "assert not {'hydra', 'omegaconf', 'torch', 'pydantic'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)
