@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data import draws
 from ptfast.data.sampler import Indices, Share
-from ptfast.data.source import as_tensor
 
 Bytes = NDArray[np.uint8]
 
@@ -55,7 +53,7 @@ class Augment:
         if not self.crop_padding:
             return torch.from_numpy(pixels)
         windows = RowWindows(_pad(pixels, self.crop_padding), pixels.shape[1:])
-        return as_tensor(windows.crop(np.arange(len(pixels)), top, left))
+        return torch.from_numpy(windows.gather(windows.corners(np.arange(len(pixels)), top, left)))
 
 
 class AugmentedImages:
@@ -76,6 +74,7 @@ class AugmentedImages:
         self._windows = RowWindows(
             _pad(pixels, augment.crop_padding, mirrored=augment.flip), pixels.shape[1:]
         )
+        self._epoch, self._corners = -1, np.empty(0, np.int64)
 
     @staticmethod
     def nbytes(images: Tensor, augment: Augment) -> int:
@@ -86,8 +85,12 @@ class AugmentedImages:
 
     def gather(self, share: Share) -> Tensor:
         """The augmented images of a micro-batch: uint8 (batch, height, width, channels)."""
-        top, left, flipped = self._augment.draw(self._seed, share.epoch, share.indices)
-        return torch.from_numpy(self._windows.crop(share.indices + flipped * self._size, top, left))
+        if share.epoch != self._epoch:
+            everything = np.arange(self._size)
+            top, left, flipped = self._augment.draw(self._seed, share.epoch, everything)
+            self._corners = self._windows.corners(everything + flipped * self._size, top, left)
+            self._epoch = share.epoch
+        return torch.from_numpy(self._windows.gather(self._corners[share.indices]))
 
 
 class RowWindows:
@@ -108,12 +111,19 @@ class RowWindows:
         self._rows_per_run = height if width == padded_width else 1
         run_bytes = self._rows_per_run * width * channels
         self._run_offsets = np.arange(0, height, self._rows_per_run) * self._row_bytes
-        self._runs = sliding_window_view(padded.reshape(-1), run_bytes)
+        # One opaque item per run, at every byte: numpy copies items twice as fast as rows of bytes.
+        self._runs = np.ndarray(
+            (padded.size - run_bytes + 1,), np.dtype(f"V{run_bytes}"), padded.reshape(-1), strides=(1,)
+        )
 
-    def crop(self, slots: Indices, top: Indices, left: Indices) -> Bytes:
-        """One crop of each of `slots`, its corner at (`top`, `left`)."""
-        corners = slots * self._slot_bytes + top * self._row_bytes + left * self._channels
-        return self._runs[corners[:, None] + self._run_offsets].reshape(len(slots), *self._shape)
+    def corners(self, slots: Indices, top: Indices, left: Indices) -> Indices:
+        """Where the crops of `slots` at (`top`, `left`) begin in memory."""
+        return slots * self._slot_bytes + top * self._row_bytes + left * self._channels
+
+    def gather(self, corners: Indices) -> Bytes:
+        """The crops that begin at `corners`."""
+        runs = self._runs[corners[:, None] + self._run_offsets]
+        return runs.view(np.uint8).reshape(len(corners), *self._shape)
 
 
 def _pad(pixels: Bytes, padding: int, *, mirrored: bool = False) -> Bytes:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 
 from ptfast.data.augment import Augment, AugmentedImages
 from ptfast.data.batches import MemoryBatches, RawBatches
+from ptfast.data.machine import available_memory, spare_cores
 from ptfast.data.iterable import IterableSource, StreamLoader
 from ptfast.data.prepare import Prepare, build_prepare
 from ptfast.data.sampler import Sampler, Share
@@ -23,7 +22,6 @@ from ptfast.run import MicroBatch, StepBatch, TrainLoader
 STATIC_LIMIT_BYTES = 512 * 2**20
 """Data that takes no more than this once normalised is normalised up front."""
 CHUNK_BYTES = 64 * 2**20
-_MAX_WORKERS = 8
 
 
 def build_train_loader(
@@ -80,7 +78,7 @@ def build_train_loader(
         seed=seed,
         last=last,
     )
-    num_workers = spare_cores() if workers == "auto" else int(workers)
+    num_workers = max(0, spare_cores() - 1) if workers == "auto" else int(workers)
     reason = "as the config says"
     if kind == "auto":
         kind, reason = _resolve(source, num_workers)
@@ -225,18 +223,3 @@ def _resolve(source: Source, num_workers: int) -> tuple[str, str]:
     if num_workers > 0:
         return "workers", "the data is read sample by sample and cores are to spare"
     return "plain", "the data is read sample by sample and no core is to spare"
-
-
-def spare_cores() -> int:
-    """Cores of this rank beyond the one that trains, at most 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1)
-
-
-def available_memory() -> int:
-    """Bytes of memory that can be taken without swapping; 4 GiB where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 4 * 2**30

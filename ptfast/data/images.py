@@ -1,0 +1,201 @@
+"""Decoding image files to uint8 RGB, with the checks that a decoder leaves out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from ptfast.errors import DataError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_MAX_PIXELS = 100_000_000
+"""A header that promises more is taken for a decompression bomb."""
+_CHUNK = 256
+
+Pixels = NDArray[np.uint8]
+
+
+class Decoded(NamedTuple):
+    """One image and whether it was something else than 8-bit RGB."""
+
+    pixels: Pixels
+    converted: bool
+
+
+class Decoder:
+    """Reads image files as uint8 (height, width, 3).
+
+    JPEG goes through libjpeg-turbo by torchvision, which is 2 to 3 times as fast as PIL and gives the same pixels;
+    everything else, and JPEG in grey or CMYK, through PIL.
+
+    Args:
+        image_size: side of the square that images are brought to (shorter side resized, centre cropped); None keeps
+            their size.
+    """
+
+    def __init__(self, image_size: int | None = None) -> None:
+        self.image_size = image_size
+        self._decode_jpeg: Callable[[Tensor], Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"image_size": self.image_size, "_decode_jpeg": None}
+
+    def __call__(self, path: str) -> Decoded:
+        """Decode one file.
+
+        Raises:
+            DataError: D005 naming the file and what is wrong with it.
+        """
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
+        if not content:
+            raise DataError("D005", "is empty (0 bytes)", key=path)
+        shape = _jpeg_shape(content)
+        try:
+            if shape is not None:
+                _check_pixels(shape[0] * shape[1], path)
+            if shape is not None and shape[2] == 3:
+                decoded = Decoded(self._jpeg(content), False)
+            else:
+                decoded = _by_pil(content, path)
+        except DataError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().splitlines()
+            what = f"is damaged or truncated: {reason[0] if reason else type(error).__name__}"
+            raise DataError("D005", what, key=path) from None
+        if self.image_size is None:
+            return decoded
+        return Decoded(fit(decoded.pixels, self.image_size), decoded.converted)
+
+    def _jpeg(self, content: bytes) -> Pixels:
+        if self._decode_jpeg is None:
+            from torchvision.io import decode_jpeg
+
+            self._decode_jpeg = decode_jpeg
+        # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
+        image = self._decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return image.permute(1, 2, 0).numpy()
+
+    def stack(self, paths: Sequence[str]) -> tuple[Pixels, int]:
+        """Decode files of one size: uint8 (files, height, width, 3), and how many were converted.
+
+        Raises:
+            DataError: D005 for a file that cannot be decoded, or sizes that differ.
+        """
+        first = self(paths[0])
+        images = np.empty((len(paths), *first.pixels.shape), np.uint8)
+        images[0] = first.pixels
+        converted = int(first.converted)
+        for i, path in enumerate(paths[1:], 1):
+            pixels, was_converted = self(path)
+            if pixels.shape != first.pixels.shape:
+                raise mixed_sizes(path, pixels.shape, first.pixels.shape)
+            images[i] = pixels
+            converted += was_converted
+        return images, converted
+
+
+def decode_all(decoder: Decoder, paths: Sequence[str], threads: int) -> tuple[Tensor, int]:
+    """Decode files of one size into one tensor (files, height, width, 3), with `threads` threads.
+
+    Returns:
+        The images, and how many were not 8-bit RGB and have been converted.
+    """
+    first = decoder(paths[0]).pixels
+    images = np.empty((len(paths), *first.shape), np.uint8)
+
+    def decode(start: int) -> int:
+        chunk = paths[start : start + _CHUNK]
+        pixels, converted = decoder.stack(chunk)
+        if pixels.shape[1:] != first.shape:
+            raise mixed_sizes(chunk[0], pixels.shape[1:], first.shape)
+        images[start : start + len(chunk)] = pixels
+        return converted
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        try:
+            converted = sum(pool.map(decode, range(0, len(paths), _CHUNK)))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return torch.from_numpy(images), converted
+
+
+def mixed_sizes(path: str, shape: Iterable[int], expected: Iterable[int]) -> DataError:
+    """The error for an image of another size than the first."""
+    (height, width, *_), (first_height, first_width, *_) = shape, expected
+    what = f"is {width}x{height} where the first image is {first_width}x{first_height}"
+    hint = f"Bring all to one size with data.image_size={min(first_height, first_width)}"
+    return DataError("D005", what, key=path, suggestion=hint)
+
+
+def fit(pixels: Pixels, size: int) -> Pixels:
+    """Resize the shorter side to `size` (bilinear, antialiased) and crop the centre."""
+    height, width, _ = pixels.shape
+    if (height, width) == (size, size):
+        return pixels
+    scale = size / min(height, width)
+    new_height, new_width = max(size, round(height * scale)), max(size, round(width * scale))
+    image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+    image = F.interpolate(
+        image, (new_height, new_width), mode="bilinear", antialias=True, align_corners=False
+    )[0]
+    top, left = (new_height - size) // 2, (new_width - size) // 2
+    return image[:, top : top + size, left : left + size].permute(1, 2, 0).contiguous().numpy()
+
+
+def _jpeg_shape(content: bytes) -> tuple[int, int, int] | None:
+    """(height, width, components) by the frame header of a JPEG; None for anything else."""
+    if content[:3] != b"\xff\xd8\xff":
+        return None
+    at, end = 2, len(content) - 9
+    while at < end and content[at] == 0xFF:
+        marker = content[at + 1]
+        if marker == 0xFF:  # padding between segments
+            at += 1
+            continue
+        # Start of frame, baseline or progressive; C4, C8 and CC in the same range are other segments.
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height = content[at + 5] << 8 | content[at + 6]
+            return height, content[at + 7] << 8 | content[at + 8], content[at + 9]
+        at += 2 + (content[at + 2] << 8 | content[at + 3])
+    return None
+
+
+def _by_pil(content: bytes, path: str) -> Decoded:
+    from PIL import Image, UnidentifiedImageError
+
+    # The size is checked below; PIL's own guard warns at a size that is legitimate.
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            _check_pixels(image.width * image.height, path)
+            if image.mode == "RGB":
+                return Decoded(np.array(image), False)
+            if image.mode.startswith("I;16"):
+                # PIL's own conversion clips 16 bits at 255 instead of scaling them.
+                grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
+                return Decoded(np.repeat(grey[..., None], 3, axis=2), True)
+            return Decoded(np.array(image.convert("RGB")), True)
+    except UnidentifiedImageError:
+        raise DataError("D005", "is no image that can be decoded, whatever its name says", key=path) from None
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+def _check_pixels(pixels: int, path: str) -> None:
+    if pixels > _MAX_PIXELS:
+        what = f"claims {pixels:,} pixels, more than {_MAX_PIXELS:,}: not decoded"
+        raise DataError("D005", what, key=path, suggestion="Remove it, or scale it down")
