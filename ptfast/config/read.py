@@ -1,0 +1,38 @@
+"""The one call that the rest of ptfast makes for a config: read, compose, validate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ptfast.config.compose import Composed, compose
+from ptfast.config.freeze import load
+from ptfast.config.overrides import COMMAND_LINE
+from ptfast.config.schema import Config
+from ptfast.config.validate import validate
+
+
+def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
+    """The config that a user's arguments mean; whatever they name is trusted.
+
+    Raises:
+        ConfigError: the first thing wrong.
+    """
+    composed = compose(arguments)
+    return composed, validate(composed.tree, composed.place)
+
+
+def load_config(path: Path, arguments: Sequence[str] = (), *, trusted: bool = False) -> tuple[Composed, Config]:
+    """The config in a whole file, such as a run directory's, with arguments laid over it.
+
+    Args:
+        trusted: the file is this run's own, or names nothing that will be imported. Otherwise its targets must lie
+            in known packages, or in one that the arguments trust (`trust=[my_package]`).
+
+    Raises:
+        ConfigError: the first thing wrong.
+    """
+    composed = load(path, arguments)
+    named = composed.tree.get("trust") if composed.places.get("trust") == COMMAND_LINE else None
+    extra_trust = named if isinstance(named, list) else []
+    return composed, validate(composed.tree, composed.place, trusted=trusted, extra_trust=extra_trust)
