@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ptfast.config.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, coerce
 from ptfast.config.targets import Target, plain
@@ -36,7 +36,7 @@ FREE_KEYS = (
 class Section(BaseModel):
     """Base of all sections: frozen, closed, values coerced by `ptfast.config.coerce` before pydantic."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -189,32 +189,37 @@ class Config(Section):
     log_every: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(50, "steps")
     trust: list[str] = []
     callbacks: list[Target] = []
-    eval: Eval = Eval()
-    stop: Stop = Stop()
-    run: RunOptions = RunOptions()
-    sweep: Sweep = Sweep()
+    eval: Eval = Field(default_factory=Eval)
+    stop: Stop = Field(default_factory=Stop)
+    run: RunOptions = Field(default_factory=RunOptions)
+    sweep: Sweep = Field(default_factory=Sweep)
     data: Data
     model: Model
-    dataloader: Dataloader = Dataloader()
-    augment: Augment = Augment()
-    precision: Precision = Precision()
+    dataloader: Dataloader = Field(default_factory=Dataloader)
+    augment: Augment = Field(default_factory=Augment)
+    precision: Precision = Field(default_factory=Precision)
     optimizer: Optimizer
     schedule: Schedule
-    gradients: Gradients = Gradients()
-    parallel: Parallel = Parallel()
-    checkpointing: Checkpointing = Checkpointing()
-    rewrites: Rewrites = Rewrites()
-    compile: Compile = Compile()
-    ema: Ema = Ema()
-    backend: Backend = Backend()
-    debug: Debug = Debug()
-    saving: Saving = Saving()
-    logger: Logger = Logger()
+    gradients: Gradients = Field(default_factory=Gradients)
+    parallel: Parallel = Field(default_factory=Parallel)
+    checkpointing: Checkpointing = Field(default_factory=Checkpointing)
+    rewrites: Rewrites = Field(default_factory=Rewrites)
+    compile: Compile = Field(default_factory=Compile)
+    ema: Ema = Field(default_factory=Ema)
+    backend: Backend = Field(default_factory=Backend)
+    debug: Debug = Field(default_factory=Debug)
+    saving: Saving = Field(default_factory=Saving)
+    logger: Logger = Field(default_factory=Logger)
 
     def fingerprint(self, exclude: Iterable[str] = FREE_KEYS) -> str:
         """16 hex digits, the same for two configs that differ in no key or section but those of `exclude`."""
         flat = _without(flatten(self.to_tree()), tuple(exclude))
         return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field of `Config` holds, or None for a plain value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def changed_keys(old: Config, new: Config, exclude: Iterable[str] = FREE_KEYS) -> list[str]:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from ptfast.config.kinds import check_target
 from ptfast.config.problem import Problem
 from ptfast.config.rules import Place, across_keys, check_batch, check_name
-from ptfast.config.schema import Config, Section, flatten
+from ptfast.config.schema import Config, Section, flatten, section_of
 from ptfast.config.suggest import did_you_mean, nearest
 from ptfast.config.targets import Target, locate, parse_target
 from ptfast.config.trust import Trust
@@ -72,9 +72,9 @@ class _Checker:
         self.problems += [_not_set(key) for key, value in flatten(self.tree).items() if value == REQUIRED]
         prepared = {key: _without_required(value) for key, value in self.tree.items() if value != REQUIRED}
         for name, field in Config.model_fields.items():
-            section = prepared.get(name)
-            if _has_target(field.annotation) and isinstance(section, dict):
-                prepared[name] = self._separate(name, section, field.annotation)
+            section, given = section_of(field.annotation), prepared.get(name)
+            if section and "target" in section.model_fields and isinstance(given, dict):
+                prepared[name] = self._separate(name, given, section)
         if isinstance(prepared.get("callbacks"), list):
             prepared["callbacks"] = [
                 self._callback(item, f"callbacks.{index}") for index, item in enumerate(prepared["callbacks"])
@@ -88,12 +88,12 @@ class _Checker:
         self._check_task(config.task)
         return config
 
-    def _separate(self, name: str, section: dict[str, Any], annotation: Any) -> dict[str, Any]:
+    def _separate(self, name: str, given: dict[str, Any], section: type[Section]) -> dict[str, Any]:
         """A section's fixed keys, with its target's keywords gathered under `target`."""
-        fixed = [key for key in annotation.model_fields if key != "target"]
-        prepared = {key: value for key, value in section.items() if key in fixed}
-        rest = {key: value for key, value in section.items() if key not in fixed}
-        optional = not annotation.model_fields["target"].is_required()
+        fixed = [key for key in section.model_fields if key != "target"]
+        prepared = {key: value for key, value in given.items() if key in fixed}
+        rest = {key: value for key, value in given.items() if key not in fixed}
+        optional = not section.model_fields["target"].is_required()
         if optional and rest.get("_target_") is None:
             prepared |= {"target": None, **{key: value for key, value in rest.items() if key != "_target_"}}
         else:
@@ -181,18 +181,11 @@ def _without_required(value: Any) -> Any:
 
 def _known_keys(section: str) -> list[str]:
     """The fixed keys of a section, or the top-level keys for an empty name."""
-    model: Any = Config
+    model: type[Section] = Config
     for name in filter(None, section.split(".")):
         field = model.model_fields.get(name)
-        model = field.annotation if field else None
-        if not (isinstance(model, type) and issubclass(model, Section)):
+        inner = section_of(field.annotation) if field else None
+        if inner is None:
             return []
+        model = inner
     return [name for name in model.model_fields if name != "target"]
-
-
-def _has_target(annotation: Any) -> bool:
-    return (
-        isinstance(annotation, type)
-        and issubclass(annotation, Section)
-        and "target" in annotation.model_fields
-    )
