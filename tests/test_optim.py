@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from ptfast.config.targets import Target
 from ptfast.errors import ConfigError
-from ptfast.optim import apply_lr, build_optimizer
+from ptfast.optim import apply_lr, build_optimizer, build_step
 
 CPU = torch.device("cpu")
 
@@ -142,6 +146,64 @@ def test_groups_keep_their_base_rate():
     optimizer, _ = build_optimizer(Target("torch.optim.SGD", {"lr": 0.3}), net(), CPU)
     apply_lr(optimizer, [0.3], 0.1)
     assert optimizer.param_groups[0]["initial_lr"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs"),
+    [
+        ("torch.optim.SGD", {"lr": 0.1, "momentum": 0.9, "fused": "auto"}),
+        ("torch.optim.AdamW", {"lr": 0.01, "fused": "auto"}),
+        ("torch.optim.Adam", {"lr": 0.01, "amsgrad": True}),
+        ("torch.optim.RMSprop", {"lr": 0.01}),
+        ("torch.optim.NAdam", {"lr": 0.01, "foreach": True}),
+        (f"{__name__}.Plain", {"lr": 0.1}),
+    ],
+)
+def test_lean_steps_are_the_public_ones(path, kwargs):
+    weights, states = [], []
+    for lean in (True, False):
+        model = net()
+        optimizer, _ = build_optimizer(Target(path, kwargs), model, CPU)
+        step = build_step(optimizer) if lean else optimizer.step
+        torch.manual_seed(1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(3, (8,))).backward()
+            step()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        states.append(optimizer.state_dict())
+        assert all(p.requires_grad for p in model.parameters())
+    assert torch.equal(*weights)
+    assert str(states[0]) == str(states[1])
+
+
+def test_lean_steps_heed_hooks_added_later():
+    model, calls = net(), []
+    optimizer, _ = build_optimizer(Target("torch.optim.SGD", {"lr": 0.1}), model, CPU)
+    step = build_step(optimizer)
+    step()
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    step()
+    assert calls == ["post"]
+
+
+def test_training_does_not_import_the_compiler():
+    code = """
+import sys, torch
+from ptfast.config.targets import Target
+from ptfast.optim import build_optimizer, build_step
+from ptfast.backend import apply_backend
+apply_backend(1, cudnn_benchmark=True, deterministic=False, device=torch.device("cpu"))
+model = torch.nn.Linear(2, 2)
+target = Target("torch.optim.SGD", {"lr": 0.1, "fused": "auto"})
+optimizer, _ = build_optimizer(target, model, torch.device("cpu"))
+model(torch.ones(1, 2)).sum().backward()
+build_step(optimizer)()
+optimizer.load_state_dict(optimizer.state_dict())
+assert "torch._dynamo" not in sys.modules
+"""
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
 
 
 @pytest.mark.gpu

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from ptfast.errors import ConfigError
+from ptfast.optim.lean import build_step, keep_compiler_unimported
 
 if TYPE_CHECKING:
     from ptfast.config.targets import Target
+
+__all__ = ["apply_lr", "build_optimizer", "build_step"]
 
 FOREACH_DEVICES = ("cuda", "xpu")
 """Where torch's optimizers take the foreach path of themselves."""
@@ -47,6 +50,7 @@ def build_optimizer(
         raise ConfigError(
             "C011", "the model has no parameter to train", key="model", value=type(model).__name__
         )
+    keep_compiler_unimported()
     kwargs = dict(target.kwargs)
     wanted = kwargs.pop("fused", None)
     unfused = replace(target, kwargs=kwargs)
@@ -99,7 +103,7 @@ def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
         optimizer = _construct(_with_fused(target), probes)
         for probe in probes:
             probe.grad = torch.zeros_like(probe)
-        optimizer.step()
+        build_step(optimizer)()
     except RuntimeError:
         return False
     return True
