@@ -336,15 +336,17 @@ def version_of(package: str) -> str | None:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Keep what frameworks print out of the table; errors still surface."""
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        yield
+    """Keep what frameworks print out of the table, unless they fail."""
+    said = io.StringIO()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            warnings.simplefilter("ignore")
+            yield
+    except BaseException:
+        print(said.getvalue(), file=sys.stderr)
+        raise
+    finally:
         logging.disable(logging.NOTSET)
 
 
