@@ -32,7 +32,7 @@ def build(
     except ImportError as error:
         hint = "Install it with pip install 'ptfast[timm]'"
         raise MachineError(
-            "E004", "the package timm is not installed", key="model", suggestion=hint
+            "E004", f"timm cannot be imported ({error})", key="model", suggestion=hint
         ) from error
     if not timm.is_model(name):
         nearest = difflib.get_close_matches(name, timm.list_models(), n=1)

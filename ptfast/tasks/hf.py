@@ -18,8 +18,8 @@ class OwnLoss:
     """Calls the model with `labels` and takes the mean loss it returns times the items that count.
 
     A batch is a mapping of the model's keywords with `labels` among them, or `(inputs, targets)`, where
-    inputs are such a mapping without labels, token ids, or images. Integer labels of two dimensions are one per
-    token, of which -100 does not count; for language modelling the model shifts them by one.
+    inputs are such a mapping without labels, token ids, or images. Integer labels of two dimensions are one
+    per token, of which -100 does not count; for language modelling the model shifts them by one.
 
     Args:
         info: what the data says.
