@@ -1,4 +1,4 @@
-"""The commands: reads flags, calls what does the work, prints errors; imports torch only in commands that compute."""
+"""The commands: reads flags, calls what does the work, prints errors; imports torch only where needed."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def _dispatch(words: list[str]) -> int:
     from ptfast import __version__
 
     if not words or words[0] in ("-h", "--help", "help"):
-        from ptfast.config.help import overview
-
-        print(overview({name: (command.usage, command.summary) for name, command in COMMANDS.items()}))
+        _print_help()
         return EXIT_OK
     if words[0] in ("-V", "--version"):
         print(f"ptfast {__version__}")
@@ -72,7 +70,8 @@ def _dispatch(words: list[str]) -> int:
     if name == "__complete":
         from ptfast.config.completion import complete
 
-        return complete(rest, {name: sorted(command.flags) for name, command in COMMANDS.items()})
+        print("\n".join(complete(rest, {name: sorted(command.flags) for name, command in COMMANDS.items()})))
+        return EXIT_OK
     if name not in COMMANDS:
         from ptfast.config.suggest import did_you_mean
 
@@ -83,11 +82,45 @@ def _dispatch(words: list[str]) -> int:
     command = COMMANDS[name]
     flags, others = read_flags(rest, command.flags)
     if "--help" in flags:
-        from ptfast.config.help import command_help
-
-        print(command_help(name, command.usage, command.summary, command.flags))
+        _print_command_help(name, command)
         return EXIT_OK
     return command.run(flags, others)
+
+
+FLAG_HELP = {
+    "--multirun": "(-m) sweep: train one run per combination of key=a,b",
+    "--dry-run": "build everything, take one step of each kind, print what the run costs",
+    "--config": "train what a run's config.yaml says",
+    "--cfg": "(-c) print the composed config: job, hydra or all",
+    "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
+    "--split": "evaluate one split: val or test",
+    "--out": "file to write",
+    "--metric": "figure to rank by, such as val.accuracy",
+    "--mode": "max or min: which way the figure is better",
+    "--traceback": "show where an error comes from",
+}
+
+
+def _print_help() -> None:
+    from ptfast import __version__
+    from ptfast.config.help import groups_text
+
+    print(f"ptfast {__version__}: train PyTorch models from YAML recipes, as fast as the machine allows\n")
+    print(
+        "Usage: ptfast COMMAND [key=value ...] [--flags]\n\nCommands (ptfast COMMAND --help shows its flags):"
+    )
+    width = max(len(name) + len(command.usage) for name, command in COMMANDS.items()) + 3
+    for name, command in COMMANDS.items():
+        print(f"  {f'{name} {command.usage}':<{width}}{command.summary}")
+    print("\nConfig groups, chosen with group=option; keys of an option are set with group.key=value:")
+    print(groups_text())
+    print("\nTry: ptfast train +recipe=resnet_digits    ptfast recipes    ptfast train --cfg job")
+
+
+def _print_command_help(name: str, command: Command) -> None:
+    print(f"Usage: ptfast {name} {command.usage}\n\n{command.summary}\n")
+    for flag, takes_value in {**command.flags, "--traceback": False}.items():
+        print(f"  {flag + (' VALUE' if takes_value else ''):<18}{FLAG_HELP[flag]}")
 
 
 def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, Any], list[str]]:
@@ -132,9 +165,13 @@ def _unknown_flag(word: str, name: str, has_value: bool, known: dict[str, bool])
 
 def _train(flags: dict[str, Any], arguments: list[str]) -> int:
     if "--info" in flags or "--cfg" in flags:
-        from ptfast.config.show import show
+        from ptfast.config.multirun import show_config, show_info
 
-        return show(flags, arguments)
+        if "--info" in flags:
+            show_info(flags["--info"], arguments)
+        else:
+            print(show_config(flags["--cfg"], arguments), end="")
+        return EXIT_OK
     if "--multirun" in flags:
         from ptfast.sweep import sweep
 
@@ -160,13 +197,11 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
 
 def _read_config(arguments: list[str], file: str | None) -> Any:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
-    from ptfast.config import compose, load, validate
+    from ptfast.config.read import load_config, read_config
 
-    composed = load(Path(file), arguments) if file else compose(arguments)
+    composed, config = load_config(Path(file), arguments) if file else read_config(arguments)
     for warning in composed.warnings:
         print(f"ptfast: warning: {warning}", file=sys.stderr)
-    trusted = file is None
-    config = validate(composed.tree, composed.place, trusted=trusted, extra_trust=composed.trust)
     if not arguments and file is None:
         print("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
     return composed, config
@@ -174,22 +209,38 @@ def _read_config(arguments: list[str], file: str | None) -> Any:
 
 def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
     path, overrides = _first(arguments, "eval", "RUN|STATE")
+    state_folder, config = _saved_run(path, overrides)
     from ptfast.evaluate import evaluate_saved
 
-    return evaluate_saved(Path(path), overrides, splits=flags.get("--split"))
+    return evaluate_saved(config, state_folder, split=flags.get("--split"))
 
 
 def _predict(flags: dict[str, Any], arguments: list[str]) -> int:
     path, inputs = _first(arguments, "predict", "RUN PATH...")
+    overrides = [word for word in inputs if "=" in word and not Path(word).exists()]
+    state_folder, config = _saved_run(path, overrides)
     from ptfast.predict import predict_files
 
-    return predict_files(Path(path), inputs, out=flags.get("--out"), trust=flags.get("--trust", ""))
+    paths = [word for word in inputs if word not in overrides]
+    return predict_files(config, state_folder, paths, out=flags.get("--out"))
+
+
+def _saved_run(path: str, overrides: list[str]) -> Any:
+    """The state folder that a user's path means, and the config that it was saved with."""
+    from ptfast.config.read import load_config
+    from ptfast.run_folder import CONFIG
+    from ptfast.saving import find_state
+
+    state_folder = find_state(Path(path))
+    return state_folder, load_config(state_folder.parent.parent / CONFIG, overrides)[1]
 
 
 def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.config.help import list_recipes
+    from ptfast.config.help import recipes
 
-    print(list_recipes())
+    for entry in recipes():
+        print(f"{entry.name}\n    {entry.summary}\n    {entry.command}\n")
+    print("ptfast copy NAME FILE gives you one to edit.")
     return EXIT_OK
 
 
@@ -219,12 +270,9 @@ def _compare(flags: dict[str, Any], arguments: list[str]) -> int:
     _first(arguments, "compare", "RUN...")
     from ptfast.compare import compare
 
-    return compare(
-        [Path(path) for path in arguments],
-        metric=flags.get("--metric"),
-        mode=flags.get("--mode"),
-        out=Path(flags["--out"]) if "--out" in flags else None,
-    )
+    out = Path(flags["--out"]) if "--out" in flags else None
+    compare([Path(path) for path in arguments], flags.get("--metric"), flags.get("--mode", "auto"), out)
+    return EXIT_OK
 
 
 def _completion(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -248,12 +296,17 @@ COMMANDS: dict[str, Command] = {
         _train,
         {"--multirun": False, "--dry-run": False, "--config": True, "--cfg": True, "--info": True},
     ),
-    "eval": Command("RUN|STATE [key=value ...]", "repeat an evaluation of a saved state", _eval, {"--split": True}),
+    "eval": Command(
+        "RUN|STATE [key=value ...]", "repeat an evaluation of a saved state", _eval, {"--split": True}
+    ),
     "predict": Command(
-        "RUN PATH...", "write predictions for files", _predict, {"--out": True, "--trust": True}
+        "RUN PATH... [key=value ...]", "write predictions for files", _predict, {"--out": True}
     ),
     "compare": Command(
-        "RUN...", "rank runs and draw their curves", _compare, {"--metric": True, "--mode": True, "--out": True}
+        "RUN...",
+        "rank runs and draw their curves",
+        _compare,
+        {"--metric": True, "--mode": True, "--out": True},
     ),
     "recipes": Command("", "list the recipes and what each promises", _recipes, {}),
     "copy": Command("NAME FILE", "copy a recipe to edit", _copy, {}),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptfast.errors import ConfigError, MachineError, shorten
+from ptfast.display import table
+from ptfast.errors import EXIT_OK, ConfigError, MachineError, shorten
 from ptfast.report import chart_order, headline
 from ptfast.report.charts import Series, figure_title, is_logarithmic, line_chart, line_color, thin
 from ptfast.report.page import header, html_table, page
@@ -19,7 +20,7 @@ NOT_COMPARED = ("run", "sweep", "recipe", "trust")
 """Sections that say where a run lies and how it was started, not what it computes."""
 LOWER_IS_BETTER = {"loss", "perplexity", "bits", "error", "mae", "mse", "rmse", "bytes", "s"}
 
-Labels = Mapping[Path, Mapping[str, str]]
+Labels = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,20 @@ class Ranking:
 
 
 def compare(
-    run_dirs: Sequence[Path], metric: str | None = None, mode: str = "auto", out: Path | None = None
-) -> Ranking:
-    """Rank runs and, given `out`, draw their curves over each other.
+    run_dirs: Sequence[Path], metric: str | None = None, mode: str | None = None, out: Path | None = None
+) -> int:
+    """Print runs in order and, given `out`, draw their curves over each other; returns the exit code.
 
     Args:
         run_dirs: run directories.
-        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; None or `auto` takes the
-            figure that says most.
-        mode: `max`, `min`, or `auto` to judge by the metric's name.
+        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; None or `auto` takes
+            what the runs' own `best` follows.
+        mode: `max` or `min`; None or `auto` judges by the metric's name.
         out: a page (`.html`) or a picture (`.png`).
 
     Raises:
-        ConfigError: C001 when a path is no run directory or `out` is neither of the two, C005 when no run has
-            the metric.
+        ConfigError: C001 when a path is no run directory or `out` is neither of the two, C005 for another
+            mode, or when no run has the metric.
         MachineError: E001 when `out` cannot be written.
     """
     for run_dir in run_dirs:
@@ -60,35 +61,56 @@ def compare(
             raise ConfigError("C001", "is not a run directory", key=str(run_dir), suggestion=hint)
     if out is not None and out.suffix not in (".html", ".png"):
         raise ConfigError("C001", "must end in .html or .png", key="--out", value=out)
+    if mode not in (None, "auto", "min", "max"):
+        raise ConfigError("C005", "must be min, max or auto", key="--mode", value=mode)
     ranking = rank_runs(run_dirs, metric, mode)
     if all(value is None for value in ranking.values) and metric not in (None, "auto"):
         known = sorted({name for run in ranking.runs for name in _metric_names(run)})
         hint = f"There are: {', '.join(known)}" if known else "None of the runs has figures yet"
         raise ConfigError("C005", "no run has this figure", key="--metric", value=metric, suggestion=hint)
+    _print(ranking)
     if out is not None:
-        try:
-            if out.suffix == ".html":
-                out.write_text(_render(ranking), encoding="utf-8")
-            else:
-                _draw(ranking, out)
-        except OSError as error:
-            raise MachineError("E001", f"cannot be written ({error.strerror})", key=str(out)) from error
+        write_comparison(ranking, out)
+        print(f"wrote {out}")
+    return EXIT_OK
+
+
+def print_ranking(run_dirs: Sequence[Path], metric: str | None = None, mode: str | None = None) -> Ranking:
+    """Print the table that ends a sweep: its runs in order, told apart by their arguments."""
+    ranking = rank_runs(run_dirs, metric, mode, is_sweep=True)
+    _print(ranking)
     return ranking
 
 
+def write_comparison(ranking: Ranking, out: Path) -> None:
+    """Write the table and the curves as a page, or the curves as a picture where `out` ends in `.png`.
+
+    Raises:
+        MachineError: E001 when it cannot be written.
+    """
+    try:
+        if out.suffix == ".png":
+            _draw(ranking, out)
+        else:
+            out.write_text(_render(ranking), encoding="utf-8")
+    except OSError as error:
+        raise MachineError("E001", f"cannot be written ({error.strerror})", key=str(out)) from error
+
+
 def rank_runs(
-    run_dirs: Sequence[Path], metric: str | None = None, mode: str = "auto", labels: Labels | None = None
+    run_dirs: Sequence[Path], metric: str | None = None, mode: str | None = None, is_sweep: bool = False
 ) -> Ranking:
     """Order runs by `metric`; nothing that is missing raises.
 
     Args:
-        labels: what tells the runs apart, by run directory, such as a sweep's overrides; the config keys that
-            differ if not given.
+        metric: see `compare`.
+        mode: see `compare`.
+        is_sweep: tell the runs apart by the arguments they were started with, not by the whole config.
     """
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
     if metric is None or metric == "auto":
         metric = _default_metric(runs)
-    if mode == "auto":
+    if mode is None or mode == "auto":
         mode = "min" if LOWER_IS_BETTER & set(_words(metric)) and not metric.endswith("_per_s") else "max"
     values = [None if run.status == "failed" else _value(run, metric) for run in runs]
     sign = -1.0 if mode == "max" else 1.0
@@ -99,11 +121,21 @@ def rank_runs(
 
     order = sorted(range(len(runs)), key=place)
     runs, values = [runs[index] for index in order], [values[index] for index in order]
+    labels = _argument_differences(runs) if is_sweep else _config_differences(runs)
     headers, rows = _table(runs, values, metric, labels)
     return Ranking(metric, mode, runs, values, headers, rows)
 
 
+def _print(ranking: Ranking) -> None:
+    better = "highest" if ranking.mode == "max" else "lowest"
+    title = f"{len(ranking.runs)} runs by {ranking.metric}, {better} first"
+    table(ranking.headers, ranking.rows, title=title)
+
+
 def _default_metric(runs: Sequence[RunFiles]) -> str:
+    for run in runs:
+        if followed := run.summary.get("best_metric"):
+            return str(followed)
     for split in ("best", "val", "test", "train"):
         for run in runs:
             if name := headline(run.figures(split)):
@@ -130,16 +162,15 @@ def _words(metric: str) -> list[str]:
 
 
 def _table(
-    runs: Sequence[RunFiles], values: Sequence[float | None], metric: str, labels: Labels | None
+    runs: Sequence[RunFiles], values: Sequence[float | None], metric: str, labels: Labels
 ) -> tuple[list[str], list[list[str]]]:
-    apart = _differences(runs) if labels is None else [labels.get(run.run_dir, {}) for run in runs]
-    keys = list(dict.fromkeys(key for label in apart for key in label))
+    keys = list(dict.fromkeys(key for label in labels for key in label))
     loss = f"{metric.partition('.')[0]}.loss" if "." in metric else "best.loss"
     others = [name for name in (loss, "train_samples_per_s", "wall_s") if name != metric]
     titles = {"train_samples_per_s": "samples/s", "wall_s": "wall"}
     headers = ["#", *keys, metric, *(titles.get(name, name) for name in others), "status", "run"]
     rows = []
-    for index, (run, value, label) in enumerate(zip(runs, values, apart, strict=True)):
+    for index, (run, value, label) in enumerate(zip(runs, values, labels, strict=True)):
         row = ["" if value is None else str(index + 1), *(label.get(key, "-") for key in keys)]
         row += [_shown(metric, value), *(_shown(name, _value(run, name)) for name in others)]
         error = run.summary.get("error")
@@ -155,23 +186,35 @@ def _shown(metric: str, value: float | None) -> str:
     return duration(value) if name.endswith("_s") and not name.endswith("_per_s") else figure(name, value)
 
 
-def _differences(runs: Sequence[RunFiles]) -> list[dict[str, str]]:
+def _argument_differences(runs: Sequence[RunFiles]) -> Labels:
+    """The arguments in which runs differ, as they were typed."""
+    given = []
+    for run in runs:
+        words = run.summary.get("arguments") or run.environment.get("command_line") or []
+        pairs = [str(word).partition("=") for word in words if "=" in str(word)]
+        given.append({key.lstrip("+"): value for key, _, value in pairs})
+    keys = [
+        key for key in dict.fromkeys(key for words in given for key in words) if not key.startswith("run.")
+    ]
+    swept = [key for key in keys if len({words.get(key) for words in given if words}) > 1]
+    return [{key: shorten(words[key], 30) for key in swept if key in words} for words in given]
+
+
+def _config_differences(runs: Sequence[RunFiles]) -> Labels:
     """The config keys in which runs differ, with their values.
 
-    Where two runs use different targets in a section, the keywords that only one of them knows are left out.
+    Where runs use different targets in a section, the keywords that only some of them know are left out.
     """
     flat = [dict(_flatten(run.config)) for run in runs]
     readable = [config for config in flat if config]
     differing = []
     for key in dict.fromkeys(key for config in readable for key in config):
-        found = [config.get(key, _flatten) for config in readable]
-        if key.split(".")[0] in NOT_COMPARED or all(value == found[0] for value in found):
+        if key.split(".")[0] in NOT_COMPARED or len({str(config.get(key)) for config in readable}) == 1:
             continue
         section = key.rpartition(".")[0]
         targets = {str(config.get(f"{section}._target_")) for config in readable}
-        if _flatten in found and len(targets) > 1:
-            continue
-        differing.append(key)
+        if len(targets) == 1 or all(key in config for config in readable):
+            differing.append(key)
     return [{_title(key): _short(key, config[key]) for key in differing if key in config} for config in flat]
 
 
@@ -234,8 +277,7 @@ def _render(ranking: Ranking) -> str:
     last_step = max((run.last_step for run in ranking.runs), default=0)
     overlays = _overlays(ranking.runs, _names(ranking))
     charts = [line_chart(chart.name, chart.series, last_step, chart.title) for chart in overlays]
-    better = "highest" if ranking.mode == "max" else "lowest"
-    body = header(f"{len(ranking.runs)} runs", None, f"ranked by {ranking.metric}, {better} first")
+    body = header(f"{len(ranking.runs)} runs", None, f"by {ranking.metric}, best first")
     body += html_table(
         ranking.headers, ranking.rows, [line_color(index) for index in range(len(ranking.runs))]
     )

@@ -43,7 +43,10 @@ def read_ranks() -> Ranks:
         return Ranks()
     get = os.environ
     return Ranks(
-        int(get["RANK"]), int(get["LOCAL_RANK"]), int(get["WORLD_SIZE"]), int(get.get("LOCAL_WORLD_SIZE", "1"))
+        int(get["RANK"]),
+        int(get["LOCAL_RANK"]),
+        int(get["WORLD_SIZE"]),
+        int(get.get("LOCAL_WORLD_SIZE", "1")),
     )
 
 

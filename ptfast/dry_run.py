@@ -1,4 +1,4 @@
-"""`ptfast train --dry-run`: build everything, take one step of each kind, say what the run will cost, leave nothing."""
+"""`ptfast train --dry-run`: build everything, take one step of each kind, say what the run costs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TIMED_STEPS = 5
 def dry_run(config: Config) -> int:
     """Build the run of `config` in a temporary folder, take a few steps, and print what the whole would take.
 
-    Figures are of one process: its memory, the floating-point operations of one step (forward and backward, counted
-    by operator), and the median of a few timed steps, warm-up left out.
+    Figures are of one process: its memory, the floating-point operations of one step (forward and backward,
+    counted by operator), and the median of a few timed steps, warm-up left out.
 
     Raises:
         PtfastError: whatever would stop the real run in its first steps.
@@ -50,11 +50,21 @@ def dry_run(config: Config) -> int:
             seconds.append(time.perf_counter() - start)
         for loader in run.eval_loaders.values():
             evaluate(
-                run.model, run.task, _Shortened(loader), device=run.device, ranks=run.ranks, precision=run.precision, ema=run.ema
+                run.model,
+                run.task,
+                _Shortened(loader),
+                device=run.device,
+                ranks=run.ranks,
+                precision=run.precision,
+                ema=run.ema,
             )
         run.save(run, False)
         run.train_loader.close()
-        state_bytes = sum(path.stat().st_size for path in (folder / "saved").rglob("*") if path.is_file() and not path.is_symlink())
+        state_bytes = sum(
+            path.stat().st_size
+            for path in (folder / "saved").rglob("*")
+            if path.is_file() and not path.is_symlink()
+        )
         flops = counter.get_total_flops()
         step_s = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
         per_epoch = run.train_loader.steps_per_epoch
@@ -66,9 +76,15 @@ def dry_run(config: Config) -> int:
             ("time per step", f"{step_s * 1e3:,.1f} ms"),
             ("throughput", f"{run.batch_size / step_s:,.0f} samples/s"),
             ("time per epoch", duration(step_s * per_epoch) if per_epoch else "unknown: iterable data"),
-            ("time of the run", f"{duration(step_s * run.total_steps)} for {run.total_steps:,} steps, evaluation not counted"),
+            (
+                "time of the run",
+                f"{duration(step_s * run.total_steps)} for {run.total_steps:,} steps, evaluation not counted",
+            ),
             ("disk", f"{num_bytes(state_bytes)} a state, up to {states} at a time"),
-            ("loss of the first steps", f"{run.progress.window_loss / max(run.progress.window_items, 1):.4g}"),
+            (
+                "loss of the first steps",
+                f"{run.progress.window_loss / max(run.progress.window_items, 1):.4g}",
+            ),
         ]
         table(["dry run", run.data_note], rows)
     return EXIT_OK

@@ -97,7 +97,9 @@ class PtfastError(Exception):
         return _rebuild, (type(self), self.code, self.what, self.key, self.value, self.place, self.suggestion)
 
 
-def _rebuild(cls: type[PtfastError], code: str, what: str, key: Any, value: Any, place: Any, hint: Any) -> PtfastError:
+def _rebuild(
+    cls: type[PtfastError], code: str, what: str, key: Any, value: Any, place: Any, hint: Any
+) -> PtfastError:
     return cls(code, what, key=key, value=value, place=place, suggestion=hint)
 
 

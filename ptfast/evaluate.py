@@ -12,7 +12,6 @@ from torch import nn
 
 from ptfast.backend import apply_backend
 from ptfast.config.schema import Config
-from ptfast.data import build_data
 from ptfast.distributed import Ranks
 from ptfast.ema import Ema
 from ptfast.errors import EXIT_OK, ConfigError
@@ -21,7 +20,7 @@ from ptfast.models import build_model
 from ptfast.precision import Precision, build_precision
 from ptfast.rewrites import apply_channels_last
 from ptfast.run import DataInfo, Task
-from ptfast.runner import build_eval_loaders, resolve_device, restore_model
+from ptfast.runner import build_eval_loaders, load_data, resolve_device, restore_model
 from ptfast.saving import State, read_state
 from ptfast.tasks import build_task
 
@@ -67,13 +66,19 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
     model.eval()
     task = build_task(config.task, info)
     precision = build_precision(config.precision.mode, device)
-    return SavedModel(model, task, info, device, precision, channels_last, int(state.facts["progress"]["step"]))
+    return SavedModel(
+        model, task, info, device, precision, channels_last, int(state.facts["progress"]["step"])
+    )
 
 
 def read_info(facts: dict[str, Any]) -> DataInfo:
     """The data's facts as they were saved; JSON's lists become tuples again."""
     names = {field.name for field in fields(DataInfo)}
-    kept = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items() if name in names}
+    kept = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in facts.items()
+        if name in names
+    }
     return DataInfo(**kept)
 
 
@@ -84,7 +89,7 @@ def evaluate_saved(config: Config, state_folder: Path, split: str | None = None)
         ConfigError: C005 when the data has no such split.
     """
     saved = load_saved(config, state_folder)
-    data = build_data(config.data.target.build(), val=config.data.val, seed=config.seed, task=config.task)
+    data = load_data(config)
     loaders = build_eval_loaders(
         config,
         data,
@@ -99,7 +104,12 @@ def evaluate_saved(config: Config, state_folder: Path, split: str | None = None)
         raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
     for name in [split] if split else loaders:
         figures = evaluate(
-            saved.model, saved.task, loaders[name], device=saved.device, ranks=Ranks(), precision=saved.precision
+            saved.model,
+            saved.task,
+            loaders[name],
+            device=saved.device,
+            ranks=Ranks(),
+            precision=saved.precision,
         )
         print(json.dumps({"step": saved.step, "split": name, **figures}))
     return EXIT_OK

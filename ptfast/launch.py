@@ -1,4 +1,4 @@
-"""Start a run: find or make its directory, freeze the config into it, and train here or on ranks under torchrun."""
+"""Start a run: find or make its directory, freeze the config into it, train here or under torchrun."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ptfast import run_folder
-from ptfast.config import Composed, Config, changed_keys, freeze, load_config, redact
-from ptfast.distributed import Ranks, broadcast_object, destroy_process_group, read_ranks, under_torchrun
+from ptfast.config.compose import Composed
+from ptfast.config.freeze import freeze, redact
+from ptfast.config.read import load_config
+from ptfast.config.rules import check_batch
+from ptfast.config.schema import Config, changed_keys
+from ptfast.distributed import Ranks, broadcast_object, destroy_process_group, read_ranks
 from ptfast.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -41,6 +45,8 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
     Raises:
         PtfastError: whatever stops the run before or during training.
     """
+    num_ranks = resolve_num_ranks(config)
+    check_batch(config.batch_size, config.micro_batches, num_ranks, config.gradients.accumulate)
     place = find_place(config)
     if place.finished:
         print(f"{place.folder} is finished already: nothing to do. More epochs would extend it.")
@@ -51,10 +57,8 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
         for warning in freeze(composed, place.folder / run_folder.CONFIG):
             print(f"ptfast: warning: {warning}", file=sys.stderr)
         command_line = ["ptfast", "train", *redact(arguments)]
-        num_ranks = resolve_num_ranks(config)
         if config.parallel.strategy == "single":
             return _train_here(config, place, command_line)
-        _check_ranks(config, num_ranks)
         _write_environment(place.folder, command_line)
         return launch_ranks(config, place, num_ranks)
 
@@ -100,7 +104,7 @@ def start_rank(compose_config: Any, arguments: list[str]) -> int:
     place = word["place"]
     if place.finished:
         return EXIT_OK
-    config = load_config(place.folder / run_folder.CONFIG, trusted=True)
+    _, config = load_config(place.folder / run_folder.CONFIG, trusted=True)
     try:
         rows = [("run", str(place.folder))]
         return worker.train(config, place.folder, ranks=ranks, state_folder=place.state_folder, panel=rows)
@@ -119,7 +123,8 @@ def find_place(config: Config) -> Place:
 
     Raises:
         ConfigError: C011 when a new run would go into a directory that holds one.
-        SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing to resume.
+        SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing
+            to resume.
     """
     from ptfast.saving import find_state, list_states
 
@@ -149,9 +154,11 @@ def run_name(config: Config) -> str:
     return config.run.name or config.recipe or "train"
 
 
-def _continue(folder: Path, config: Config, state_folder: Path | None, check_from: Path | None = None) -> Place:
+def _continue(
+    folder: Path, config: Config, state_folder: Path | None, check_from: Path | None = None
+) -> Place:
     source = check_from or folder
-    before = load_config(source / run_folder.CONFIG, trusted=True)
+    _, before = load_config(source / run_folder.CONFIG, trusted=True)
     changed = changed_keys(before, config)
     if changed:
         hint = "Set them back, or start afresh with run.resume=never"
@@ -168,10 +175,13 @@ def _newest_unfinished(parent: Path, config: Config) -> Path | None:
         if run_folder.read_json(folder / run_folder.SUMMARY).get("status") in ("finished", "failed"):
             continue
         try:
-            before = load_config(folder / run_folder.CONFIG, trusted=True)
+            _, before = load_config(folder / run_folder.CONFIG, trusted=True)
         except PtfastError:
             continue
-        if not changed_keys(before, config) and (before.epochs, before.steps) == (config.epochs, config.steps):
+        if not changed_keys(before, config) and (before.epochs, before.steps) == (
+            config.epochs,
+            config.steps,
+        ):
             return folder
     return None
 
@@ -218,21 +228,11 @@ def resolve_num_ranks(config: Config) -> int:
     return 1
 
 
-def _check_ranks(config: Config, num_ranks: int) -> None:
-    from ptfast.config.validate import check_batch
-
-    accumulate = config.gradients.accumulate
-    check_batch(config.batch_size, config.micro_batches or num_ranks * accumulate, num_ranks)
-
-
 def _check_torchrun(config: Config, ranks: Ranks) -> None:
     if config.parallel.strategy == "single" and ranks.distributed:
         what = f"torchrun started {ranks.num_ranks} processes, which would all train the same"
         raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
-    micro_batches = config.micro_batches or ranks.num_ranks * config.gradients.accumulate
-    from ptfast.config.validate import check_batch
-
-    check_batch(config.batch_size, micro_batches, ranks.num_ranks)
+    check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, config.gradients.accumulate)
 
 
 def launch_ranks(config: Config, place: Place, num_ranks: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import json
@@ -266,14 +267,17 @@ class BackgroundLogger:
         try:
             action()
         except MachineError as error:
-            self._loggers.remove(logger)
+            self._drop(logger)
             self._error = error
         except Exception as error:  # whatever a third party's logger raises must not end the training
-            self._loggers.remove(logger)
+            self._drop(logger)
             reason = shorten(f"{type(error).__name__}: {error}", 200)
-            self._warnings.put(
-                f"the {type(logger).__name__} logger failed and is off from here on ({reason})"
-            )
+            self._warnings.put(f"{type(logger).__name__} failed and logs no more of this run ({reason})")
+
+    def _drop(self, logger: Logger) -> None:
+        self._loggers.remove(logger)
+        with contextlib.suppress(Exception):
+            logger.close()
 
     def _surface(self) -> None:
         while not self._warnings.empty():

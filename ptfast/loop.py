@@ -23,12 +23,12 @@ from ptfast.run import EvalLoader, Run, StepBatch, Task
 def fit(run: Run) -> str:
     """Train `run` from where it stands to its last step.
 
-    Between two moments at which something is due (log, evaluate, save), steps run back to back and the host reads
-    nothing from the device.
+    Between two moments at which something is due (log, evaluate, save), steps run back to back and the host
+    reads nothing from the device.
 
     Returns:
-        `finished`; `stopped` (no more gain, or `run.max_time` is over); `preempted` or `interrupted` (by a signal).
-        The state is saved in every case.
+        `finished`; `stopped` (no more gain, or `run.max_time` is over); `preempted` or `interrupted` (by a
+        signal). The state is saved in every case.
 
     Raises:
         NumericsError: N001 when the loss is no longer finite.
@@ -69,7 +69,9 @@ class Trainer:
         self.run = run
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         self.base_lrs = [group["initial_lr"] for group in run.optimizer.param_groups]
-        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        self.dtype = (
+            torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        )
         self.weights: dict[int, Tensor] = {}
         self.counts_samples = getattr(run.task, "counts_samples", False)
         self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
@@ -114,7 +116,7 @@ class Trainer:
                 raise _data_ended(run)
 
     def _accumulate_gradients(self, batch: StepBatch, step: int) -> None:
-        """Forward and backward of this rank's micro-batches: the gradient of the mean loss over the whole step."""
+        """Forward and backward of this rank's micro-batches: the gradient of the mean loss of the step."""
         run, loss_of, precision = self.run, self.run.task.loss, self.run.precision
         weight = self._item_weight(batch)
         last = len(batch.micro_batches) - 1
@@ -134,7 +136,7 @@ class Trainer:
                 self.num_items += count
 
     def _item_weight(self, batch: StepBatch) -> Tensor:
-        """What the loss of one item weighs: one over the items of the step, times the ranks that DDP averages over.
+        """What one item's loss weighs: one over the items of the step, times the ranks that DDP averages over.
 
         Scaling by the number of micro-batches instead is wrong wherever they differ in size.
         """
@@ -158,16 +160,22 @@ class Trainer:
             NumericsError: N001 when it is not finite, or when fp16 gradients overflow at every scale.
         """
         run, progress = self.run, self.run.progress
-        window = torch.stack([self.loss_sum.double(), torch.as_tensor(self.num_items).to(self.loss_sum.device).double()])
+        window = torch.stack(
+            [self.loss_sum.double(), torch.as_tensor(self.num_items).to(self.loss_sum.device).double()]
+        )
         progress.window_loss, progress.window_items = sum_over_ranks(window, run.ranks).tolist()
         progress.train_s += run.clock.charge("training")
         loss = progress.window_loss / max(progress.window_items, 1)
         scale = run.precision.scaler.get_scale() if run.precision.scaler is not None else 1.0
         if math.isfinite(loss) and scale > 1e-6:
             return loss
-        what = f"the loss is {loss} by step {progress.step}" if not math.isfinite(loss) else "every fp16 gradient overflows"
+        what = (
+            f"the loss is {loss} by step {progress.step}"
+            if not math.isfinite(loss)
+            else "every fp16 gradient overflows"
+        )
         lr = run.optimizer.param_groups[0]["lr"]
-        hint = f"Lower optimizer.lr (the rate of now is {lr:.3g}), clip with gradients.clip_norm=1, or look with debug=anomaly"
+        hint = f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1, or look with debug=anomaly"
         raise NumericsError("N001", what, suggestion=hint)
 
     def log(self, loss: float) -> None:
@@ -189,7 +197,11 @@ class Trainer:
         progress.window_loss = progress.window_items = 0.0
         self.loss_sum.zero_()
         self.num_items = 0
-        self.logged_samples, self.logged_s, self.logged_step = progress.samples, progress.train_s, progress.step
+        self.logged_samples, self.logged_s, self.logged_step = (
+            progress.samples,
+            progress.train_s,
+            progress.step,
+        )
         run.clock.charge("logging")
 
 
@@ -253,7 +265,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
 
 
 def evaluate_and_rank(run: Run) -> bool:
-    """Evaluate `val`, or take the training loss where nothing is held out, and say whether it is the best so far.
+    """Evaluate `val`, or take the training loss where nothing is held out; say whether it is the best so far.
 
     Raises:
         ConfigError: C005 when the figure that `best` should follow does not exist.
@@ -301,4 +313,6 @@ def _stop_reason(run: Run) -> str | None:
 
 def _data_ended(run: Run) -> DataError:
     what = f"the data ended after step {run.progress.step} of {run.total_steps}"
-    return DataError("D006", what, key="steps", value=run.total_steps, suggestion="Set steps to what the data has")
+    return DataError(
+        "D006", what, key="steps", value=run.total_steps, suggestion="Set steps to what the data has"
+    )

@@ -29,7 +29,9 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
     saved = load_saved(config, state_folder)
     lines: list[str] = []
     with torch.inference_mode(), saved.precision.autocast():
-        for name, inputs in read_inputs(saved.info, paths, device=saved.device, channels_last=saved.channels_last):
+        for name, inputs in read_inputs(
+            saved.info, paths, device=saved.device, channels_last=saved.channels_last
+        ):
             records = saved.task.predict(saved.model, inputs)
             names = name if isinstance(name, list) else [name]
             for source, record in zip(names, records, strict=True):
@@ -40,6 +42,8 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
         try:
             Path(out).write_text("".join(line + "\n" for line in lines))
         except OSError as error:
-            raise MachineError("E001", f"cannot be written ({error.strerror})", key="--out", value=out) from error
+            raise MachineError(
+                "E001", f"cannot be written ({error.strerror})", key="--out", value=out
+            ) from error
         print(f"wrote {len(lines):,} predictions to {out}", file=sys.stderr)
     return EXIT_OK

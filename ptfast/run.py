@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class DataInfo:
     """What the data says about the model and the task; models take these as keywords of the same name.
 
-    A model's constructor keyword that has the name of a field here and is not set in the config is filled from it.
+    A model's constructor keyword that has the name of a field here and is not set in the config is filled
+    from it.
     """
 
     kind: str
@@ -29,7 +30,7 @@ class DataInfo:
     num_classes: int | None = None
     class_names: tuple[str, ...] | None = None
     input_shape: tuple[int, ...] | None = None
-    """Shape of one input without the batch: (channels, height, width) of an image, (features,) of a vector."""
+    """Shape of one input by itself: (channels, height, width) of an image, (features,) of a vector."""
     in_channels: int | None = None
     vocab_size: int | None = None
     pad_id: int | None = None
@@ -47,7 +48,7 @@ class MicroBatch(NamedTuple):
     data: Any
     """What the task understands, on the device: `(inputs, targets)` for the built-in tasks."""
     num_samples: int
-    """Samples that count. 0 for an empty share, whose one stand-in sample keeps the ranks' collectives in step."""
+    """Samples that count; 0 for an empty share, whose one stand-in sample keeps the ranks in step."""
 
 
 class StepBatch(NamedTuple):
@@ -68,7 +69,7 @@ class TrainLoader(Protocol):
     """What `auto` was resolved to."""
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` (counted from 0, over epochs) up to, not including, `last_step`."""
+        """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
         ...
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, Tensor | int]:
-        """One forward pass: update `metrics`, return loss sum and count. Called under `torch.inference_mode`."""
+        """One forward pass, without gradients: update `metrics`, return loss sum and count."""
         ...
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
@@ -132,7 +133,8 @@ class Task(Protocol):
 class Callback:
     """A user's own code in the loop: subclass it, name it under `callbacks`, override either method.
 
-    Runs on every rank, on the host, between steps: reading a tensor's value here makes the host wait for the device.
+    Runs on every rank, on the host, between steps: reading a tensor's value here makes the host wait for
+    the device.
     """
 
     def on_step(self, run: Any, step: int) -> None:
@@ -171,7 +173,11 @@ class Cadence:
 
     def next_stop(self, step: int, total_steps: int) -> int:
         """The first step after `step` at which something is due."""
-        stops = [(step // every + 1) * every for every in (self.log_steps, self.eval_steps, self.save_steps) if every]
+        stops = [
+            (step // every + 1) * every
+            for every in (self.log_steps, self.eval_steps, self.save_steps)
+            if every
+        ]
         return min([total_steps, *stops])
 
 

@@ -41,7 +41,9 @@ def create_folder(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         hint = "Set run.root or run.dir to a folder you may write"
-        raise MachineError("E001", f"cannot be written ({error.strerror})", key=str(folder), suggestion=hint) from error
+        raise MachineError(
+            "E001", f"cannot be written ({error.strerror})", key=str(folder), suggestion=hint
+        ) from error
 
 
 def list_runs(parent: Path) -> list[Path]:
@@ -70,7 +72,9 @@ def hold(folder: Path) -> Any:
         raise MachineError("E003", f"in use by {holder}", key=str(folder), suggestion=hint) from error
     try:
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.write(
+            f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        )
         file.flush()
         yield
     finally:
@@ -95,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def environment(command_line: list[str]) -> dict[str, Any]:
-    """What would have to be the same for the same bits: versions, device, cores, threads, commit, command line."""
+    """What has to be the same for the same bits: versions, device, cores, threads, commit, command line."""
     import numpy as np
     import torch
 
@@ -139,7 +143,9 @@ def _processor() -> str:
 
 def _git_commit() -> str | None:
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False)
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

@@ -13,10 +13,9 @@ from torch import nn
 from ptfast import run_folder
 from ptfast.backend import apply_backend
 from ptfast.compile import apply_compile
+from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
-from ptfast.config.targets import Target
-from ptfast.config.schema import Config as _C
-def check_batch(*a, **k): pass
+from ptfast.config.targets import check_constructs
 from ptfast.data import Data, build_data, build_eval_loader, build_train_loader
 from ptfast.data.sampler import smallest_micro_batch
 from ptfast.distributed import Ranks, broadcast_object
@@ -48,12 +47,12 @@ def build(
 ) -> Run:
     """Build a run on this rank.
 
-    The order: data, model, rewrites, device and memory format, compiled model, parallel wrap, optimizer and averaged
-    weights, schedule; the saved state comes last. An optimizer built before the model has its final place and form
-    would hold parameters that nothing trains, in silence.
+    The order: data, model, rewrites, device and memory format, compiled model, parallel wrap, optimizer and
+    averaged weights, schedule; the saved state comes last. An optimizer built before the model has its
+    final place and form would hold parameters that nothing trains, in silence.
 
-    What the config leaves to `auto` is resolved here by the first rank, written to `resolved.json`, and taken from
-    there when the run is resumed.
+    What the config leaves to `auto` is resolved here by the first rank, written to `resolved.json`, and
+    taken from there when the run is resumed.
 
     Args:
         state_folder: the state to go on from; None starts afresh.
@@ -68,14 +67,16 @@ def build(
         num_local_ranks=ranks.num_local_ranks,
     )
     precision = build_precision(config.precision.mode, device)
-    micro_batches = (
-        config.micro_batches or resolved.get("micro_batches") or ranks.num_ranks * config.gradients.accumulate
+    micro_batches = check_batch(
+        config.batch_size,
+        config.micro_batches or resolved.get("micro_batches"),
+        ranks.num_ranks,
+        config.gradients.accumulate,
     )
-    check_batch(config.batch_size, micro_batches, ranks.num_ranks)
     state = read_state(state_folder) if state_folder is not None else None
 
     with display.status("loading the data"):
-        data = build_data(config.data.target.build(), val=config.data.val, seed=config.seed, task=config.task)
+        data = load_data(config)
     info = data.info
     task = build_task(config.task, info)
     seed_everything(config.seed)
@@ -161,7 +162,9 @@ def build(
         total_steps=total_steps,
         batch_size=config.batch_size,
         micro_batches=micro_batches,
-        cadence=Cadence(steps_of(config.log_every), steps_of(config.eval.every), steps_of(config.saving.every)),
+        cadence=Cadence(
+            steps_of(config.log_every), steps_of(config.eval.every), steps_of(config.saving.every)
+        ),
         best_metric=metric,
         best_mode=best_mode(metric, task),
         patience=stop.patience,
@@ -183,12 +186,28 @@ def build(
     return run
 
 
-def build_eval_loaders(config: Config, data: Data, *, rank: int, num_ranks: int, **loading: Any) -> dict[str, EvalLoader]:
+def load_data(config: Config) -> Data:
+    """The splits that the config names, and the facts about them."""
+    section = config.data
+    return build_data(
+        section.target.build(),
+        val=section.val,
+        seed=config.seed,
+        task=config.task,
+        normalize=section.normalize,
+    )
+
+
+def build_eval_loaders(
+    config: Config, data: Data, *, rank: int, num_ranks: int, **loading: Any
+) -> dict[str, EvalLoader]:
     """Loaders of the splits that the data has besides `train`, by name."""
     batch_size = config.eval.batch_size or max(config.batch_size // num_ranks, 256)
     splits = {"val": data.val, "test": data.test}
     return {
-        split: build_eval_loader(source, data.info, batch_size=batch_size, rank=rank, num_ranks=num_ranks, **loading)
+        split: build_eval_loader(
+            source, data.info, batch_size=batch_size, rank=rank, num_ranks=num_ranks, **loading
+        )
         for split, source in splits.items()
         if source is not None
     }
@@ -205,13 +224,17 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
     if name == "cuda":
         count = torch.cuda.device_count()
         if not count:
-            raise ConfigError("C012", "no CUDA device is visible", key="device", value=name, suggestion="Use device=cpu")
+            raise ConfigError(
+                "C012", "no CUDA device is visible", key="device", value=name, suggestion="Use device=cpu"
+            )
         if ranks.local_rank >= count:
             what = f"{ranks.num_local_ranks} ranks need as many GPUs and {count} are visible"
             raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={count}")
         return torch.device("cuda", ranks.local_rank)
     if name == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("C012", "no Apple GPU is visible", key="device", value=name, suggestion="Use device=cpu")
+        raise ConfigError(
+            "C012", "no Apple GPU is visible", key="device", value=name, suggestion="Use device=cpu"
+        )
     return torch.device(name)
 
 
@@ -248,6 +271,7 @@ def best_mode(metric: str, task: Task) -> str:
 
 def _build_model(config: Config, info: DataInfo, *, fresh: bool, display: Any) -> nn.Module:
 
+    check_constructs(config.model.target, asdict(info))
     with display.status("building the model"):
         model = build_model(config.model.target, info)
     weights = config.model.weights
@@ -263,8 +287,13 @@ def _check_last_batch(config: Config, data: Data, model: nn.Module, micro_batche
         num_samples = len(data.train)
     except TypeError:
         return
-    if normed and smallest_micro_batch(num_samples, config.batch_size, micro_batches, config.dataloader.last) == 1:
-        what = f"{num_samples:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
+    if (
+        normed
+        and smallest_micro_batch(num_samples, config.batch_size, micro_batches, config.dataloader.last) == 1
+    ):
+        what = (
+            f"{num_samples:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
+        )
         hint = "Set dataloader.last=drop or another batch_size"
         raise DataError("D006", what, key="batch_size", value=config.batch_size, suggestion=hint)
 
@@ -308,7 +337,9 @@ def restore_model(model: nn.Module, state: State) -> None:
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
         hint = "Resume with the config it was saved with, or warm-start with model.weights"
-        raise SavedStateError("S002", f"it is of another model: {reason}", key="run.resume", suggestion=hint) from error
+        raise SavedStateError(
+            "S002", f"it is of another model: {reason}", key="run.resume", suggestion=hint
+        ) from error
 
 
 def _restore_training(run: Run, state: State) -> None:
@@ -321,8 +352,12 @@ def _restore_training(run: Run, state: State) -> None:
     run.best_figures = state.facts["best_figures"]
     run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
     before = state.facts["resolved"]["total_steps"]
-    if run.total_steps != before and not run.schedule.extendable and run.progress.step < max(before, run.total_steps):
-        what = f"the saved run has {before:,} steps, this one {run.total_steps:,}, and the schedule depends on the length"
+    if (
+        run.total_steps != before
+        and not run.schedule.extendable
+        and run.progress.step < max(before, run.total_steps)
+    ):
+        what = f"the saved run has {before:,} steps, this one {run.total_steps:,}, and the schedule spans the run"
         hint = "Keep epochs as they were, use schedule=constant, or start afresh with model.weights=RUN"
         raise SavedStateError("S003", what, key="epochs", suggestion=hint)
     if run.progress.step > run.total_steps:

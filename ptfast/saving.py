@@ -36,11 +36,13 @@ class State:
 def write_state(saved: Path, step: int, state: State) -> Path:
     """Write `saved/step-<step>/` and point `saved/last` at it.
 
-    The folder is written under another name, flushed to disk and renamed, so that a kill at any moment leaves either
-    the whole state or none. Every file's SHA-256 goes into its manifest: torch does not notice a flipped bit.
+    The folder is written under another name, flushed to disk and renamed, so that a kill at any moment
+    leaves either the whole state or none. Every file's SHA-256 goes into its manifest: torch does not
+    notice a flipped bit.
 
     Raises:
-        MachineError: E002 when the disk is full, E001 when the folder cannot be written; nothing is left behind.
+        MachineError: E002 when the disk is full, E001 when the folder cannot be written; nothing is left
+            behind.
     """
     final = saved / f"step-{step}"
     if final.exists():
@@ -75,7 +77,7 @@ def point(saved: Path, name: str, folder: Path) -> None:
 
 
 def prune(saved: Path, keep: int) -> None:
-    """Remove all but the newest `keep` states and what `last` and `best` point at, and drafts of killed writers."""
+    """Remove all but the newest `keep` states, what `last` and `best` point at, and drafts of killed writers."""
     kept = {(saved / name).resolve() for name in ("last", "best") if (saved / name).exists()}
     for folder in list_states(saved)[keep:]:
         if folder.resolve() not in kept:
@@ -110,7 +112,9 @@ def find_state(path: Path) -> Path:
     if newest:
         return newest[0]
     what = "no saved state there" if path.exists() else "no such folder"
-    raise SavedStateError("S004", what, key=str(path), suggestion="Give a run directory or one of its saved/step-N folders")
+    raise SavedStateError(
+        "S004", what, key=str(path), suggestion="Give a run directory or one of its saved/step-N folders"
+    )
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -125,7 +129,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(folder / MANIFEST, "the manifest cannot be read") from error
     if version > FORMAT:
-        raise damaged(folder, f"format {version} is newer than this ptfast reads ({FORMAT})", "Upgrade ptfast")
+        raise damaged(
+            folder, f"format {version} is newer than this ptfast reads ({FORMAT})", "Upgrade ptfast"
+        )
     for name, digest in digests.items():
         path = folder / Path(name).name
         if not path.is_file():
@@ -145,7 +151,9 @@ def read_state(folder: Path, device: torch.device | str = "cpu") -> State:
         SavedStateError: S001 when it is damaged.
     """
     facts = read_facts(folder)
-    return State(load_tensors(folder / "model.pt", device), load_tensors(folder / "training.pt", device), facts)
+    return State(
+        load_tensors(folder / "model.pt", device), load_tensors(folder / "training.pt", device), facts
+    )
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -157,7 +165,11 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, An
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        reason = "it holds a pickled object, which could run code" if "weights_only" in str(error).lower() else "it cannot be read"
+        reason = (
+            "it holds a pickled object, which could run code"
+            if "weights_only" in str(error).lower()
+            else "it cannot be read"
+        )
         raise damaged(path, reason) from error
 
 

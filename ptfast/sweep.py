@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptfast import run_folder
-from ptfast.config import Composed, validate
+from ptfast.config.compose import Composed
 from ptfast.config.multirun import JobResult
 from ptfast.config.multirun import sweep as run_sweep
+from ptfast.config.validate import validate
 from ptfast.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, PtfastError
 
 ENDINGS = {-signal.SIGKILL: "killed (out of memory?)", -signal.SIGSEGV: "crashed"}
@@ -70,7 +71,8 @@ def sweep(arguments: list[str]) -> int:
     Raises:
         ConfigError: C002 to C014 for a point that could not be trained, before any is.
     """
-    from ptfast.compare import print_ranking
+    from ptfast.compare import rank_runs
+    from ptfast.display import table
 
     first: list[Composed] = []
 
@@ -89,10 +91,9 @@ def sweep(arguments: list[str]) -> int:
         interrupted = False
     runs = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
     config = validate(first[0].tree, first[0].place)
-    metric = None if config.sweep.metric == "auto" else config.sweep.metric
-    mode = None if config.sweep.mode == "auto" else config.sweep.mode
     print(f"\n{len(runs)} jobs in {time.monotonic() - start_s:,.0f} s, in {folder}")
-    print_ranking(runs, metric=metric, mode=mode)
+    ranking = rank_runs(runs, config.sweep.metric, config.sweep.mode)
+    table(ranking.headers, ranking.rows)
     if interrupted:
         return EXIT_INTERRUPTED
     return next((exit_code_of(result) for result in results if result.error is not None), EXIT_OK)
@@ -117,7 +118,9 @@ def objective(summary: dict[str, dict[str, float]], metric: str) -> float | None
     if name not in figures:
         known = [f"{part}.{key}" for part in ("val", "test", "best") for key in summary.get(part) or {}]
         hint = f"There are: {', '.join(known)}"
-        raise ConfigError("C005", "the runs have no such figure", key="sweep.metric", value=metric, suggestion=hint)
+        raise ConfigError(
+            "C005", "the runs have no such figure", key="sweep.metric", value=metric, suggestion=hint
+        )
     return float(figures[name])
 
 
@@ -127,4 +130,6 @@ def record_failure(run_dir: Path, composed: Composed, code: int, reason: str) ->
     if not path.exists() and run_dir.parent.is_dir():
         run_dir.mkdir(exist_ok=True)
         words = list(composed.arguments)
-        run_folder.write_json(path, {"status": "failed", "exit_code": code, "error": reason, "arguments": words})
+        run_folder.write_json(
+            path, {"status": "failed", "exit_code": code, "error": reason, "arguments": words}
+        )

@@ -1,4 +1,4 @@
-"""One rank of a run: build it, train it, write what came of it; and say what went wrong, once for all ranks."""
+"""One rank of a run: build it, train it, write what came of it, and say once what went wrong."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ from ptfast.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, P
 from ptfast.run import Clock, Run
 
 STARTED_VARIABLE = "PTFAST_STARTED"
-EXIT_CODES = {"finished": EXIT_OK, "stopped": EXIT_OK, "preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED}
+EXIT_CODES = {
+    "finished": EXIT_OK,
+    "stopped": EXIT_OK,
+    "preempted": EXIT_PREEMPTED,
+    "interrupted": EXIT_INTERRUPTED,
+}
 
 
-def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None, panel: list[tuple[str, str]]) -> int:
+def train(
+    config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None, panel: list[tuple[str, str]]
+) -> int:
     """Train on this rank and return its exit code; the first rank writes summary, figures and report.
 
     Args:
@@ -52,7 +59,9 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
         if ranks.is_first:
             if state_folder is not None:
                 truncate_after(folder / METRICS_FILE, int(state_folder.name.removeprefix("step-")))
-            logger = BackgroundLogger(_loggers(config, folder, JsonlLogger(folder / METRICS_FILE)), display.warn)
+            logger = BackgroundLogger(
+                _loggers(config, folder, JsonlLogger(folder / METRICS_FILE)), display.warn
+            )
         from ptfast.debug import debugging
         from ptfast.loop import fit
         from ptfast.runner import build
@@ -101,7 +110,7 @@ def _close(
     exit_code: int,
     error_line: str | None,
 ) -> None:
-    write_report = lambda p: None
+    from ptfast.report import write_report
 
     logger.close()
     summary = summarise(run, clock, status, exit_code, error_line)
@@ -114,7 +123,9 @@ def _close(
     display.close()
 
 
-def summarise(run: Run | None, clock: Clock, status: str, exit_code: int, error: str | None) -> dict[str, Any]:
+def summarise(
+    run: Run | None, clock: Clock, status: str, exit_code: int, error: str | None
+) -> dict[str, Any]:
     """What `summary.json` holds: the outcome, the figures, and every second of wall time by cause."""
     clock.charge("closing" if run is not None else "start-up")
     summary: dict[str, Any] = {"status": status, "exit_code": exit_code}
@@ -168,7 +179,9 @@ def bug_line(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
     where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
     text = " ".join(str(error).split()) or "no message"
-    return f"ptfast: error: {type(error).__name__}{where}: {text}. Add --traceback to see where it comes from."
+    return (
+        f"ptfast: error: {type(error).__name__}{where}: {text}. Add --traceback to see where it comes from."
+    )
 
 
 @contextlib.contextmanager
@@ -181,7 +194,9 @@ def _signals(run: Run) -> Iterator[None]:
         run.stop_signal = number
         run.display.note("stopping after this step; the state is being saved")
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    previous = {
+        number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    }
     try:
         yield
     finally:
@@ -206,7 +221,9 @@ def _loggers(config: Config, folder: Path, jsonl: Any) -> list[Any]:
     return loggers
 
 
-def _panel(config: Config, run: Run, rows: list[tuple[str, str]]) -> tuple[str, list[tuple[str, str]], list[str]]:
+def _panel(
+    config: Config, run: Run, rows: list[tuple[str, str]]
+) -> tuple[str, list[tuple[str, str]], list[str]]:
     resolved, per_rank = run.resolved, run.micro_batches // run.ranks.num_ranks
     num_parameters = sum(p.numel() for p in run.model.parameters())
     epochs = f" ({config.epochs} epochs)" if config.steps is None else ""
@@ -224,13 +241,23 @@ def _panel(config: Config, run: Run, rows: list[tuple[str, str]]) -> tuple[str, 
         ("precision", run.precision.describe()),
         ("batch", f"{run.batch_size} = {run.ranks.num_ranks} x {per_rank} micro-batches of {micro_size}"),
         ("steps", f"{run.total_steps:,}{epochs}"),
-        ("optimizer", f"{type(run.optimizer).__name__} lr {run.optimizer.param_groups[0]['initial_lr']:g}, {resolved['optimizer']}"),
+        (
+            "optimizer",
+            f"{type(run.optimizer).__name__} lr {run.optimizer.param_groups[0]['initial_lr']:g},
+            {resolved['optimizer']}",
+        ),
         ("schedule", config.schedule.target.path.rsplit(".", 1)[-1]),
         ("loader", run.train_loader.kind),
         *rows,
     ]
-    switched = {"clip norm": config.gradients.clip_norm, "clip value": config.gradients.clip_value, "ema": config.ema.decay}
-    table[-len(rows) - 1 : -len(rows) - 1] = [(name, f"{value:g}") for name, value in switched.items() if value is not None]
+    switched = {
+        "clip norm": config.gradients.clip_norm,
+        "clip value": config.gradients.clip_value,
+        "ema": config.ema.decay,
+    }
+    table[-len(rows) - 1 : -len(rows) - 1] = [
+        (name, f"{value:g}") for name, value in switched.items() if value is not None
+    ]
     loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
     return config.recipe or "train", table, loud
 
@@ -250,11 +277,13 @@ def main() -> None:
     die_with_parent()
     folder, state = Path(sys.argv[1]), sys.argv[2]
     try:
-        from ptfast.config import load_config
+        from ptfast.config.read import load_config
 
-        config = load_config(folder / run_folder.CONFIG, trusted=True)
+        _, config = load_config(folder / run_folder.CONFIG, trusted=True)
         rows = [("run", str(folder))]
-        code = train(config, folder, ranks=read_ranks(), state_folder=Path(state) if state else None, panel=rows)
+        code = train(
+            config, folder, ranks=read_ranks(), state_folder=Path(state) if state else None, panel=rows
+        )
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except Exception as error:

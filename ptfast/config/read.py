@@ -22,12 +22,14 @@ def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
     return composed, validate(composed.tree, composed.place)
 
 
-def load_config(path: Path, arguments: Sequence[str] = (), *, trusted: bool = False) -> tuple[Composed, Config]:
+def load_config(
+    path: Path, arguments: Sequence[str] = (), *, trusted: bool = False
+) -> tuple[Composed, Config]:
     """The config in a whole file, such as a run directory's, with arguments laid over it.
 
     Args:
-        trusted: the file is this run's own, or names nothing that will be imported. Otherwise its targets must lie
-            in known packages, or in one that the arguments trust (`trust=[my_package]`).
+        trusted: the file is this run's own, or names nothing that will be imported. Otherwise its targets
+            must lie in known packages, or in one that the arguments trust (`trust=[my_package]`).
 
     Raises:
         ConfigError: the first thing wrong.
