@@ -29,8 +29,8 @@ def build_step(optimizer: Optimizer) -> Callable[[], object]:
     """What takes one step of `optimizer`: for torch's own, the formula alone, about 20 us faster on the CPU.
 
     The public method also asks for hooks, opens a profiler range and breaks the compiler's graph, and imports
-    the compiler first. Where hooks are registered on it, under a profiler, or for an optimizer from elsewhere, that
-    method is called.
+    the compiler first. It is called where hooks are registered on the optimizer, under a profiler, and for an
+    optimizer from elsewhere.
     """
     public = type(optimizer).step
     formula = inspect.unwrap(public)
