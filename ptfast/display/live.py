@@ -37,7 +37,14 @@ class LiveDisplay(PlainDisplay):
     def _console(self) -> Console:
         from rich.console import Console
 
-        return Console(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+        class QuietWhenGone(Console):
+            def on_broken_pipe(self) -> None:
+                # The inherited one exits the process.
+                self.quiet = True
+
+        return QuietWhenGone(
+            file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False
+        )
 
     def panel(self, title: str, rows: Rows, loud: Sequence[str] = (), style: str = "cyan") -> None:
         from rich.console import Group
