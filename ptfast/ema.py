@@ -61,6 +61,11 @@ class Ema:
             with torch.no_grad():
                 torch._foreach_copy_(kept, copies)
 
+    def copy_to_model(self) -> None:
+        """Replace the model's weights by their averages, for good."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._averages)
+
     def state_dict(self) -> dict[str, Any]:
         """Averages by the plain model's names, and the number of updates."""
         return {"averages": dict(zip(self._names, self._averages, strict=True)), "updates": self._updates}

@@ -74,7 +74,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
 def read_info(facts: dict[str, Any]) -> DataInfo:
     """The data's facts as they were saved; JSON's lists become tuples again."""
     names = {field.name for field in fields(DataInfo)}
-    kept = {
+    kept: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in facts.items()
         if name in names

@@ -136,7 +136,7 @@ class Trainer:
                 self.num_items += count
 
     def _item_weight(self, batch: StepBatch) -> Tensor:
-        """What one item's loss weighs: one over the items of the step, times the ranks that DDP averages over.
+        """What one item's loss weighs: one over the items of the step, times the ranks DDP averages over.
 
         Scaling by the number of micro-batches instead is wrong wherever they differ in size.
         """
@@ -175,7 +175,9 @@ class Trainer:
             else "every fp16 gradient overflows"
         )
         lr = run.optimizer.param_groups[0]["lr"]
-        hint = f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1, or look with debug=anomaly"
+        hint = (
+            f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1, look with debug=anomaly"
+        )
         raise NumericsError("N001", what, suggestion=hint)
 
     def log(self, loss: float) -> None:

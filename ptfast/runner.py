@@ -357,7 +357,7 @@ def _restore_training(run: Run, state: State) -> None:
         and not run.schedule.extendable
         and run.progress.step < max(before, run.total_steps)
     ):
-        what = f"the saved run has {before:,} steps, this one {run.total_steps:,}, and the schedule spans the run"
+        what = f"the saved run has {before:,} steps, not {run.total_steps:,}, and the schedule spans the run"
         hint = "Keep epochs as they were, use schedule=constant, or start afresh with model.weights=RUN"
         raise SavedStateError("S003", what, key="epochs", suggestion=hint)
     if run.progress.step > run.total_steps:

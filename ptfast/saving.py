@@ -77,7 +77,7 @@ def point(saved: Path, name: str, folder: Path) -> None:
 
 
 def prune(saved: Path, keep: int) -> None:
-    """Remove all but the newest `keep` states, what `last` and `best` point at, and drafts of killed writers."""
+    """Remove all but the newest `keep` states and those `last` and `best` point at; remove drafts."""
     kept = {(saved / name).resolve() for name in ("last", "best") if (saved / name).exists()}
     for folder in list_states(saved)[keep:]:
         if folder.resolve() not in kept:
@@ -181,8 +181,6 @@ def damaged(path: Path, what: str, suggestion: str | None = None) -> SavedStateE
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        if hasattr(hashlib, "file_digest"):
-            return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256()
         while chunk := file.read(1 << 20):
             digest.update(chunk)

@@ -224,46 +224,43 @@ def _loggers(config: Config, folder: Path, jsonl: Any) -> list[Any]:
 def _panel(
     config: Config, run: Run, rows: list[tuple[str, str]]
 ) -> tuple[str, list[tuple[str, str]], list[str]]:
-    resolved, per_rank = run.resolved, run.micro_batches // run.ranks.num_ranks
+    """Title, rows and warnings of the panel: what is switched on, and what it resolved to."""
+    resolved, num_ranks = run.resolved, run.ranks.num_ranks
     num_parameters = sum(p.numel() for p in run.model.parameters())
-    epochs = f" ({config.epochs} epochs)" if config.steps is None else ""
     layout = ", channels last" if resolved["channels_last"] else ""
-    micro_size = run.batch_size // run.micro_batches
-    device = run.device.type
-    if device == "cuda":
-        import torch
-
-        device = torch.cuda.get_device_name(run.device)
+    processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
+    batch = f"{run.batch_size} = {num_ranks} x {run.micro_batches // num_ranks} micro-batches"
+    epochs = f" ({config.epochs} epochs)" if config.steps is None else ""
+    lr = run.optimizer.param_groups[0]["initial_lr"]
     table = [
         ("data", run.data_note),
         ("model", f"{type(run.model).__name__}, {num_parameters:,} parameters{layout}"),
-        ("device", f"{device}, {_ranks(run)}, {resolved['threads']} threads"),
+        ("device", f"{_device_name(run)}, {processes}, {resolved['threads']} threads"),
         ("precision", run.precision.describe()),
-        ("batch", f"{run.batch_size} = {run.ranks.num_ranks} x {per_rank} micro-batches of {micro_size}"),
+        ("batch", f"{batch} of {run.batch_size // run.micro_batches}"),
         ("steps", f"{run.total_steps:,}{epochs}"),
-        (
-            "optimizer",
-            f"{type(run.optimizer).__name__} lr {run.optimizer.param_groups[0]['initial_lr']:g},
-            {resolved['optimizer']}",
-        ),
+        ("optimizer", f"{type(run.optimizer).__name__}, lr {lr:g}, {resolved['optimizer']}"),
         ("schedule", config.schedule.target.path.rsplit(".", 1)[-1]),
         ("loader", run.train_loader.kind),
-        *rows,
     ]
-    switched = {
+    switches = {
+        "compile": None if config.compile.mode == "none" else config.compile.mode,
         "clip norm": config.gradients.clip_norm,
         "clip value": config.gradients.clip_value,
         "ema": config.ema.decay,
+        "resumed": f"at step {run.progress.step:,}" if run.progress.step else None,
     }
-    table[-len(rows) - 1 : -len(rows) - 1] = [
-        (name, f"{value:g}") for name, value in switched.items() if value is not None
-    ]
+    table += [(name, str(value)) for name, value in switches.items() if value is not None]
     loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
-    return config.recipe or "train", table, loud
+    return config.recipe or "train", table + rows, loud
 
 
-def _ranks(run: Run) -> str:
-    return f"{run.ranks.num_ranks} ranks" if run.ranks.distributed else "1 process"
+def _device_name(run: Run) -> str:
+    if run.device.type != "cuda":
+        return run.device.type
+    import torch
+
+    return torch.cuda.get_device_name(run.device)
 
 
 def die_with_parent() -> None:
