@@ -34,7 +34,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _render(run: RunFiles) -> str:
-    title = str(run.summary.get("recipe") or run.config.get("recipe") or run.run_dir.absolute().name)
+    title = str(run.summary.get("recipe") or run.config.get("recipe") or run.name)
     body = [header(title, run.status, str(run.run_dir.absolute())), _error(run), tiles(_key_figures(run))]
     if table := _figure_table(run):
         body += ["<h2>Figures</h2>", table]
