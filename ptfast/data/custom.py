@@ -151,8 +151,8 @@ def _info(dataset: Any, sample: Any, labels: Tensor | None, task: str) -> DataIn
     if task in ("regression", "multilabel"):
         facts["num_classes"] = known.shape[1] if known.dim() > 1 else 1
     elif kind != "tokens":
-        known = getattr(dataset, "num_classes", None) or (len(names) if names else None)
-        facts["num_classes"] = known or int(known.max()) + 1
+        stated = getattr(dataset, "num_classes", None) or (len(names) if names else None)
+        facts["num_classes"] = stated or int(known.max()) + 1
     return DataInfo(kind=kind, task=task, class_names=names, **facts)
 
 

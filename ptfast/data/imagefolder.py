@@ -27,16 +27,18 @@ Listing = tuple[list[str], list[int]]
 class ImageFolder:
     """A tree of class folders.
 
-    Images that fit in a quarter of the memory are decoded once, by all cores; others each time they are needed.
+    Images that fit in a quarter of the memory are decoded once, by all cores; others each time they are
+    needed.
 
     Args:
         root: the folder: with `train/` (and `val/`, `test/`) of class folders, or with class folders.
-        image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None where all
-            have one size.
+        image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
+            where all have one size.
         threads: that decode; `auto` for one per core.
 
     Raises:
-        DataError: D001 to D003 when the tree does not fit, D005 for a file that cannot be decoded (by `load`).
+        DataError: D001 to D003 when the tree does not fit, D005 for a file that cannot be decoded (by
+            `load`).
     """
 
     name = "imagefolder"

@@ -34,12 +34,12 @@ class Decoded(NamedTuple):
 class Decoder:
     """Reads image files as uint8 (height, width, 3).
 
-    JPEG goes through libjpeg-turbo by torchvision, which is 2 to 3 times as fast as PIL and gives the same pixels;
-    everything else, and JPEG in grey or CMYK, through PIL.
+    JPEG goes through libjpeg-turbo by torchvision, which is 2 to 3 times as fast as PIL and gives the same
+    pixels; everything else, and JPEG in grey or CMYK, through PIL.
 
     Args:
-        image_size: side of the square that images are brought to (shorter side resized, centre cropped); None keeps
-            their size.
+        image_size: side of the square that images are brought to (shorter side resized, centre cropped); None
+            keeps their size.
     """
 
     def __init__(self, image_size: int | None = None) -> None:
@@ -80,12 +80,13 @@ class Decoder:
         return Decoded(fit(decoded.pixels, self.image_size), decoded.converted)
 
     def _jpeg(self, content: bytes) -> Pixels:
-        if self._decode_jpeg is None:
+        decode_jpeg = self._decode_jpeg
+        if decode_jpeg is None:
             from torchvision.io import decode_jpeg
 
             self._decode_jpeg = decode_jpeg
         # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
-        image = self._decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        image = decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         return image.permute(1, 2, 0).numpy()
 
     def stack(self, paths: Sequence[str]) -> tuple[Pixels, int]:

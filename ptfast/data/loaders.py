@@ -10,8 +10,8 @@ import torch
 
 from ptfast.data.augment import Augment, AugmentedImages
 from ptfast.data.batches import MemoryBatches, RawBatches
-from ptfast.data.machine import available_memory, spare_cores
 from ptfast.data.iterable import IterableSource, StreamLoader
+from ptfast.data.machine import available_memory, spare_cores
 from ptfast.data.prepare import Prepare, build_prepare
 from ptfast.data.sampler import Sampler, Share
 from ptfast.data.source import Data, Source, TensorSource, as_tensor, into_memory
@@ -86,7 +86,8 @@ def build_train_loader(
         pool = WorkerPool(RawBatches(source, wanted, seed), num_workers, prefetch, pin=prepare.pin)
         return WorkerLoader(sampler, prepare, pool, f"{reason}: {num_workers} workers")
     if kind == "memory":
-        source = into_memory(source)
+        source = source if source.in_memory else into_memory(source)
+    if kind == "memory" and isinstance(source, TensorSource):
         if not wanted and source.prepared_bytes <= STATIC_LIMIT_BYTES:
             return StaticLoader(sampler, prepare, source, reason)
         if wanted and AugmentedImages.nbytes(source.inputs, wanted) <= available_memory() // 2:
@@ -198,8 +199,7 @@ class StaticLoader:
 
 
 def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:
-    """Index parts and their sizes such that every share begins at a multiple of 16 rows; every how manieth is
-    one.
+    """Index parts with their sizes, every share beginning at a multiple of 16 rows, and the stride of shares.
 
     Kernels may sum in another order where memory is aligned otherwise; 16 rows of any width are whole cache
     lines, as a tensor of its own would be.
@@ -218,7 +218,7 @@ def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:
 
 def _resolve(source: Source, num_workers: int) -> tuple[str, str]:
     """The kind that `auto` stands for, and why."""
-    if isinstance(source, TensorSource) or source.in_memory:
+    if source.in_memory:
         return "memory", "the data is in memory"
     if num_workers > 0:
         return "workers", "the data is read sample by sample and cores are to spare"

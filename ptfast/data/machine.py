@@ -13,7 +13,7 @@ def spare_cores(most: int = 8) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be taken without swapping, this rank's share; 4 GiB where the system does not say."""
+    """Bytes of memory that this rank can take without swapping; 4 GiB where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

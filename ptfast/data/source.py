@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ptfast.errors import DataError
 from ptfast.run import DataInfo
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Source:
         raise NotImplementedError
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
-        """The raw batch `(inputs, targets)` of samples `indices`: on the CPU, not augmented, not normalised."""
+        """The raw batch `(inputs, targets)` of samples `indices`, on the CPU, as they are stored."""
         raise NotImplementedError
 
 
@@ -84,11 +85,17 @@ def take(source: Source, indices: Indices) -> Source:
 
 
 def into_memory(source: Source, chunk: int = 1024) -> TensorSource:
-    """Fetch every sample of `source` once and hold them."""
-    if isinstance(source, TensorSource):
-        return source
+    """Fetch every sample of `source` once and hold them.
+
+    Raises:
+        DataError: D008 if they differ in shape.
+    """
     parts = [source.fetch(np.arange(i, min(i + chunk, len(source)))) for i in range(0, len(source), chunk)]
-    inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+    try:
+        inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+    except (RuntimeError, TypeError, ValueError):
+        what = "samples that are not (input, target) tensors of one shape cannot be held in memory"
+        raise DataError("D008", what, key="dataloader.kind", value="memory", suggestion="Use auto") from None
     return TensorSource(inputs, targets, images=source.images)
 
 

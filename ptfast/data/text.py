@@ -1,0 +1,288 @@
+"""Text: labelled lines for classification, and running text for language modelling."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ptfast.data import draws
+from ptfast.data.source import Source, Splits, as_tensor
+from ptfast.data.split import held_out
+from ptfast.data.tokens import PAD_ID, HubTokenizer, Vocabulary
+from ptfast.errors import DataError
+from ptfast.run import DataInfo
+
+if TYPE_CHECKING:
+    from ptfast.data.sampler import Indices
+    from ptfast.durations import Duration
+
+_SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
+_BUILT_IN = ("words", "characters")
+Rows = tuple[list[str], list[str]]
+
+
+class TextTsv:
+    """Labelled texts: one `text<TAB>label` a line in `train.tsv`, `dev.tsv` (or `val.tsv`) and `test.tsv`.
+
+    Args:
+        root: folder of these files.
+        path: one file instead, from which validation samples are held out.
+        tokenizer: `words` (at white space), `characters`, a `tokenizer.json`, or a name on the Hugging Face
+            hub.
+        max_length: tokens that are kept of a text.
+        min_count: occurrences in the training texts below which a word is unknown.
+
+    Raises:
+        DataError: D001, D002 or D005 by `load`, naming file and line.
+    """
+
+    name = "text_tsv"
+
+    def __init__(
+        self,
+        root: str | None = None,
+        path: str | None = None,
+        tokenizer: str = "words",
+        max_length: int = 128,
+        min_count: int = 1,
+    ) -> None:
+        self.root, self.path = root, path
+        self.tokenizer, self.max_length, self.min_count = tokenizer, max_length, min_count
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        rows = {split: read_tsv(path) for split, path in self._files().items()}
+        texts, labels = rows["train"]
+        tokenizer = (
+            Vocabulary.of(self.tokenizer, texts, self.min_count)
+            if self.tokenizer in _BUILT_IN
+            else HubTokenizer(self.tokenizer)
+        )
+        names = sort_labels(labels)
+        pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
+        sources: dict[str, Source] = {
+            split: TextSource(
+                [tokenizer.encode(text)[: self.max_length] for text in split_texts],
+                number_labels(split_labels, names, split),
+                pad_id,
+            )
+            for split, (split_texts, split_labels) in rows.items()
+        }
+        info = DataInfo(
+            kind="text",
+            task="classification",
+            num_classes=len(names),
+            class_names=names,
+            vocab_size=len(tokenizer),
+            pad_id=pad_id,
+            context_length=self.max_length,
+            extra={"tokenizer": tokenizer.describe(), "max_length": self.max_length, "pad_id": pad_id},
+        )
+        return Splits(info, sources["train"], sources.get("val"), sources.get("test"))
+
+    def _files(self) -> dict[str, Path]:
+        if (self.root is None) == (self.path is None):
+            what = "no path is given" if self.root is None else "both data.root and data.path are given"
+            hint = "Set data.root to a folder of train.tsv and dev.tsv, or data.path to one file"
+            raise DataError("D001", what, key="data", suggestion=hint)
+        if self.path is not None:
+            return {"train": Path(self.path).expanduser()}
+        root = Path(str(self.root)).expanduser()
+        if not root.is_dir():
+            what = "is a file, not a folder" if root.exists() else "no such folder"
+            raise DataError("D001", what, key="data.root", value=root, suggestion="It must hold train.tsv")
+        files = {split: [root / f"{stem}.tsv" for stem in stems] for split, stems in _SPLITS.items()}
+        found = {split: next(filter(Path.is_file, paths), None) for split, paths in files.items()}
+        if found["train"] is None:
+            raise DataError("D001", "holds no train.tsv", key="data.root", value=root)
+        return {split: path for split, path in found.items() if path is not None}
+
+
+class TextSource(Source):
+    """Tokens of many texts in one flat array; a batch is padded to its longest text only."""
+
+    in_memory = True
+
+    def __init__(self, texts: list[list[int]], targets: Tensor, pad_id: int) -> None:
+        # A text without tokens would have nothing to average over: one pad is the least.
+        texts = [text or [pad_id] for text in texts]
+        self._lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        self._tokens = np.fromiter(chain.from_iterable(texts), np.int64, int(self._lengths.sum()))
+        self.targets, self._pad_id = targets, pad_id
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        lengths = self._lengths[indices]
+        columns = np.arange(lengths.max())
+        inside = columns < lengths[:, None]
+        # Positions beyond a text may lie beyond the array; they are clipped here and padded below.
+        tokens = self._tokens.take(self._starts[indices][:, None] + columns, mode="clip")
+        tokens[~inside] = self._pad_id
+        return torch.from_numpy(tokens), self.targets.index_select(0, as_tensor(indices))
+
+
+class TextFile:
+    """Running text for language modelling, from one file.
+
+    The last part of the text is for validation; training windows begin at random places in the rest.
+
+    Args:
+        path: a text file in UTF-8.
+        tokenizer: `characters`, `words`, a `tokenizer.json`, or a name on the Hugging Face hub.
+        context_length: tokens of a sample.
+
+    Raises:
+        DataError: D001, D002, D005 or D006 by `load`.
+    """
+
+    name = "text_file"
+
+    def __init__(self, path: str, tokenizer: str = "characters", context_length: int = 128) -> None:
+        self.path, self.tokenizer, self.context_length = Path(path).expanduser(), tokenizer, context_length
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        text = read_text(self.path)
+        if self.tokenizer in _BUILT_IN:
+            entries = sorted(set(text.split() if self.tokenizer == "words" else text))
+            tokenizer = Vocabulary(self.tokenizer, entries, None)
+        else:
+            tokenizer = HubTokenizer(self.tokenizer)
+        tokens = np.array(tokenizer.encode(text), np.int64)
+        context = self.context_length
+        num_windows = (len(tokens) - 1) // context
+        if num_windows < 1:
+            what = f"has {len(tokens):,} tokens, fewer than one sample of data.context_length={context} takes"
+            hint = "Use a shorter context_length"
+            raise DataError("D006", what, key="data.path", value=self.path, suggestion=hint)
+        num_val = held_out(num_windows, val)
+        cut = len(tokens) - num_val * context
+        if cut <= context:
+            raise DataError("D006", "leaves no training text", key="data.val", value=val)
+        info = DataInfo(
+            kind="tokens",
+            task="language_modelling",
+            vocab_size=len(tokenizer),
+            context_length=context,
+            token_bytes=len(text.encode()) / len(tokens),
+            extra={"tokenizer": tokenizer.describe(), "max_length": context},
+        )
+        train = RandomWindows(tokens[:cut], context, seed)
+        # One token more than the tail: the first target of a window follows its first input.
+        held = Windows(tokens[cut - 1 :], context) if num_val else None
+        return Splits(info, train, held)
+
+
+class Windows(Source):
+    """Windows of running text one after another: `(inputs, targets)`, the targets one token further on."""
+
+    in_memory = True
+
+    def __init__(self, tokens: NDArray[np.int64], context_length: int) -> None:
+        self._tokens, self._context = tokens, context_length
+        self._columns = np.arange(context_length + 1)
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._context
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        return self._cut(indices * self._context)
+
+    def _cut(self, starts: Indices) -> tuple[Tensor, Tensor]:
+        windows = torch.from_numpy(self._tokens[starts[:, None] + self._columns])
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+class RandomWindows(Windows):
+    """As many windows as fit side by side, each at a place drawn anew in every epoch."""
+
+    def __init__(self, tokens: NDArray[np.int64], context_length: int, seed: int) -> None:
+        super().__init__(tokens, context_length)
+        self._seed = seed
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        places = len(self._tokens) - self._context
+        return self._cut(draws.integers(self._seed, epoch, indices, draws.WINDOW, places))
+
+
+def read_text(path: Path, key: str = "data.path") -> str:
+    """The text of a UTF-8 file that holds some.
+
+    Raises:
+        DataError: D001 if there is no such file, D002 if it is empty, D005 if it is not UTF-8.
+    """
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise DataError("D001", what, key=key, value=path)
+    try:
+        # Line ends stay as they are: what is modelled is the file.
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DataError("D001", f"cannot be read: {error.strerror}", key=key, value=path) from None
+    except UnicodeDecodeError as error:
+        what = f"is no UTF-8 text (byte {error.start:,})"
+        hint = "Convert it with iconv -t utf-8"
+        raise DataError("D005", what, key=key, value=path, suggestion=hint) from None
+    if not text.strip():
+        raise DataError("D002", "holds no text", key=key, value=path)
+    return text
+
+
+def read_tsv(path: Path) -> Rows:
+    """Texts and labels of a file of `text<TAB>label` lines; empty lines are skipped.
+
+    Raises:
+        DataError: D005 naming the line that has no tab or no label.
+    """
+    texts: list[str] = []
+    labels: list[str] = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        line = line.rstrip("\r")
+        if not line.strip():
+            continue
+        text, tab, label = line.rpartition("\t")
+        if not tab or not label.strip():
+            what = "has no label: expected text<TAB>label"
+            raise DataError("D005", what, key=f"{path}:{number}")
+        texts.append(text)
+        labels.append(label.strip())
+    return texts, labels
+
+
+def sort_labels(labels: list[str]) -> tuple[str, ...]:
+    """The classes among `labels`, by number if all are numbers, else by name.
+
+    Raises:
+        DataError: D003 if there is one class only.
+    """
+    names = set(labels)
+    if len(names) == 1:
+        raise DataError(
+            "D003", f"every training label is {labels[0]}, which leaves nothing to tell apart", key="data"
+        )
+    try:
+        return tuple(sorted(names, key=float))
+    except ValueError:
+        return tuple(sorted(names))
+
+
+def number_labels(labels: list[str], names: tuple[str, ...], split: str) -> Tensor:
+    """Class numbers of `labels`.
+
+    Raises:
+        DataError: D004 for a label that the training split does not have.
+    """
+    numbers = {name: i for i, name in enumerate(names)}
+    try:
+        return torch.tensor([numbers[label] for label in labels])
+    except KeyError as error:
+        what = f"label {error.args[0]} of the {split} split does not occur in training"
+        hint = f"Training has {', '.join(names[:10])}"
+        raise DataError("D004", what, key="data", suggestion=hint) from None

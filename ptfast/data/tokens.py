@@ -1,0 +1,121 @@
+"""Tokenizers: text to integers, with a vocabulary that is plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ptfast.errors import DataError, MachineError
+
+PAD_ID, UNKNOWN_ID = 0, 1
+_SPECIAL = ["<pad>", "<unk>"]
+
+
+class Vocabulary:
+    """Words or characters by number.
+
+    Args:
+        kind: `words` (split at white space) or `characters`.
+        entries: token of each id.
+        unknown_id: for tokens that are not in it; None where all must be.
+    """
+
+    def __init__(self, kind: str, entries: list[str], unknown_id: int | None) -> None:
+        self.kind, self.entries, self.unknown_id = kind, entries, unknown_id
+        self._ids = {token: i for i, token in enumerate(entries)}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @classmethod
+    def of(cls, kind: str, texts: Iterable[str], min_count: int) -> Vocabulary:
+        """Pad, unknown, and the tokens that occur `min_count` times in `texts`, most frequent first."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(_cut(kind, text))
+        kept = [token for token, count in counts.items() if count >= min_count]
+        return cls(kind, _SPECIAL + sorted(kept, key=lambda token: (-counts[token], token)), UNKNOWN_ID)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the tokens of `text`.
+
+        Raises:
+            DataError: D005 for a token that is not in the vocabulary, where none stands for the unknown.
+        """
+        if self.unknown_id is not None:
+            ids, unknown = self._ids, self.unknown_id
+            return [ids.get(token, unknown) for token in _cut(self.kind, text)]
+        try:
+            return [self._ids[token] for token in _cut(self.kind, text)]
+        except KeyError as error:
+            raise DataError(
+                "D005", f"{error.args[0]!r} does not occur in the training text", key="data"
+            ) from None
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-serialisable; `read_tokenizer` makes it a vocabulary again."""
+        return {"kind": self.kind, "entries": self.entries, "unknown_id": self.unknown_id}
+
+
+class HubTokenizer:
+    """A tokenizer of the package `tokenizers`, from a `tokenizer.json` or by its name on the hub."""
+
+    def __init__(self, source: str) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            hint = "Install it with pip install 'ptfast[hf]'"
+            raise MachineError(
+                "E004", "needs the package tokenizers", key="data.tokenizer", value=source, suggestion=hint
+            ) from None
+        self.source = source
+        try:
+            if Path(source).is_file():
+                self._tokenizer = Tokenizer.from_file(source)
+            else:
+                self._tokenizer = Tokenizer.from_pretrained(source)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            hint = "Use words, characters, a tokenizer.json, or a name on the Hugging Face hub"
+            raise DataError(
+                "D005", f"no tokenizer: {reason}", key="data.tokenizer", value=source, suggestion=hint
+            ) from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.pad_id = next(
+            (
+                i
+                for name in ("[PAD]", "<pad>", "<|endoftext|>")
+                if (i := self._tokenizer.token_to_id(name)) is not None
+            ),
+            0,
+        )
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the tokens of `text`, special ones included."""
+        return self._tokenizer.encode(text).ids
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-serialisable; `read_tokenizer` makes it a tokenizer again."""
+        return {"kind": "hub", "content": self._tokenizer.to_str()}
+
+
+def read_tokenizer(description: dict[str, Any]) -> Vocabulary | HubTokenizer:
+    """The tokenizer that `describe` has described."""
+    if description["kind"] != "hub":
+        return Vocabulary(**description)
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        file.write(description["content"])
+        file.flush()
+        return HubTokenizer(file.name)
+
+
+def _cut(kind: str, text: str) -> Iterable[str]:
+    return text.split() if kind == "words" else text
