@@ -99,8 +99,9 @@ def coerce(
     if annotation is EMPTY or annotation is Any:
         annotation = _annotation_of_default(name, default)
     result = _coerce(value, annotation, _unit_of_default(default, unit))
-    if name in _RANGES:
-        _check_range(result, _RANGES[name])
+    bounds = _RANGES.get(name)
+    if bounds is not None and _within(default, bounds):
+        _check_range(result, bounds)
     return result
 
 
@@ -263,7 +264,7 @@ def _to_union(value: Any, annotation: Any, unit: Unit) -> Any:
             if problem is None or (found.code == "C005" and problem.code != "C005"):
                 problem = found
     only_opaque = all(member in opaque or member is type(None) for member in members)
-    if opaque and (only_opaque or not isinstance(value, (bool, int, float, str, type(None)))):
+    if opaque and (only_opaque or not isinstance(value, (bool, int, float, str, list, dict, type(None)))):
         _refuse_not_finite(value)
         return value
     # `or null` would help nobody who meant to give a value.
@@ -328,6 +329,15 @@ def _check_range(value: Any, bounds: Range) -> None:
         bounds.check(value.value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         bounds.check(value)
+
+
+def _within(default: Any, bounds: Range) -> bool:
+    """Whether a keyword's own default keeps to the range of its name; otherwise the name means another thing."""
+    try:
+        _check_range(default, bounds)
+    except Problem:
+        return False
+    return True
 
 
 def _annotation_of_default(name: str, default: Any) -> Any:

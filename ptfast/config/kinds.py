@@ -13,7 +13,7 @@ from typing import Any
 from ptfast.config.coerce import EMPTY, coerce
 from ptfast.config.problem import Problem
 from ptfast.config.suggest import did_you_mean, nearest
-from ptfast.config.targets import Target, keywords, locate, swallows_keywords
+from ptfast.config.targets import Target, keywords, locate, signature, swallows_keywords
 from ptfast.run import Callback, DataInfo
 
 Locate = Callable[[str], Any]
@@ -172,7 +172,10 @@ def _fits_model(found: Any) -> bool:
 
     if inspect.isclass(found):
         return issubclass(found, nn.Module)
-    returned = getattr(found, "__annotations__", {}).get("return")
+    called = signature(found)
+    returned = called.return_annotation if called else None
+    if returned is inspect.Signature.empty:
+        return True
     return not inspect.isclass(returned) or issubclass(returned, nn.Module)
 
 

@@ -36,7 +36,7 @@ class Problem(ValueError):  # noqa: N818 - one message of many until `error` mak
             self.code,
             self.what,
             key=self.key or None,
-            value=self.value,
+            value=_shown(self.value),
             place=place or None,
             suggestion=self.suggestion,
         )

@@ -239,7 +239,7 @@ def check_constructs(
         if found is None:
             raise Problem("C005", str(error)).at(key, target.path).error(place) from error
         name = found.group(1)
-        hint = did_you_mean(name, keywords(function), f"{key}.{{}}")
+        hint = did_you_mean(name, [*keywords(function), *facts], f"{key}.{{}}")
         value = target.kwargs.get(name)
         raise (
             Problem("C002", "unknown key", value=value, suggestion=hint).at(f"{key}.{name}").error(place)
