@@ -15,7 +15,7 @@ from ptfast.config import machine
 from ptfast.config.jsonschema import schema
 from ptfast.config.schema import FREE_KEYS, Config, changed_keys
 from ptfast.config.targets import Target
-from ptfast.config.validate import check_batch, check_name, validate
+from ptfast.config.validate import TASKS, check_batch, check_name, validate
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError, render
 
@@ -225,6 +225,7 @@ def test_unknown_keys_come_first_and_the_place_is_the_keys_own() -> None:
         ("batch_size", None, "C004"),
         ("batch_size", True, "C004"),
         ("seed", -1, "C005"),
+        ("seed", 1e30, "C005"),
         ("device", "gpu", "C004"),
         ("log_every", 0, "C005"),
         ("log_every", "5m", "C004"),
@@ -235,6 +236,7 @@ def test_unknown_keys_come_first_and_the_place_is_the_keys_own() -> None:
         ("stop__patience", 0, "C005"),
         ("run__max_time", "5steps", "C004"),
         ("run__name", True, "C004"),
+        ("run__resume", True, "C004"),
         ("data__val", "5epochs", "C004"),
         ("data__val", "120%", "C005"),
         ("data__normalize", "maybe", "C004"),
@@ -416,6 +418,13 @@ def test_float16_is_tried_before_it_is_promised(monkeypatch: pytest.MonkeyPatch)
     assert error.code == "C012"
     assert "not implemented for Half" in str(error)
     check(precision__mode="bf16", device="cpu")
+
+
+def test_the_tasks_are_those_that_can_be_built() -> None:
+    from ptfast import tasks
+
+    assert set(TASKS) == {"auto", *tasks.TASKS}
+    assert check(task="ptfast.tasks.classification.Classification").task.endswith("Classification")
 
 
 def untrusted(extra_trust: tuple[str, ...] = (), **changes: Any) -> ConfigError | None:

@@ -332,7 +332,7 @@ def _check_range(value: Any, bounds: Range) -> None:
 
 
 def _within(default: Any, bounds: Range) -> bool:
-    """Whether a keyword's own default keeps to the range of its name; otherwise the name means another thing."""
+    """Whether a keyword's own default keeps to the range of its name, which else means another thing."""
     try:
         _check_range(default, bounds)
     except Problem:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ptfast.config.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, coerce
+from ptfast.config.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
 from ptfast.config.targets import Target, plain
 from ptfast.durations import Duration
 
@@ -81,7 +81,7 @@ class RunOptions(Section):
     name: str | None = None
     root: str = "runs"
     dir: str | None = None
-    resume: str = "never"
+    resume: Literal["auto", "never"] | str = "never"
     max_time: WallTime | None = None
 
 
@@ -184,7 +184,7 @@ class Config(Section):
     steps: Count | None = None
     batch_size: Count
     micro_batches: Count | None = None
-    seed: Annotated[int, NOT_NEGATIVE] = 0
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     log_every: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(50, "steps")
     trust: list[str] = []
