@@ -16,9 +16,21 @@ from ptfast.data.split import split_indices
 from ptfast.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
     from ptfast.durations import Duration
 
-__all__ = ["Data", "Source", "build_data", "build_eval_loader", "build_train_loader", "smallest_micro_batch"]
+__all__ = [
+    "Data",
+    "Source",
+    "build_data",
+    "build_eval_loader",
+    "build_train_loader",
+    "read_inputs",
+    "smallest_micro_batch",
+]
 
 
 def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: bool = True) -> Data:
@@ -49,7 +61,18 @@ def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: b
         info = replace(
             info, extra={**info.extra, "normalize": statistics(train, info.extra.get("cache_key"))}
         )
+    if info.input_shape is not None:
+        info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
     return Data(info, train, splits.val, splits.test, _note(name, splits))
+
+
+def read_inputs(
+    extra: dict[str, Any], kind: str, paths: Sequence[str], *, normalize: bool = True, batch_size: int = 64
+) -> Iterator[tuple[list[str], Tensor]]:
+    """Batches of names and inputs of files, read as the training data was; see `ptfast.data.predict`."""
+    from ptfast.data import predict
+
+    return predict.read_inputs(extra, kind, paths, normalize=normalize, batch_size=batch_size)
 
 
 def _cast_labels(splits: Splits, task: str) -> Splits:

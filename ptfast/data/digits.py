@@ -35,6 +35,6 @@ class Digits:
             class_names=tuple("0123456789"),
             input_shape=(1, 8, 8),
             in_channels=1,
-            extra={"image_size": 8, "max_value": 16},
+            extra={"max_value": 16},
         )
         return Splits(info, TensorSource(images[..., None], labels.long(), images=True))

@@ -74,8 +74,6 @@ class ImageFolder:
             input_shape=(channels, height, width),
             in_channels=channels,
             extra={
-                "image_size": [height, width],
-                "resize": self.image_size,
                 "cache_key": f"{self.root.resolve()} {num_files} {self.image_size} {_newest(self.root)}",
             },
         )

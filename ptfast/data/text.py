@@ -14,7 +14,7 @@ from torch import Tensor
 from ptfast.data import draws
 from ptfast.data.source import Source, Splits, as_tensor
 from ptfast.data.split import held_out
-from ptfast.data.tokens import PAD_ID, HubTokenizer, Vocabulary
+from ptfast.data.tokens import BUILT_IN, PAD_ID, HubTokenizer, Vocabulary
 from ptfast.errors import DataError
 from ptfast.run import DataInfo
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ptfast.durations import Duration
 
 _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
-_BUILT_IN = ("words", "characters")
 Rows = tuple[list[str], list[str]]
 
 
@@ -60,7 +59,7 @@ class TextTsv:
         texts, labels = rows["train"]
         tokenizer = (
             Vocabulary.of(self.tokenizer, texts, self.min_count)
-            if self.tokenizer in _BUILT_IN
+            if self.tokenizer in BUILT_IN
             else HubTokenizer(self.tokenizer)
         )
         names = sort_labels(labels)
@@ -150,7 +149,7 @@ class TextFile:
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         text = read_text(self.path)
-        if self.tokenizer in _BUILT_IN:
+        if self.tokenizer in BUILT_IN:
             entries = sorted(set(text.split() if self.tokenizer == "words" else text))
             tokenizer = Vocabulary(self.tokenizer, entries, None)
         else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ptfast.errors import DataError, MachineError
 
+BUILT_IN = ("words", "characters")
 PAD_ID, UNKNOWN_ID = 0, 1
 _SPECIAL = ["<pad>", "<unk>"]
 

@@ -1,0 +1,112 @@
+"""Fetching an archive once, whole and checked, and unpacking it without trusting its paths."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tarfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from ptfast.errors import DataError, MachineError
+
+_TIMEOUT_S = 20
+
+
+def fetch_archive(url: str, md5: str, folder: Path, hint: str) -> Path:
+    """The archive of `url` in `folder`, downloaded unless it lies there whole.
+
+    What an interrupted download left is replaced; an archive gets its name only once its checksum is right.
+    Processes that ask at the same time wait for the first.
+
+    Args:
+        md5: checksum of the archive, in hexadecimal digits.
+        hint: what to do without a network, for the error.
+
+    Raises:
+        DataError: D007 if it cannot be downloaded or its checksum is wrong.
+        MachineError: E001 if `folder` cannot be written.
+    """
+    target = folder / url.rsplit("/", 1)[1]
+    with _alone(folder):
+        damaged = target.is_file() and file_md5(target) != md5
+        if target.is_file() and not damaged:
+            return target
+        partial = target.with_suffix(".partial")
+        try:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as source, partial.open("wb") as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+        except OSError as error:
+            state = (
+                "is damaged (wrong checksum) and cannot be downloaded" if damaged else "cannot be downloaded"
+            )
+            reason = getattr(error, "reason", None) or error
+            partial.unlink(missing_ok=True)
+            raise DataError(
+                "D007", f"{state}: {reason}", key=str(target if damaged else url), suggestion=hint
+            ) from None
+        if file_md5(partial) != md5:
+            partial.unlink(missing_ok=True)
+            raise DataError(
+                "D007", "the download has the wrong checksum", key=url, suggestion=f"Try again. {hint}"
+            )
+        partial.replace(target)
+    return target
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a tar archive into `folder`.
+
+    Raises:
+        DataError: D007 for a damaged archive, or one with links, absolute paths or `..` among its members;
+            nothing of it is unpacked then.
+    """
+    try:
+        with tarfile.open(archive) as tar:
+            members = tar.getmembers()
+            for member in members:
+                path = PurePosixPath(member.name)
+                if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+                    raise DataError("D007", f"holds an unsafe member: {member.name}", key=str(archive))
+            for member in members:
+                target = folder / member.name
+                if member.isdir():
+                    target.mkdir(parents=True, exist_ok=True)
+                    continue
+                target.parent.mkdir(parents=True, exist_ok=True)
+                content = tar.extractfile(member)
+                assert content is not None
+                with content, target.open("wb") as sink:
+                    shutil.copyfileobj(content, sink, 1 << 20)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise DataError("D007", f"cannot be unpacked: {error}", key=str(archive)) from None
+
+
+def file_md5(path: Path) -> str:
+    """MD5 of a file, in hexadecimal digits."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock on `folder` among the processes of this machine."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise MachineError("E001", f"cannot be written: {error.strerror}", key=str(folder)) from None
+    try:
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,129 @@
+"""Reading new inputs for prediction the way the training data was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptfast.data.arrays import as_inputs, read_npy, read_npz
+from ptfast.data.images import SUFFIXES, Decoder
+from ptfast.data.prepare import build_normalizer, channels_first
+from ptfast.data.text import read_text
+from ptfast.data.tokens import read_tokenizer
+from ptfast.errors import DataError
+from ptfast.run import DataInfo
+
+Named = tuple[str, Tensor]
+"""A name that leads the user to the input, and the input without batch dimension."""
+
+
+def read_inputs(
+    extra: dict[str, Any], kind: str, paths: Sequence[str], *, normalize: bool = True, batch_size: int = 64
+) -> Iterator[tuple[list[str], Tensor]]:
+    """Read files as model inputs: images, `.npy` or `.npz` arrays, or text with one input a line.
+
+    Args:
+        extra: `DataInfo.extra` of the run.
+        kind: `DataInfo.kind` of the run.
+        paths: files; a folder stands for all images in it.
+        normalize: whether training normalised its inputs (`data.normalize`).
+
+    Yields:
+        Names and inputs of up to `batch_size` samples: (batch, channels, height, width) float32 of images,
+        (batch, features) float32, or (batch, tokens) int64, padded. Running text is not padded: one input at
+        a time.
+
+    Raises:
+        DataError: D001 for a path that is not there, D005 for a file that cannot be read or does not fit.
+    """
+    if kind == "image":
+        named = _each_image(extra, paths)
+    elif kind == "features":
+        named = (pair for path in _files(paths) for pair in _each_row(path, images=False))
+    elif kind in ("text", "tokens"):
+        named = _each_line(extra, paths)
+    else:
+        raise DataError(
+            "D005", f"{kind} data cannot be read from files; predict with Python instead", key="data"
+        )
+    info = DataInfo(kind=kind, task="", in_channels=(extra.get("input_shape") or [None])[0], extra=extra)
+    normalizer = build_normalizer(info, torch.device("cpu"), normalize, images=kind == "image")
+    while batch := list(islice(named, 1 if kind == "tokens" else batch_size)):
+        names, inputs = [name for name, _ in batch], [sample for _, sample in batch]
+        if kind in ("text", "tokens"):
+            stacked = torch.nn.utils.rnn.pad_sequence(
+                inputs, batch_first=True, padding_value=extra.get("pad_id", 0)
+            )
+        else:
+            stacked = _stack(names, inputs, extra)
+            stacked = channels_first(stacked, channels_last=False) if kind == "image" else stacked
+        yield names, stacked if normalizer is None else normalizer(stacked)
+
+
+def _each_image(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:
+    channels, height, width = extra["input_shape"]
+    decoder = Decoder(height if height == width else None)
+    for path in _files(paths):
+        if path.suffix in (".npy", ".npz"):
+            yield from _each_row(path, images=True)
+            continue
+        pixels = decoder(str(path)).pixels
+        if channels == 1:
+            grey = pixels @ np.array([0.299, 0.587, 0.114])
+            pixels = np.rint(grey * (extra.get("max_value", 255) / 255)).astype(np.uint8)[..., None]
+        yield str(path), torch.from_numpy(np.ascontiguousarray(pixels))
+
+
+def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
+    arrays = read_npz(path, "PATH") if path.suffix == ".npz" else {"": read_npy(path, "PATH")}
+    name, array = next(
+        ((n, arrays[n]) for n in ("x", "test_x", "") if n in arrays), next(iter(arrays.items()))
+    )
+    inputs, found_images = as_inputs(array, f"{path} {name}".strip())
+    if found_images != images:
+        what = (
+            "holds no uint8 images, which the model takes"
+            if images
+            else "holds images; the model takes vectors"
+        )
+        raise DataError("D005", what, key=str(path))
+    yield from ((f"{path}[{i}]", row) for i, row in enumerate(inputs))
+
+
+def _each_line(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:
+    tokenizer, most = read_tokenizer(extra["tokenizer"]), extra["max_length"]
+    for path in _files(paths):
+        for number, line in enumerate(read_text(path, "PATH").splitlines(), 1):
+            if line.strip():
+                ids = tokenizer.encode(line)[:most] or [extra.get("pad_id", 0)]
+                yield f"{path}:{number}", torch.tensor(ids)
+
+
+def _files(paths: Sequence[str]) -> Iterator[Path]:
+    for text in paths:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.name.lower().endswith(SUFFIXES))
+            if not inside:
+                raise DataError("D002", "holds no images", key="PATH", value=path)
+            yield from inside
+        elif path.is_file():
+            yield path
+        else:
+            raise DataError("D001", "no such file or folder", key="PATH", value=path)
+
+
+def _stack(names: list[str], inputs: list[Tensor], extra: dict[str, Any]) -> Tensor:
+    shape = list(extra["input_shape"])
+    expected = [*shape[1:], shape[0]] if len(shape) == 3 else shape
+    for name, sample in zip(names, inputs, strict=True):
+        if list(sample.shape) != expected:
+            what = f"has shape {list(sample.shape)}, the model takes {expected}"
+            raise DataError("D005", what, key=name)
+    return torch.stack(inputs)
