@@ -199,9 +199,8 @@ def test_pretrained_reaches_the_builder_and_is_refused_elsewhere() -> None:
 
 
 def test_torchvision_classifiers_by_name() -> None:
-    with torch.device("meta"):
-        model = build_model(Stub(build_torchvision, name="resnet18"), IMAGES)
-        assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
+    model = build_model(Stub(build_torchvision, name="squeezenet1_1"), IMAGES)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
     with pytest.raises(ConfigError, match=r"model.name=resnet5: .* Did you mean resnet50\?") as caught:
         build_torchvision("resnet5", 10)
     assert caught.value.code == "C003"

@@ -47,16 +47,17 @@ class OwnLoss:
         if self.info.task != "classification":
             return NoMetrics()
         from torchmetrics import MetricCollection
-        from torchmetrics.aggregation import MeanMetric
 
-        return MetricCollection({"accuracy": MeanMetric(nan_strategy="disable")})
+        from ptfast.tasks.accuracy import Accuracy
+
+        return MetricCollection({"accuracy": Accuracy()})
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
         """Update the accuracy; return the sum of the losses and the number of items."""
         keywords = self._keywords(data)
         output = model(**keywords)
         if self.info.task == "classification":
-            metrics.update((_get(output, "logits").argmax(-1) == keywords["labels"]).float())
+            metrics.update(_get(output, "logits").argmax(-1), keywords["labels"])
         return self._sum(output, keywords["labels"])
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:

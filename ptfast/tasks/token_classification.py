@@ -44,17 +44,16 @@ class TokenClassification(SupervisedTask):
     def metrics(self) -> Metrics:
         """Accuracy over the tokens that count."""
         from torchmetrics import MetricCollection
-        from torchmetrics.aggregation import MeanMetric
 
-        # MulticlassAccuracy picks out the tokens that count, whose number the host would have to wait for.
-        return MetricCollection({"accuracy": MeanMetric(nan_strategy="disable")})
+        from ptfast.tasks.accuracy import Accuracy
+
+        return MetricCollection({"accuracy": Accuracy()})
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
         """Update the accuracy; return the sum of the losses and the number of tokens that count."""
         inputs, targets = data
         outputs = model(inputs)
-        hits = outputs.argmax(-1) == targets
-        metrics.update(hits.float(), (targets != IGNORE_INDEX).float())
+        metrics.update(outputs.argmax(-1), targets)
         return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
