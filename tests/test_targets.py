@@ -150,6 +150,12 @@ def test_a_module_that_fails_to_import(tmp_path: Path, monkeypatch: pytest.Monke
     assert "RuntimeError: out of coffee" in str(refused("model", "raises_on_import.Net"))
 
 
+def test_modules_in_the_current_folder_are_found(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (in_tmp / "my_own_models.py").write_text("import torch\nclass Net(torch.nn.Module): pass\n")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    assert checked("model", "my_own_models.Net").resolve().__name__ == "Net"
+
+
 @pytest.mark.parametrize("path", [None, "???", 5, "a b", "os.system('x')", "a..b", ""])
 def test_what_is_no_import_path(path: Any) -> None:
     with pytest.raises(ValueError, match=r"import path|required"):

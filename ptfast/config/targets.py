@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,17 +121,20 @@ def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
         Problem: C009, with the nearest name that exists.
     """
     parts = path.split(".")
+    # A user's own module lies next to where ptfast is called; the installed command does not look there.
+    if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
+        sys.path.append(here)
     found = _import(parts[0])
     for index, part in enumerate(parts):
-        before, here = ".".join(parts[:index]), ".".join(parts[: index + 1])
+        before, walked = ".".join(parts[:index]), ".".join(parts[: index + 1])
         if index and hasattr(found, part):
             found = getattr(found, part)
         elif index and hasattr(found, "__path__"):
-            found = _import(here, found)
+            found = _import(walked, found)
         elif index:
             raise _does_not_exist(found, before, part)
         if visit:
-            visit(found, here)
+            visit(found, walked)
     return found
 
 
