@@ -20,7 +20,8 @@ SHIPPED_AS = {"conf": "ptfast/_conf", "recipes": "ptfast/_recipes", "ptfast": "p
 def build(kind: str, source: Path, out: Path) -> Path:
     """Build an `sdist`, a `wheel` or an editable install's wheel (`wheel:editable`) from `source`."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(out)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     (built,) = out.iterdir()
     return built
 
