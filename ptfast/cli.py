@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptfast.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, PtfastError, render
+from ptfast.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    PtfastError,
+    ReportedError,
+    bug_line,
+    render,
+)
 
 
 @dataclass(frozen=True)
@@ -47,14 +56,12 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of our output has left (`ptfast recipes | head`); keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    except ReportedError as error:
+        _print_error(str(error), error.details if show_traceback else "")
+        return error.exit_code
     except Exception as error:
-        from ptfast.worker import bug_line
-
-        line, exit_code, details = bug_line(error), EXIT_BUG, traceback.format_exc()
-        if hasattr(error, "rank_failure"):
-            line, exit_code, details = error.rank_failure
-        _print_error(line, details if show_traceback else "")
-        return exit_code
+        _print_error(bug_line(error), traceback.format_exc() if show_traceback else "")
+        return EXIT_BUG
 
 
 def _dispatch(words: list[str]) -> int:

@@ -91,6 +91,22 @@ def broadcast_object(value: Any, ranks: Ranks) -> Any:
     return box[0]
 
 
+def tell_ranks(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> str:
+    """The first rank's `word`, on every rank, over torchrun's own store: needs no process group yet."""
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    # A restarted group must not hear what was said to the one before it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"ptfast/{attempt}", store)
+    if ranks.is_first:
+        assert word is not None
+        store.set("word", word)
+        return word
+    return store.get("word").decode()
+
+
 def broadcast_buffers(buffers: list[Tensor], ranks: Ranks) -> None:
     """Give every rank the first rank's buffers (BatchNorm statistics), so that all evaluate one model."""
     if ranks.distributed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 EXIT_OK = 0
@@ -139,9 +141,33 @@ class ParallelError(PtfastError):
     exit_code = 7
 
 
+class ReportedError(Exception):
+    """A failure that another process of the run has put into words already.
+
+    Args:
+        line: what to print.
+        exit_code: what to exit with.
+        details: its traceback.
+    """
+
+    def __init__(self, line: str, exit_code: int, details: str = "") -> None:
+        super().__init__(line)
+        self.exit_code, self.details = exit_code, details
+
+
 def render(error: PtfastError) -> str:
     """The line a user sees for `error`."""
     return f"ptfast: error[{error.code}]: {error}"
+
+
+def bug_line(error: BaseException) -> str:
+    """How an error that nobody foresaw is printed."""
+    place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
+    where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
+    text = " ".join(str(error).split()) or "no message"
+    return (
+        f"ptfast: error: {type(error).__name__}{where}: {text}. Add --traceback to see where it comes from."
+    )
 
 
 def shorten(value: Any, max_chars: int = 80) -> str:

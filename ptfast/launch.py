@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from ptfast.config.freeze import freeze, redact
 from ptfast.config.read import load_config
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config, changed_keys
-from ptfast.distributed import Ranks, broadcast_object, destroy_process_group, read_ranks
+from ptfast.distributed import Ranks, read_ranks, tell_ranks
 from ptfast.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -25,6 +28,7 @@ from ptfast.errors import (
     ConfigError,
     ParallelError,
     PtfastError,
+    ReportedError,
     SavedStateError,
 )
 
@@ -49,73 +53,85 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
     check_batch(config.batch_size, config.micro_batches, num_ranks, config.gradients.accumulate)
     place = find_place(config)
     if place.finished:
-        print(f"{place.folder} is finished already: nothing to do. More epochs would extend it.")
+        _say_finished(place)
         return EXIT_OK
-    run_folder.create_folder(place.folder)
-    with run_folder.hold(place.folder):
-        (place.folder / run_folder.FAILURE).unlink(missing_ok=True)
-        for warning in freeze(composed, place.folder / run_folder.CONFIG):
-            print(f"ptfast: warning: {warning}", file=sys.stderr)
-        command_line = ["ptfast", "train", *redact(arguments)]
-        if config.parallel.strategy == "single":
-            return _train_here(config, place, command_line)
-        _write_environment(place.folder, command_line)
-        return launch_ranks(config, place, num_ranks)
+    with _prepared(place, composed, arguments):
+        if config.parallel.strategy == "ddp":
+            return launch_ranks(place, num_ranks)
+        from ptfast import worker
+
+        rows = [("run", str(place.folder))]
+        return worker.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder, panel=rows)
 
 
-def start_rank(compose_config: Any, arguments: list[str]) -> int:
+def start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]) -> int:
     """One rank under the user's own torchrun: the first composes and picks the directory, the rest follow.
 
     Args:
-        compose_config: called by the first rank alone; gives `(Composed, Config)`.
-    """
-    import torch.distributed as dist
+        read_config: called by the first rank alone.
 
+    Raises:
+        PtfastError: whatever stops the run; on one rank only, so that it is said once.
+    """
+    ranks = read_ranks()
+    if not ranks.is_first:
+        word = json.loads(tell_ranks(None, ranks))
+        return int(word["exit_code"]) if "exit_code" in word else _train_rank(word, ranks)
+    with contextlib.ExitStack() as stack:
+        try:
+            composed, config = read_config()
+            _check_torchrun(config, ranks)
+            place = find_place(config)
+            if place.finished:
+                _say_finished(place)
+                tell_ranks(json.dumps({"exit_code": EXIT_OK}), ranks)
+                return EXIT_OK
+            stack.enter_context(_prepared(place, composed, arguments))
+        except Exception as error:
+            exit_code = error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
+            tell_ranks(json.dumps({"exit_code": exit_code}), ranks)
+            raise
+        state = str(place.state_folder) if place.state_folder is not None else None
+        word = {"folder": str(place.folder.absolute()), "state": state}
+        tell_ranks(json.dumps(word), ranks)
+        return _train_rank(word, ranks)
+
+
+def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
     from ptfast import worker
 
-    ranks = read_ranks()
-    word: dict[str, Any] = {}
-    held = None
-    # The facts that every rank needs travel over a group of their own, before the device is known.
-    dist.init_process_group("gloo")
+    folder, state = Path(word["folder"]), word["state"]
+    _, config = load_config(folder / run_folder.CONFIG, trusted=True)
     try:
-        if ranks.is_first:
-            try:
-                composed, config = compose_config()
-                _check_torchrun(config, ranks)
-                place = find_place(config)
-                if not place.finished:
-                    run_folder.create_folder(place.folder)
-                    held = run_folder.hold(place.folder)
-                    held.__enter__()
-                    (place.folder / run_folder.FAILURE).unlink(missing_ok=True)
-                    freeze(composed, place.folder / run_folder.CONFIG)
-                    _write_environment(place.folder, ["ptfast", "train", *redact(arguments)])
-                word = {"place": place}
-            except PtfastError as error:
-                word = {"exit_code": error.exit_code}
-                broadcast_object(word, ranks)
-                raise
-        word = broadcast_object(word, ranks)
-    finally:
-        destroy_process_group()
-    if "exit_code" in word:
-        return int(word["exit_code"])
-    place = word["place"]
-    if place.finished:
-        return EXIT_OK
-    _, config = load_config(place.folder / run_folder.CONFIG, trusted=True)
-    try:
-        rows = [("run", str(place.folder))]
-        return worker.train(config, place.folder, ranks=ranks, state_folder=place.state_folder, panel=rows)
+        rows = [("run", str(folder))]
+        return worker.train(
+            config, folder, ranks=ranks, state_folder=Path(state) if state else None, panel=rows
+        )
     except Exception as error:
         # One rank speaks for all; torchrun ends the others.
-        if worker.report_failure(place.folder, error):
+        if worker.report_failure(folder, error):
             raise
         return error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
-    finally:
-        if held is not None:
-            held.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _prepared(place: Place, composed: Composed, arguments: list[str]) -> Iterator[None]:
+    """The run directory made, held and furnished with everything that is known before training."""
+    run_folder.create_folder(place.folder)
+    with run_folder.hold(place.folder):
+        for name in (run_folder.FAILURE, run_folder.SUMMARY):
+            (place.folder / name).unlink(missing_ok=True)
+        if place.state_folder is None:
+            (place.folder / run_folder.RESOLVED).unlink(missing_ok=True)
+        for warning in freeze(composed, place.folder / run_folder.CONFIG):
+            print(f"ptfast: warning: {warning}", file=sys.stderr)
+        command_line = ["ptfast", "train", *redact(arguments)]
+        run_folder.write_json(place.folder / "environment.json", run_folder.environment(command_line))
+        yield
+
+
+def _say_finished(place: Place) -> None:
+    print(f"{place.folder} is finished already: nothing to do. More epochs would extend it.")
 
 
 def find_place(config: Config) -> Place:
@@ -203,18 +219,6 @@ def _newest_intact(folder: Path) -> Path | None:
     return None
 
 
-def _train_here(config: Config, place: Place, command_line: list[str]) -> int:
-    from ptfast import worker
-
-    _write_environment(place.folder, command_line)
-    rows = [("run", str(place.folder))]
-    return worker.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder, panel=rows)
-
-
-def _write_environment(folder: Path, command_line: list[str]) -> None:
-    run_folder.write_json(folder / "environment.json", run_folder.environment(command_line))
-
-
 def resolve_num_ranks(config: Config) -> int:
     """Processes to launch on this machine: `parallel.nproc`, or one per visible GPU."""
     if config.parallel.strategy == "single":
@@ -235,7 +239,7 @@ def _check_torchrun(config: Config, ranks: Ranks) -> None:
     check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, config.gradients.accumulate)
 
 
-def launch_ranks(config: Config, place: Place, num_ranks: int) -> int:
+def launch_ranks(place: Place, num_ranks: int) -> int:
     """Run `num_ranks` workers under torchrun's elastic launcher and return the run's exit code.
 
     Raises:
@@ -245,9 +249,8 @@ def launch_ranks(config: Config, place: Place, num_ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if not logging.getLogger("torch.distributed.elastic").handlers:
-        for name in ("torch.distributed.elastic", "torch.distributed.run"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    # The failure of a rank is said once, by us.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -273,7 +276,9 @@ def launch_ranks(config: Config, place: Place, num_ranks: int) -> int:
 def _outcome(folder: Path, error: BaseException) -> int:
     failure = run_folder.read_json(folder / run_folder.FAILURE)
     if failure:
-        raise RankError(failure)
+        raise ReportedError(
+            str(failure["line"]), int(failure["exit_code"]), str(failure.get("traceback", ""))
+        )
     status = run_folder.read_json(folder / run_folder.SUMMARY).get("status")
     if status in ("preempted", "interrupted"):
         return EXIT_PREEMPTED if status == "preempted" else EXIT_INTERRUPTED
@@ -287,12 +292,3 @@ def _outcome(folder: Path, error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return EXIT_PREEMPTED
-
-
-class RankError(Exception):
-    """A failure that a rank has put into words already."""
-
-    def __init__(self, failure: dict[str, Any]) -> None:
-        super().__init__(failure["line"])
-        self.exit_code = int(failure["exit_code"])
-        self.traceback = str(failure.get("traceback", ""))

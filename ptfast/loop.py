@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ptfast.distributed import Ranks, broadcast_buffers, sum_over_ranks
 from ptfast.ema import Ema
 from ptfast.errors import ConfigError, DataError, NumericsError
-from ptfast.optim import apply_lr
+from ptfast.optim import apply_lr, build_step
 from ptfast.precision import Precision
 from ptfast.run import EvalLoader, Run, StepBatch, Task
 
@@ -72,6 +72,7 @@ class Trainer:
         self.dtype = (
             torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
         )
+        self.take_step = build_step(run.optimizer)
         self.weights: dict[int, Tensor] = {}
         self.counts_samples = getattr(run.task, "counts_samples", False)
         self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
@@ -87,7 +88,7 @@ class Trainer:
         scaler, clip, ema, callbacks = run.precision.scaler, run.clip, run.ema, run.callbacks
         factors = run.schedule.lr_factors(progress.step, last_step)
         momenta = run.schedule.momenta(progress.step, last_step)
-        first_step = progress.step
+        first_step, take_step = progress.step, self.take_step
         run.forward.train()
         for index, batch in enumerate(islice(batches, last_step - first_step)):
             apply_lr(optimizer, self.base_lrs, factors[index], momenta[index] if momenta else None)
@@ -97,7 +98,7 @@ class Trainer:
                     scaler.unscale_(optimizer)
                 clip()
             if scaler is None:
-                optimizer.step()
+                take_step()
             else:
                 scaler.step(optimizer)
                 scaler.update()

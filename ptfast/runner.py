@@ -25,7 +25,7 @@ from ptfast.errors import ConfigError, DataError, SavedStateError
 from ptfast.gradients import build_clipper
 from ptfast.models import build_model
 from ptfast.models.weights import load_weights
-from ptfast.optim import build_optimizer
+from ptfast.optim import apply_lr, build_optimizer
 from ptfast.precision import build_precision
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
 from ptfast.run import Cadence, Clock, DataInfo, EvalLoader, Progress, Run, Task
@@ -113,8 +113,6 @@ def build(
     eval_loaders = build_eval_loaders(config, data, **sharding, **loading)
 
     optimizer, stepping = build_optimizer(config.optimizer.target, model, device)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = float(group["lr"])
     ema = Ema(model, config.ema.decay) if config.ema.decay is not None else None
     total_steps = count_steps(config, train_loader.steps_per_epoch)
     _check_last_batch(config, data, model, micro_batches)
@@ -179,6 +177,10 @@ def build(
         resolved=resolved,
         data_note=data.note,
     )
+    # A schedule that the optimizer cannot follow is found now, not at the first step.
+    momenta = schedule.momenta(0, 1)
+    base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+    apply_lr(optimizer, base_lrs, schedule.lr_factors(0, 1)[0], momenta[0] if momenta else None)
     if state is not None:
         _restore_training(run, state)
     if ranks.is_first and not (folder / run_folder.RESOLVED).exists():

@@ -19,7 +19,7 @@ from ptfast import run_folder
 from ptfast.config.schema import Config
 from ptfast.display import Display, build_display
 from ptfast.distributed import Ranks, destroy_process_group, init_process_group, read_ranks
-from ptfast.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, PtfastError, render
+from ptfast.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, PtfastError, bug_line, render
 from ptfast.run import Clock, Run
 
 STARTED_VARIABLE = "PTFAST_STARTED"
@@ -131,6 +131,8 @@ def summarise(
     summary: dict[str, Any] = {"status": status, "exit_code": exit_code}
     if error is not None:
         summary["error"] = error
+    if run is not None and run.stop_reason is not None:
+        summary["reason"] = run.stop_reason
     if run is not None:
         progress = run.progress
         summary |= {
@@ -140,6 +142,8 @@ def summarise(
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
             **{split: figures for split, figures in run.figures.items() if split != "train"},
         }
+        split = "val" if "val" in run.eval_loaders else "train"
+        summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
         if progress.best_step is not None:
             summary["best"] = {"step": progress.best_step, **run.best_figures}
     summary["wall_s"] = sum(clock.seconds.values())
@@ -172,16 +176,6 @@ def report_failure(folder: Path, error: BaseException) -> bool:
     except OSError:
         return False
     return True
-
-
-def bug_line(error: BaseException) -> str:
-    """How an error that nobody foresaw is printed."""
-    place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
-    where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
-    text = " ".join(str(error).split()) or "no message"
-    return (
-        f"ptfast: error: {type(error).__name__}{where}: {text}. Add --traceback to see where it comes from."
-    )
 
 
 @contextlib.contextmanager
