@@ -219,3 +219,26 @@ def test_an_absent_package_is_named_with_its_extra(package: str, monkeypatch: py
     with pytest.raises(MachineError, match=rf"pip install 'ptfast\[{extra}\]'") as caught:
         build("resnet18", num_classes=10)
     assert caught.value.code == "E004"
+
+
+def test_transformers_models_take_and_give_tensors() -> None:
+    pytest.importorskip("transformers", reason="needs the package transformers")
+    from ptfast.models.hf import build
+
+    sizes = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2}
+    model = build("distilbert", num_classes=3, vocab_size=50, pad_id=0, **sizes).eval()
+    tokens = torch.randint(1, 50, (2, 4))
+    padded = torch.cat([tokens, torch.zeros(2, 3, dtype=torch.long)], dim=1)
+    assert model(tokens).shape == (2, 3)
+    torch.testing.assert_close(model(tokens), model(padded))
+    with pytest.raises(ConfigError, match=r"model.dimm=3: the config of distilbert has no such field"):
+        build("distilbert", num_classes=3, dimm=3)
+
+
+def test_timm_models_by_name() -> None:
+    pytest.importorskip("timm", reason="needs the package timm")
+    from ptfast.models.timm import build
+
+    assert build("resnet18", 5, in_channels=1)(torch.randn(2, 1, 32, 32)).shape == (2, 5)
+    with pytest.raises(ConfigError, match="timm has no such model"):
+        build("resnet1", 5)

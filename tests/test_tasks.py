@@ -171,7 +171,9 @@ def test_language_modelling_figures() -> None:
     assert figures["perplexity"] == pytest.approx(8)
     assert figures["bits_per_byte"] == pytest.approx(1.5)
     assert "bits_per_character" not in figures
-    characters = DataInfo("tokens", "language_modelling", token_bytes=1.0, extra={"tokenizer": "characters"})
+    characters = DataInfo(
+        "tokens", "language_modelling", token_bytes=1.0, extra={"tokenizer": {"kind": "characters"}}
+    )
     assert build_task("auto", characters).figures(math.log(8), {})["bits_per_character"] == pytest.approx(3)
     assert math.isfinite(task.figures(1e6, {})["perplexity"])
 
@@ -193,9 +195,12 @@ def test_predictions() -> None:
 def test_language_model_prediction_is_the_loss_of_the_text_without_padding() -> None:
     info = DataInfo("tokens", "language_modelling", vocab_size=6, pad_id=0)
     table = torch.randn(6, 6)
-    text = torch.tensor([[1, 2, 3, 4], [1, 5, 0, 0]])
-    records = build_task("auto", info).predict(nn.Embedding.from_pretrained(table), text)
-    assert [record["tokens"] for record in records] == [3, 1]
+    text = torch.tensor([[1, 2, 3, 4], [1, 5, 0, 0], [1, 0, 0, 0]])
+    task, model = build_task("auto", info), nn.Embedding.from_pretrained(table)
+    records = task.predict(model, text)
+    assert [record["tokens"] for record in records] == [3, 1, 0]
+    assert records[2] == task.predict(model, text[2:, :1])[0]
+    assert records[2]["loss"] is None
     assert records[1]["loss"] == pytest.approx(
         F.cross_entropy(table[[1]], torch.tensor([5])).item(), abs=1e-5
     )

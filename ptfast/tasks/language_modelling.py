@@ -31,7 +31,7 @@ class LanguageModelling(SupervisedTask):
         """Adds the perplexity, and bits per byte of text where the data says how long its tokens are."""
         figures = {"loss": loss, **values, "perplexity": math.exp(min(loss, MAX_EXPONENT))}
         bits_per_token = loss / math.log(2)
-        if self.info.extra.get("tokenizer") == "characters":
+        if self.info.extra.get("tokenizer", {}).get("kind") == "characters":
             figures["bits_per_character"] = bits_per_token
         if self.info.token_bytes:
             figures["bits_per_byte"] = bits_per_token / self.info.token_bytes
@@ -40,12 +40,15 @@ class LanguageModelling(SupervisedTask):
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """How well each sequence is predicted: its loss in nats per token, from the second token on."""
         tokens, targets = inputs[:, :-1], inputs[:, 1:]
+        if not targets.numel():
+            return [{"loss": None, "perplexity": None, "tokens": 0} for _ in inputs]
         if self.info.pad_id is not None:
             targets = targets.masked_fill(targets == self.info.pad_id, IGNORE_INDEX)
         losses = token_cross_entropy(model(tokens).float(), targets, reduction="none").view(targets.shape)
         counts = (targets != IGNORE_INDEX).sum(-1)
         means = losses.sum(-1) / counts.clamp(min=1)
-        return [
-            {"loss": loss, "perplexity": math.exp(min(loss, MAX_EXPONENT)), "tokens": count}
-            for loss, count in zip(means.tolist(), counts.tolist(), strict=True)
-        ]
+        records: list[dict[str, Any]] = []
+        for loss, count in zip(means.tolist(), counts.tolist(), strict=True):
+            perplexity = math.exp(min(loss, MAX_EXPONENT)) if count else None
+            records.append({"loss": loss if count else None, "perplexity": perplexity, "tokens": count})
+        return records
