@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -137,13 +137,11 @@ def _source(paths: list[Path], version: _Version) -> TensorSource:
 class _ArrayUnpickler(pickle.Unpickler):
     """Reads what the batches hold, arrays and plain values, and refuses code."""
 
+    _numpy: ClassVar = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module.split(".")[0], name) in (
-            ("numpy", "_reconstruct"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-        ):
-            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        if module.split(".")[0] == "numpy" and name in self._numpy:
+            return self._numpy[name]
         if (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed")

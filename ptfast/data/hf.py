@@ -66,14 +66,15 @@ class HfDataset:
         columns = {role: self._column(train, role) for role in _GUESSES}
         label = columns["label"]
         if label is None or (columns["text"] is None and columns["image"] is None):
-            what = f"has columns {', '.join(train.column_names)}: which hold the inputs and the labels is not clear"
+            what = f"has columns {', '.join(train.column_names)}; which hold inputs and labels is not clear"
             hint = "Set data.label, and data.text or data.image"
             raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
         names = getattr(train.features[label], "names", None)
         labels = {split: torch.tensor(np.asarray(part[label], np.int64)) for split, part in splits.items()}
         if names is not None and bool((labels.get("test", labels["train"]) == -1).all()):
             # Benchmarks keep the labels of their test split to themselves.
-            labels.pop("test", None), splits.pop("test", None)
+            labels.pop("test", None)
+            splits.pop("test", None)
         num_classes = len(names) if names is not None else int(labels["train"].max()) + 1
         for split, numbers in labels.items():
             check_labels(numbers, num_classes, split)
@@ -151,12 +152,13 @@ class HfDataset:
             return array if self.image_size is None else fit(array, self.image_size)
 
         sources: dict[str, Source] = {}
+        height = width = 0
         for split, part in splits.items():
             images = [pixels(image) for image in part[column]]
             if len({image.shape for image in images}) > 1:
                 what = "its images differ in size"
                 hint = "Bring all to one size with data.image_size=32, say"
                 raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
+            height, width = images[0].shape[:2]
             sources[split] = TensorSource(torch.from_numpy(np.stack(images)), labels[split], images=True)
-        height, width = images[0].shape[:2]
         return DataInfo(kind="image", input_shape=(3, height, width), in_channels=3, **known), sources

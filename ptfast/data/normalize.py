@@ -87,8 +87,10 @@ def statistics(source: Source, cache_key: str | None = None) -> dict[str, list[f
 
 
 def cache_folder() -> Path:
-    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `~/.cache/ptfast`."""
-    return Path(os.environ.get("PTFAST_CACHE") or Path.home() / ".cache" / "ptfast")
+    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache."""
+    if named := os.environ.get("PTFAST_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptfast"
 
 
 def _sums(inputs: Tensor) -> tuple[int, Any, Any]:

@@ -1,0 +1,60 @@
+"""Counter-based draws: functions of (seed, epoch, index, stream) and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ptfast.data import draws
+
+INDICES = np.arange(100_000)
+
+
+def test_known_values_do_not_change():
+    # A change here changes every batch of every resumed run.
+    assert draws.bits(0, 0, np.arange(3), 0).tolist() == [
+        8865259441270742529,
+        16243450829873959913,
+        7691045517760467747,
+    ]
+    assert draws.integers(7, 3, np.arange(8), draws.CROP_X, 9).tolist() == [2, 0, 2, 3, 5, 8, 5, 1]
+
+
+def test_a_draw_does_not_depend_on_the_batch_it_is_in():
+    whole = draws.uniform(1, 2, INDICES, draws.FLIP)
+    some = np.array([5, 99_999, 0, 5])
+    assert np.array_equal(draws.uniform(1, 2, some, draws.FLIP), whole[some])
+    assert np.array_equal(draws.uniform(1, 2, some.reshape(2, 2), draws.FLIP), whole[some].reshape(2, 2))
+
+
+def test_uniform_fills_the_unit_interval_evenly():
+    u = draws.uniform(3, 0, INDICES, draws.CROP_X)
+    assert u.min() >= 0
+    assert u.max() < 1
+    counts = np.histogram(u, 50, (0, 1))[0]
+    assert np.abs(counts - 2000).max() < 5 * np.sqrt(2000)
+
+
+def test_integers_take_every_value_equally_often():
+    counts = np.bincount(draws.integers(3, 0, INDICES, draws.CROP_X, 9), minlength=9)
+    assert len(counts) == 9
+    assert np.abs(counts - 100_000 / 9).max() < 5 * np.sqrt(100_000 / 9)
+
+
+@pytest.mark.parametrize(
+    "other", [(1, 0, draws.CROP_X), (0, 1, draws.CROP_X), (0, 0, draws.CROP_Y), (-1, 0, draws.CROP_X)]
+)
+def test_seed_epoch_and_stream_give_unrelated_draws(other: tuple[int, int, int]):
+    seed, epoch, stream = other
+    one, two = draws.uniform(0, 0, INDICES, draws.CROP_X), draws.uniform(seed, epoch, INDICES, stream)
+    assert abs(np.corrcoef(one, two)[0, 1]) < 0.015
+
+
+def test_neighbouring_indices_are_unrelated():
+    u = draws.uniform(0, 0, INDICES, draws.CROP_X)
+    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.015
+
+
+def test_integers_refuse_a_range_they_cannot_draw_from():
+    with pytest.raises(ValueError, match="high"):
+        draws.integers(0, 0, INDICES, 0, 0)
