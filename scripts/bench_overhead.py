@@ -14,20 +14,12 @@ The peers come with `pip install 'ptfast[bench]'`; one that is not installed is 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.metadata
-import importlib.util
-import io
-import logging
 import os
-import platform
-import random
 import statistics
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
+from bench_tools import interval, machine, silence, version_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -109,6 +102,7 @@ class Bench:
 
 
 def tutorial(bench: Bench) -> Mlp:
+    """The loop that tutorials write."""
     model = Mlp()
     optimizer, scheduler = bench.optimizer(model)
     step = 0
@@ -126,6 +120,7 @@ def tutorial(bench: Bench) -> Mlp:
 
 
 def by_hand(bench: Bench) -> Mlp:
+    """The leanest loop one can write on ptfast's batches."""
     from ptfast.data import build_data, build_train_loader
     from ptfast.durations import Duration
 
@@ -167,6 +162,7 @@ def by_hand(bench: Bench) -> Mlp:
 
 
 def ptfast(bench: Bench) -> Mlp:
+    """The command line, in this process: composing, logging, seeding, saving and report included."""
     from ptfast.cli import run
 
     code = run(
@@ -185,6 +181,7 @@ def ptfast(bench: Bench) -> Mlp:
 
 
 def lightning_lean(bench: Bench) -> Mlp:
+    """Lightning with everything switched off that can be."""
     return fit_lightning(
         bench,
         log=False,
@@ -196,6 +193,7 @@ def lightning_lean(bench: Bench) -> Mlp:
 
 
 def lightning_default(bench: Bench) -> Mlp:
+    """Lightning as it comes, logging with `self.log`."""
     return fit_lightning(bench, log=True)
 
 
@@ -234,6 +232,7 @@ def fit_lightning(bench: Bench, *, log: bool, **options: Any) -> Mlp:
 
 
 def accelerate(bench: Bench) -> Mlp:
+    """The tutorial's loop with Accelerate around it."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -255,6 +254,7 @@ def accelerate(bench: Bench) -> Mlp:
 
 
 def hf_trainer(bench: Bench) -> Mlp:
+    """The Trainer of transformers, clipping and saving off."""
     from transformers import Trainer, TrainingArguments
 
     class WithLoss(nn.Module):
@@ -291,6 +291,7 @@ def hf_trainer(bench: Bench) -> Mlp:
 
 
 def ignite(bench: Bench) -> Mlp:
+    """Ignite's supervised trainer."""
     from ignite.engine import Events, create_supervised_trainer
 
     model = Mlp()
@@ -311,7 +312,7 @@ class Contender:
     name: str
     train: Callable[[Bench], Mlp]
     package: str | None = None
-    """What must be installed for it, as named in the package index; its module is the same with `_`."""
+    """What must be installed for it, as named in the package index."""
 
 
 CONTENDERS = (
@@ -324,30 +325,6 @@ CONTENDERS = (
     Contender("HF Trainer", hf_trainer, "transformers"),
     Contender("Lightning, default with self.log", lightning_default, "lightning"),
 )
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of `package`, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Keep what frameworks print out of the table, unless they fail."""
-    said = io.StringIO()
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            warnings.simplefilter("ignore")
-            yield
-    except BaseException:
-        print(said.getvalue(), file=sys.stderr)
-        raise
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def measure(contender: Contender, bench: Bench) -> tuple[float, float]:
@@ -363,13 +340,6 @@ def measure(contender: Contender, bench: Bench) -> tuple[float, float]:
     with torch.no_grad():
         loss = F.cross_entropy(model(inputs), targets).item()
     return (times_s[-2] - times_s[FIRST_TIMED_STEP]) / num_steps * 1e6, loss
-
-
-def interval(ratios: list[float], draws: int = 10_000) -> tuple[float, float]:
-    """Bootstrap 95 % interval of the median of `ratios`."""
-    chance = random.Random(0)
-    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[int(draws * 0.025)], medians[int(draws * 0.975)]
 
 
 def main() -> None:
@@ -412,7 +382,7 @@ def main() -> None:
     packages = ["torch", *dict.fromkeys(c.package for c in contenders if c.package)]
     versions = ", ".join(f"{package} {version_of(package)}" for package in packages)
     print(f"\n{args.rounds} interleaved rounds of {bench.total_steps:,} steps, 1 thread. {versions}.")
-    print(f"Python {platform.python_version()}, {cpu_name()}, {os.cpu_count()} cores.")
+    print(f"{machine()}.")
 
 
 def print_table(
@@ -439,15 +409,6 @@ def print_table(
             f"| {contender.name} | {median:.0f} [{min(times):.0f}-{max(times):.0f}] | {1e6 / median:,.0f} "
             f"| {ratio:.3f} [{low:.3f}-{high:.3f}] | {1 / ratio:.2f}x | {losses[contender.name]:.3f} |"
         )
-
-
-def cpu_name() -> str:
-    """The processor's model name."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":
