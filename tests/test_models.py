@@ -178,6 +178,13 @@ def test_a_model_that_does_not_fit_the_data_says_what_is_missing() -> None:
     assert caught.value.code == "C011"
 
 
+@pytest.mark.parametrize("make", [ResNetCifar, ResNet9])
+def test_image_models_refuse_data_without_channels(make: Callable[..., nn.Module]) -> None:
+    text = DataInfo("text", "classification", num_classes=2, vocab_size=9, pad_id=0)
+    with pytest.raises(ConfigError, match="needs in_channels, which data of the kind `text`"):
+        build_model(Stub(make), text)
+
+
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"gives a dict, not a torch.nn.Module") as caught:
         build_model(Stub(lambda num_classes: {}), IMAGES)
@@ -201,6 +208,12 @@ def test_pretrained_reaches_the_builder_and_is_refused_elsewhere() -> None:
 def test_torchvision_classifiers_by_name() -> None:
     model = build_model(Stub(build_torchvision, name="squeezenet1_1"), IMAGES)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
+    torch.manual_seed(0)
+    colour = build_torchvision("squeezenet1_1", 5).eval()
+    torch.manual_seed(0)
+    grey = build_torchvision("squeezenet1_1", 5, in_channels=1).eval()
+    image = torch.randn(2, 1, 32, 32)
+    torch.testing.assert_close(grey(image), colour(image.expand(2, 3, 32, 32)), rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"model.name=resnet5: .* Did you mean resnet50\?") as caught:
         build_torchvision("resnet5", 10)
     assert caught.value.code == "C003"

@@ -88,6 +88,13 @@ def _check_facts(
         and name not in facts
         and name not in target.kwargs
     ]
+    if "in_channels" in {*parameters} - {*facts, *target.kwargs} and info.kind in (
+        "text",
+        "tokens",
+        "features",
+    ):
+        # Models of images take 3 channels for granted, but not what has none.
+        missing.append("in_channels")
     if missing:
         keys = " and ".join(missing)
         raise ConfigError(

@@ -12,8 +12,8 @@ from ptfast.errors import ConfigError
 class TextEncoder(nn.Module):
     """Averages and maxima of word vectors, after as many transformer blocks as are asked for.
 
-    Without blocks (the default) it is an averaging network: with a few thousand sentences it does better than
-    what attends to word order, and trains in seconds. Whole words are dropped in training.
+    Without blocks (the default) it ignores the order of words and trains in seconds, which with a few
+    thousand sentences is hard to beat. Whole words are dropped in training.
 
     Args:
         vocab_size: number of token ids, filled from the data.

@@ -11,12 +11,19 @@ from torch import nn
 from ptfast.errors import ConfigError, MachineError
 
 
-def build(name: str, num_classes: int, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+def build(
+    name: str,
+    num_classes: int,
+    in_channels: int = 3,
+    pretrained: bool = False,
+    **kwargs: Any,
+) -> nn.Module:
     """Construct a torchvision classifier, such as `resnet50`, `vit_b_16` or `convnext_tiny`.
 
     Args:
         name: as in `torchvision.models.list_models(module=torchvision.models)`.
         num_classes: outputs, filled from the data.
+        in_channels: channels of an image, filled from the data; if not 3, the first layer changes.
         pretrained: start from the best published weights, with a fresh head where the classes differ.
         kwargs: keywords of the torchvision builder or class, such as `dropout`.
 
@@ -44,7 +51,17 @@ def build(name: str, num_classes: int, pretrained: bool = False, **kwargs: Any) 
         ) from error
     if pretrained:
         _load_published(model, models, name)
+    if in_channels != 3:
+        _change_in_channels(model, in_channels)
     return model
+
+
+def _change_in_channels(model: nn.Module, in_channels: int) -> None:
+    """Change the inputs of the first convolution; of a grey image it makes what it made of it as RGB."""
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    weight = first.weight.detach().sum(1, keepdim=True).repeat(1, in_channels, 1, 1) / in_channels
+    first.weight = nn.Parameter(weight)
+    first.in_channels = in_channels
 
 
 def _load_published(model: nn.Module, models: Any, name: str) -> None:
