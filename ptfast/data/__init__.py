@@ -52,10 +52,8 @@ def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: b
         from ptfast.data.custom import adapt
 
         name, splits = type(source).__name__, adapt(source, seed=seed, task=task)
-    splits = _cast_labels(splits, task)
-    splits = _hold_out(splits, val, seed)
-    for split in ("train", "val", "test"):
-        _check(splits, split)
+    splits = _hold_out(_for_task(splits, task), val, seed)
+    _check(splits)
     info, train = splits.info, splits.train
     if normalize and "normalize" not in info.extra and _has_statistics(splits):
         info = replace(
@@ -63,7 +61,7 @@ def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: b
         )
     if info.input_shape is not None:
         info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
-    return Data(info, train, splits.val, splits.test, _note(name, splits))
+    return Data(info, train, splits.val, splits.test, _describe(name, splits))
 
 
 def read_inputs(
@@ -75,37 +73,41 @@ def read_inputs(
     return predict.read_inputs(extra, kind, paths, normalize=normalize, batch_size=batch_size)
 
 
-def _cast_labels(splits: Splits, task: str) -> Splits:
+def _for_task(splits: Splits, task: str) -> Splits:
     """Labels of the type that the task takes: floats where they are many or measured, else classes."""
-    task = splits.info.task if task == "auto" else task
-    for source in splits[1:]:
+    info = splits.info
+    if task == "regression" and info.task == "classification":
+        # Whole numbers look like classes until the user says that they are measured.
+        info = replace(info, task=task, num_classes=1, class_names=None)
+    task = info.task if task == "auto" else task
+    for source in splits.sources.values():
         if isinstance(source, TensorSource):
             if task in ("regression", "multilabel"):
                 source.targets = source.targets.float()
             elif task == "classification" and not source.targets.is_floating_point():
                 source.targets = source.targets.long()
-    return splits
+    return splits._replace(info=info)
 
 
 def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
-    if isinstance(splits.train, IterableSource):
-        if splits.val is None and val.value and val.unit != "percent":
-            hint = "Use data.val=0, or a map-style data set"
-            raise ConfigError(
-                "C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint
-            )
-        return splits
     if splits.val is not None or val.value == 0:
         return splits
+    if isinstance(splits.train, IterableSource):
+        # The default share is no wish of the user's; a number of samples is.
+        if val.unit == "percent":
+            return splits._replace(note="nothing is held out of iterable data")
+        hint = "Use data.val=0, or a map-style data set"
+        raise ConfigError("C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint)
     train, held = split_indices(len(splits.train), val, seed)
     return splits._replace(train=take(splits.train, train), val=take(splits.train, held))
 
 
-def _check(splits: Splits, split: str) -> None:
-    source = getattr(splits, split)
+def _check(splits: Splits) -> None:
     num_classes = splits.info.num_classes
-    if isinstance(source, TensorSource) and splits.info.task == "classification" and num_classes:
-        check_labels(source.targets, num_classes, split)
+    for split, source in splits.sources.items():
+        labels = getattr(source, "targets", None)
+        if labels is not None and splits.info.task == "classification" and num_classes:
+            check_labels(labels, num_classes, split)
 
 
 def _has_statistics(splits: Splits) -> bool:
@@ -114,15 +116,10 @@ def _has_statistics(splits: Splits) -> bool:
     return isinstance(splits.train, TensorSource) and splits.info.kind == "features"
 
 
-def _note(name: str, splits: Splits) -> str:
-    def count(split: str, source: Source | None) -> str | None:
-        if source is None:
-            return None
-        return (
-            f"{split} of unknown length" if isinstance(source, IterableSource) else f"{len(source):,} {split}"
-        )
+def _describe(name: str, splits: Splits) -> str:
+    def count(split: str, source: Source) -> str:
+        unknown = isinstance(source, IterableSource)
+        return f"{split} of unknown length" if unknown else f"{len(source):,} {split}"
 
-    counts = [
-        count(split, source) for split, source in zip(("train", "val", "test"), splits[1:], strict=True)
-    ]
-    return f"{name}: {', '.join(part for part in counts if part)}"
+    counts = ", ".join(count(split, source) for split, source in splits.sources.items())
+    return f"{name}: {counts}" + (f"; {splits.note}" if splits.note else "")

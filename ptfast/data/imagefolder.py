@@ -46,7 +46,6 @@ class ImageFolder:
     def __init__(self, root: str, image_size: int | None = None, threads: int | str = "auto") -> None:
         self.root, self.image_size = Path(root).expanduser(), image_size
         self.threads = spare_cores(16) if threads == "auto" else int(threads)
-        self.note = ""
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         classes, listings = list_tree(self.root)
@@ -64,8 +63,7 @@ class ImageFolder:
                 converted += split_converted
             else:
                 sources[split] = ImageFiles(paths, targets, decoder)
-        if converted:
-            self.note = f"{converted:,} images that are not 8-bit RGB were converted"
+        note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
         info = DataInfo(
             kind="image",
             task="classification",
@@ -77,7 +75,7 @@ class ImageFolder:
                 "cache_key": f"{self.root.resolve()} {num_files} {self.image_size} {_newest(self.root)}",
             },
         )
-        return Splits(info, sources["train"], sources.get("val"), sources.get("test"))
+        return Splits(info, sources["train"], sources.get("val"), sources.get("test"), note)
 
 
 class ImageFiles(Source):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class Decoder:
 
     def __init__(self, image_size: int | None = None) -> None:
         self.image_size = image_size
-        self._decode_jpeg: Callable[[Tensor], Tensor] | None = None
+        self._decode_jpeg: Callable[[Tensor], Tensor] | Literal[False] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"image_size": self.image_size, "_decode_jpeg": None}
@@ -66,7 +67,7 @@ class Decoder:
             if shape is not None:
                 _check_pixels(shape[0] * shape[1], path)
             if shape is not None and shape[2] == 3:
-                decoded = Decoded(self._jpeg(content), False)
+                decoded = self._jpeg(content, path)
             else:
                 decoded = _by_pil(content, path)
         except DataError:
@@ -79,15 +80,14 @@ class Decoder:
             return decoded
         return Decoded(fit(decoded.pixels, self.image_size), decoded.converted)
 
-    def _jpeg(self, content: bytes) -> Pixels:
-        decode_jpeg = self._decode_jpeg
-        if decode_jpeg is None:
-            from torchvision.io import decode_jpeg
-
-            self._decode_jpeg = decode_jpeg
+    def _jpeg(self, content: bytes, path: str) -> Decoded:
+        if self._decode_jpeg is None:
+            self._decode_jpeg = _jpeg_decoder()
+        if self._decode_jpeg is False:
+            return _by_pil(content, path)
         # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
-        image = decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        return image.permute(1, 2, 0).numpy()
+        image = self._decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return Decoded(image.permute(1, 2, 0).numpy(), False)
 
     def stack(self, paths: Sequence[str]) -> tuple[Pixels, int]:
         """Decode files of one size: uint8 (files, height, width, 3), and how many were converted.
@@ -155,6 +155,17 @@ def fit(pixels: Pixels, size: int) -> Pixels:
     )[0]
     top, left = (new_height - size) // 2, (new_width - size) // 2
     return image[:, top : top + size, left : left + size].permute(1, 2, 0).contiguous().numpy()
+
+
+def _jpeg_decoder() -> Callable[[Tensor], Tensor] | Literal[False]:
+    """torchvision's decoder, or False where it was built without or no longer has one."""
+    try:
+        from torchvision.io import decode_jpeg
+    except ImportError:
+        return False
+    # It announces its retirement at each call; without it PIL decodes the same pixels.
+    warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities of TorchVision")
+    return decode_jpeg
 
 
 def _jpeg_shape(content: bytes) -> tuple[int, int, int] | None:

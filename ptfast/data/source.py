@@ -111,6 +111,14 @@ class Splits(NamedTuple):
     train: Source
     val: Source | None = None
     test: Source | None = None
+    note: str = ""
+    """What the user should know about how it was read."""
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """The splits that there are, by name."""
+        found = {"train": self.train, "val": self.val, "test": self.test}
+        return {split: source for split, source in found.items() if source is not None}
 
 
 @runtime_checkable

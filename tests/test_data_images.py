@@ -1,0 +1,204 @@
+"""Image folders: what is read, and the one line for each way in which a tree can be wrong."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ptfast.data import build_data, read_inputs
+from ptfast.data.imagefolder import ImageFiles, ImageFolder
+from ptfast.data.images import Decoder, fit
+from ptfast.data.normalize import statistics
+from ptfast.durations import Duration
+from ptfast.errors import DataError
+
+NO_VAL = Duration(0, "percent")
+
+
+def pixels(seed: int, height: int = 12, width: int = 12) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def write(path: Path, image: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(path)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """`train/` and `test/` of two classes, JPEG and PNG."""
+    seed = 0
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            for i in range(3):
+                write(tmp_path / split / name / f"{i}.{'jpg' if i else 'png'}", pixels(seed := seed + 1))
+    return tmp_path
+
+
+def load(root: Path, **kwargs: Any) -> Any:
+    return build_data(ImageFolder(str(root), **kwargs), val=NO_VAL, seed=0, task="auto")
+
+
+def test_a_tree_is_read_in_the_order_of_its_names(tree: Path):
+    data = load(tree)
+    assert data.note == "imagefolder: 6 train, 6 test"
+    assert data.info.class_names == ("cat", "dog")
+    assert data.info.input_shape == (3, 12, 12)
+    images, labels = data.train.fetch(np.arange(6))
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+    for i, path in enumerate(sorted((tree / "train").rglob("*.*g"))):
+        assert np.array_equal(images[i].numpy(), np.asarray(Image.open(path).convert("RGB")))
+
+
+def test_class_folders_alone_are_a_training_split(tree: Path):
+    data = load(tree / "train")
+    assert len(data.train) == 6
+    assert data.test is None
+
+
+def test_images_that_do_not_fit_in_memory_give_the_same_batches(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    held = load(tree)
+    monkeypatch.setattr("ptfast.data.imagefolder.available_memory", lambda: 0)
+    files = load(tree)
+    assert isinstance(files.train, ImageFiles)
+    indices = np.array([4, 0, 5])
+    for one, other in zip(held.train.fetch(indices), files.train.fetch(indices), strict=True):
+        assert torch.equal(one, other)
+    assert held.info.extra["normalize"] == files.info.extra["normalize"]
+
+
+def test_statistics_from_disk_are_remembered(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any
+):
+    monkeypatch.setenv("PTFAST_CACHE", str(tmp_path_factory.mktemp("cache")))
+    paths = [str(path) for path in sorted((tree / "train").rglob("*.jpg"))]
+    source = ImageFiles(paths, torch.zeros(len(paths)), Decoder())
+    first = statistics(source, "a key")
+    source.fetch = None  # pyright: ignore[reportAttributeAccessIssue]
+    assert statistics(source, "a key") == first
+
+
+def test_mean_and_deviation_are_those_of_the_pixels(tree: Path):
+    data = load(tree)
+    values = data.train.fetch(np.arange(6))[0].double().reshape(-1, 3)
+    known = data.info.extra["normalize"]
+    assert np.allclose(known["mean"], values.mean(0), rtol=1e-12)
+    assert np.allclose(known["std"], values.std(0, correction=0), rtol=1e-9)
+
+
+def test_mixed_sizes_need_a_size(tree: Path):
+    write(tree / "train" / "cat" / "9.png", pixels(9, 20, 30))
+    with pytest.raises(
+        DataError, match=r"9\.png: is 30x20 where the first image is 12x12\. .*data\.image_size=12"
+    ):
+        load(tree)
+    assert load(tree, image_size=10).info.input_shape == (3, 10, 10)
+
+
+def test_fit_scales_the_shorter_side_and_keeps_the_centre():
+    image = np.zeros((20, 60, 3), np.uint8)
+    image[:, 20:40] = 200
+    fitted = fit(image, 10)
+    assert fitted.shape == (10, 10, 3)
+    assert (fitted[:, 1:-1] == 200).all()
+
+
+def test_grey_cmyk_and_16_bit_images_are_converted_and_said(tree: Path):
+    folder = tree / "train" / "cat"
+    Image.fromarray(pixels(1)).convert("CMYK").save(folder / "a.jpg")
+    Image.fromarray(pixels(2)).convert("L").save(folder / "b.jpg")
+    deep = (np.arange(144, dtype=np.uint16).reshape(12, 12) * 400).astype(np.uint16)
+    Image.fromarray(deep).save(folder / "c.png")
+    data = load(tree)
+    assert "3 images that are not 8-bit RGB were converted" in data.note
+    images, _ = data.train.fetch(np.arange(6))
+    assert np.array_equal(images[5, :, :, 0].numpy(), deep >> 8)
+
+
+def spoil(tree: Path, how: str) -> Path:
+    """Make one kind of damage to a tree, and return the path that the error should name."""
+    target = tree / "train" / "cat" / "1.jpg"
+    content = target.read_bytes()
+    if how == "truncated":
+        target.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        target.write_bytes(b"")
+    elif how == "text":
+        target.write_text("this is no image")
+    elif how == "bomb":
+        at = content.index(b"\xff\xc0")
+        target.write_bytes(content[: at + 5] + struct.pack(">HH", 60000, 60000) + content[at + 9 :])
+    return target
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("truncated", "is damaged or truncated"),
+        ("empty", r"is empty \(0 bytes\)"),
+        ("text", "is no image that can be decoded"),
+        ("bomb", "claims 3,600,000,000 pixels"),
+    ],
+)
+def test_a_file_that_cannot_be_decoded_is_named(tree: Path, how: str, line: str):
+    path = spoil(tree, how)
+    with pytest.raises(DataError, match=line) as error:
+        load(tree)
+    assert error.value.code == "D005"
+    assert str(error.value).startswith(str(path))
+
+
+def test_a_truncated_png_is_named(tree: Path):
+    path = tree / "train" / "cat" / "0.png"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError, match="is damaged or truncated") as error:
+        load(tree)
+    assert str(error.value).startswith(str(path))
+
+
+def test_trees_that_are_none(tree: Path, tmp_path_factory: Any):
+    place = tmp_path_factory.mktemp("other")
+
+    def code(root: Path) -> tuple[str, str]:
+        with pytest.raises(DataError) as error:
+            load(root)
+        return error.value.code, str(error.value)
+
+    assert code(tree / "nowhere") == (
+        "D001",
+        f"data.root={tree / 'nowhere'}: no such folder. Set data.root to a folder of class folders.",
+    )
+    assert "is a file, not a folder" in code(tree / "train" / "cat" / "0.png")[1]
+    assert code(place)[0] == "D002"
+    write(place / "one" / "0.png", pixels(0))
+    assert code(place) == (
+        "D003",
+        f"data.root={place}: holds one class only (one), which leaves nothing to tell apart. "
+        "Give each class a folder of its own.",
+    )
+    (place / "two").mkdir()
+    assert code(place)[1].startswith(f"{place / 'two'}: class folder without images")
+    write(tree / "test" / "cow" / "0.png", pixels(0))
+    (tree / "test" / "dog").rename(tree / "test" / "doge")
+    assert (
+        "its classes differ from those of train/: has cow, doge, which train/ has not and lacks dog"
+        in code(tree)[1]
+    )
+
+
+def test_prediction_reads_images_as_training_did(tree: Path):
+    data = load(tree)
+    names, inputs = next(iter(read_inputs(data.info.extra, "image", [str(tree / "train")])))
+    assert names == [str(path) for path in sorted((tree / "train").rglob("*.*g"))]
+    known = data.info.extra["normalize"]
+    raw = data.train.fetch(np.arange(6))[0].permute(0, 3, 1, 2)
+    expected = (raw - torch.tensor(known["mean"]).view(3, 1, 1)) / torch.tensor(known["std"]).view(3, 1, 1)
+    assert torch.allclose(inputs, expected, atol=1e-5)
+    with pytest.raises(DataError, match="no such file or folder"):
+        next(read_inputs(data.info.extra, "image", ["nowhere.png"]))
