@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ CODES = {
 }
 
 
+SECRET = "<secret>"
+_SECRET_WORDS = {"token", "key", "secret", "password"}
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
 class PtfastError(Exception):
     """A failure the user can act on, printed as one line without a traceback.
 
@@ -59,7 +65,7 @@ class PtfastError(Exception):
         code: a key of `CODES`.
         what: what is wrong, as a clause without a full stop.
         key: the config key or file concerned, if there is one.
-        value: the value that was given; shown as `key=value`.
+        value: the value that was given; shown as `key=value`, unless the key's name says that it is a secret.
         place: where it was given: `command line` or `file.yaml:12`.
         suggestion: what to do about it, as a sentence without its full stop.
     """
@@ -84,7 +90,7 @@ class PtfastError(Exception):
     def _line(self) -> str:
         subject = self.key or ""
         if self.key and self.value is not None:
-            subject = f"{self.key}={shorten(self.value)}"
+            subject = f"{self.key}={SECRET if is_secret(self.key) else shorten(self.value)}"
         if self.place:
             subject = f"{subject} ({self.place})" if subject else self.place
         line = f"{subject}: {self.what}" if subject else self.what
@@ -93,6 +99,10 @@ class PtfastError(Exception):
             suggestion = one_line(self.suggestion)
             line = f"{line}. {suggestion}"
         return line if line.endswith(("?", ".", "!")) else line + "."
+
+    def placed(self, place: str) -> PtfastError:
+        """The same error, saying where its key was given."""
+        return _rebuild(type(self), self.code, self.what, self.key, self.value, place, self.suggestion)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process boundaries (loader workers, ranks): rebuild them from their parts.
@@ -168,6 +178,11 @@ def bug_line(error: BaseException) -> str:
     return (
         f"ptfast: error: {type(error).__name__}{where}: {text}. Add --traceback to see where it comes from."
     )
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key's name holds the word token, key, secret or password (`apiKey`, not `tokenizer`)."""
+    return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(key.rpartition(".")[2]))
 
 
 def shorten(value: Any, max_chars: int = 80) -> str:

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from ptfast.config.compose import compose
-from ptfast.config.freeze import freeze, is_secret, load, redact
-from ptfast.errors import ConfigError
+from ptfast.config.freeze import freeze, load, redact
+from ptfast.errors import ConfigError, is_secret
 
 HARD_VALUES = [
     "run.name='1e-3'",

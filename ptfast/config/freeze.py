@@ -13,15 +13,7 @@ from omegaconf import OmegaConf
 from ptfast.config.compose import Composed, apply, finish
 from ptfast.config.resolve import ENV, resolve_keeping_env
 from ptfast.config.yaml_file import read_yaml
-
-SECRET = "<secret>"
-_SECRET_WORDS = {"token", "key", "secret", "password"}
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-
-
-def is_secret(key: str) -> bool:
-    """Whether a key's name holds the word token, key, secret or password (`apiKey`, not `tokenizer`)."""
-    return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(key.rpartition(".")[2]))
+from ptfast.errors import SECRET, is_secret
 
 
 def freeze(composed: Composed, path: Path) -> list[str]:
@@ -58,6 +50,15 @@ def frozen_tree(composed: Composed) -> tuple[dict[str, Any], list[str]]:
 
     tree = resolve_keeping_env(composed.tree, composed.tree_unresolved)
     return _map(copy.deepcopy(tree), "", hide), warnings
+
+
+def without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
+    """Plain settings for what leaves this machine, such as a tracking service: secrets hidden."""
+    return _map(
+        copy.deepcopy(tree),
+        "",
+        lambda key, value: SECRET if value not in (None, "") and is_secret(key) else value,
+    )
 
 
 def load(path: Path, arguments: Sequence[str] = ()) -> Composed:
