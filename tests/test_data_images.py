@@ -194,11 +194,11 @@ def test_trees_that_are_none(tree: Path, tmp_path_factory: Any):
 
 def test_prediction_reads_images_as_training_did(tree: Path):
     data = load(tree)
-    names, inputs = next(iter(read_inputs(data.info.extra, "image", [str(tree / "train")])))
+    names, inputs = next(iter(read_inputs(data.info, [str(tree / "train")], device=torch.device("cpu"))))
     assert names == [str(path) for path in sorted((tree / "train").rglob("*.*g"))]
     known = data.info.extra["normalize"]
     raw = data.train.fetch(np.arange(6))[0].permute(0, 3, 1, 2)
     expected = (raw - torch.tensor(known["mean"]).view(3, 1, 1)) / torch.tensor(known["std"]).view(3, 1, 1)
     assert torch.allclose(inputs, expected, atol=1e-5)
     with pytest.raises(DataError, match="no such file or folder"):
-        next(read_inputs(data.info.extra, "image", ["nowhere.png"]))
+        next(read_inputs(data.info, ["nowhere.png"], device=torch.device("cpu")))

@@ -121,9 +121,9 @@ def test_a_text_shorter_than_a_window_is_refused(running: Path):
 
 
 def test_prediction_reads_lines_with_the_vocabulary_of_training(folder: Path, tmp_path: Path):
-    extra = load(TextTsv(str(folder))).info.extra
+    info = load(TextTsv(str(folder))).info
     path = tmp_path / "new.txt"
     path.write_text("a film\n\ngood bad unseen\n")
-    ((names, inputs),) = read_inputs(extra, "text", [str(path)])
+    ((names, inputs),) = read_inputs(info, [str(path)], device=torch.device("cpu"))
     assert names == [f"{path}:1", f"{path}:3"]
     assert inputs.tolist() == [[2, 3, 0], [5, 4, 1]]

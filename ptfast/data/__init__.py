@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ptfast.durations import Duration
+    from ptfast.run import DataInfo
 
 __all__ = [
     "Data",
@@ -64,13 +65,11 @@ def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: b
     return Data(info, train, splits.val, splits.test, _describe(name, splits))
 
 
-def read_inputs(
-    extra: dict[str, Any], kind: str, paths: Sequence[str], *, normalize: bool = True, batch_size: int = 64
-) -> Iterator[tuple[list[str], Tensor]]:
+def read_inputs(info: DataInfo, paths: Sequence[str], **options: Any) -> Iterator[tuple[list[str], Tensor]]:
     """Batches of names and inputs of files, read as the training data was; see `ptfast.data.predict`."""
     from ptfast.data import predict
 
-    return predict.read_inputs(extra, kind, paths, normalize=normalize, batch_size=batch_size)
+    return predict.read_inputs(info, paths, **options)
 
 
 def _for_task(splits: Splits, task: str) -> Splits:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ptfast.data.arrays import as_inputs, read_npy, read_npz
 from ptfast.data.images import SUFFIXES, Decoder
-from ptfast.data.prepare import build_normalizer, channels_first
+from ptfast.data.prepare import Prepare, build_normalizer
 from ptfast.data.text import read_text
 from ptfast.data.tokens import read_tokenizer
 from ptfast.errors import DataError
@@ -24,46 +25,53 @@ Named = tuple[str, Tensor]
 
 
 def read_inputs(
-    extra: dict[str, Any], kind: str, paths: Sequence[str], *, normalize: bool = True, batch_size: int = 64
+    info: DataInfo,
+    paths: Sequence[str],
+    *,
+    device: torch.device,
+    channels_last: bool = False,
+    normalize: bool = True,
+    batch_size: int = 64,
 ) -> Iterator[tuple[list[str], Tensor]]:
     """Read files as model inputs: images, `.npy` or `.npz` arrays, or text with one input a line.
 
     Args:
-        extra: `DataInfo.extra` of the run.
-        kind: `DataInfo.kind` of the run.
+        info: of the run's data; its `extra` holds shapes, statistics and vocabulary.
         paths: files; a folder stands for all images in it.
         normalize: whether training normalised its inputs (`data.normalize`).
 
     Yields:
-        Names and inputs of up to `batch_size` samples: (batch, channels, height, width) float32 of images,
-        (batch, features) float32, or (batch, tokens) int64, padded. Running text is not padded: one input at
+        Names, and inputs on `device`, of up to `batch_size` samples: (batch, channels, height, width) float32 of
+        images, (batch, features) float32, or (batch, tokens) int64, padded. Running text is not padded: one input at
         a time.
 
     Raises:
         DataError: D001 for a path that is not there, D005 for a file that cannot be read or does not fit.
     """
+    kind, extra = info.kind, info.extra
     if kind == "image":
         named = _each_image(extra, paths)
     elif kind == "features":
         named = (pair for path in _files(paths) for pair in _each_row(path, images=False))
-    elif kind in ("text", "tokens"):
+    elif kind in ("text", "tokens") and "tokenizer" in extra:
         named = _each_line(extra, paths)
     else:
-        raise DataError(
-            "D005", f"{kind} data cannot be read from files; predict with Python instead", key="data"
-        )
-    info = DataInfo(kind=kind, task="", in_channels=(extra.get("input_shape") or [None])[0], extra=extra)
-    normalizer = build_normalizer(info, torch.device("cpu"), normalize, images=kind == "image")
+        what = "data of your own cannot be read from files; load the state in Python instead"
+        raise DataError("D005", what, key="data")
+    prepare = Prepare(
+        device=device,
+        images=kind == "image",
+        normalizer=build_normalizer(info, device, normalize, images=kind == "image"),
+        channels_last=channels_last,
+        pin=False,
+    )
     while batch := list(islice(named, 1 if kind == "tokens" else batch_size)):
         names, inputs = [name for name, _ in batch], [sample for _, sample in batch]
         if kind in ("text", "tokens"):
-            stacked = torch.nn.utils.rnn.pad_sequence(
-                inputs, batch_first=True, padding_value=extra.get("pad_id", 0)
-            )
+            stacked = pad_sequence(inputs, batch_first=True, padding_value=extra.get("pad_id", 0))
         else:
             stacked = _stack(names, inputs, extra)
-            stacked = channels_first(stacked, channels_last=False) if kind == "image" else stacked
-        yield names, stacked if normalizer is None else normalizer(stacked)
+        yield names, prepare.inputs(stacked)
 
 
 def _each_image(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:

@@ -50,7 +50,7 @@ class Prepare:
         """Raw inputs on the device, in the model's layout, normalised."""
         inputs = self.move(inputs)
         if self._images:
-            inputs = channels_first(inputs, self.channels_last)
+            inputs = _channels_first(inputs, self.channels_last)
         elif self.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return inputs if self._normalizer is None else self._normalizer(inputs)
@@ -105,7 +105,7 @@ def build_normalizer(
     return None
 
 
-def channels_first(images: Tensor, channels_last: bool) -> Tensor:
+def _channels_first(images: Tensor, channels_last: bool) -> Tensor:
     """(batch, height, width, channels) as (batch, channels, height, width), in the memory format wanted."""
     if channels_last:
         return images.permute(0, 3, 1, 2)
