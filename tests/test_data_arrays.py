@@ -125,7 +125,7 @@ def test_files_that_are_none(tmp_path: Path):
 
 
 def test_prediction_normalises_vectors_as_training_did(tmp_path: Path):
-    extra = load(save(tmp_path / "a.npz", x=VECTORS, y=CLASSES)).info
+    info = load(save(tmp_path / "a.npz", x=VECTORS, y=CLASSES)).info
     np.save(tmp_path / "new.npy", VECTORS)
     batches = list(read_inputs(info, [str(tmp_path / "new.npy")], device=torch.device("cpu"), batch_size=8))
     assert [len(names) for names, _ in batches] == [8, 8, 4]

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -257,3 +262,52 @@ def test_only_images_are_augmented():
     data = Data(info, TensorSource(torch.zeros(9, 3), torch.zeros(9).long()), None, None, "")
     with pytest.raises(ConfigError, match="only uint8 images are augmented"):
         loader(data, "auto", augment=BOTH)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends workers with their parent on Linux only")
+def test_workers_outlive_a_terminal_signal_and_die_with_their_parent(tmp_path: Path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing, os, signal, sys, time
+            import numpy as np, torch
+            from ptfast.data.sampler import Share
+            from ptfast.data.workers import WorkerPool
+
+            def fetch(share):
+                time.sleep(0.05)
+                return torch.zeros(1)
+
+            pool = WorkerPool(fetch, 2, 1)
+            stream = pool.fetch(Share(0, np.zeros(1, np.int64), 1) for _ in range(100))
+            next(stream)
+            workers = [process.pid for process in multiprocessing.active_children()]
+            for pid in workers:
+                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGINT)
+            for _ in range(5):
+                next(stream)
+            print(*workers, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == -9, done.stderr
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 10
+    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_alive(pid) for pid in workers)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False

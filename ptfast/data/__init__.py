@@ -56,10 +56,10 @@ def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: b
     splits = _hold_out(_for_task(splits, task), val, seed)
     _check(splits)
     info, train = splits.info, splits.train
+    # Which samples are held out changes the statistics of the rest.
+    cache_key = f"{key} {val} {seed}" if (key := info.extra.get("cache_key")) else None
     if normalize and "normalize" not in info.extra and _has_statistics(splits):
-        info = replace(
-            info, extra={**info.extra, "normalize": statistics(train, info.extra.get("cache_key"))}
-        )
+        info = replace(info, extra={**info.extra, "normalize": statistics(train, cache_key)})
     if info.input_shape is not None:
         info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
     return Data(info, train, splits.val, splits.test, _describe(name, splits))

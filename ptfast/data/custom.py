@@ -74,7 +74,7 @@ def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
     """The splits of a user's data set: training samples and what they look like.
 
     Class count and names come from its attributes `num_classes` and `classes`, else from `targets`, else from
-    its first 2,000 labels; the input shape from its first sample.
+    2,000 of its labels; the input shape from its first sample.
 
     Raises:
         DataError: D002 if it is empty, D008 if it is no data set or its first sample cannot be read.
@@ -95,21 +95,12 @@ def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
         info = _info(dataset, dataset[0], targets, task)
         return Splits(info, TensorSource(inputs, targets, images=images))
     source = MapSource(dataset, seed, images=False)
-    sample = (
-        tuple(column[0] for column in source.fetch(np.zeros(1, np.int64))[:2])
-        if _is_pair(dataset, source)
-        else None
-    )
-    labels = None
-    if sample is not None:
-        source.images = _is_image(sample[0])
-        labels = _labels(dataset, source)
-    return Splits(_info(dataset, sample, labels, task), source)
-
-
-def _is_pair(dataset: Any, source: Source) -> bool:
-    raw = source.fetch(np.zeros(1, np.int64))
-    return isinstance(raw, (tuple, list)) and len(raw) == 2 and isinstance(raw[0], Tensor)
+    first = source.fetch(np.zeros(1, np.int64))
+    if not (isinstance(first, (tuple, list)) and len(first) == 2 and isinstance(first[0], Tensor)):
+        return Splits(_info(dataset, None, None, task), source)
+    sample = first[0][0], first[1][0]
+    source.images = _is_image(sample[0])
+    return Splits(_info(dataset, sample, _labels(dataset, source), task), source)
 
 
 def _is_image(sample: Any) -> bool:
@@ -123,7 +114,9 @@ def _labels(dataset: Any, source: MapSource) -> Tensor | None:
             return torch.as_tensor(targets)
     if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
         return source.fetch(np.zeros(1, np.int64))[1]
-    return source.fetch(np.arange(min(len(source), _SCAN_LIMIT)))[1]
+    # Spread over the whole, because many data sets are sorted by class.
+    places = np.linspace(0, len(source) - 1, min(len(source), _SCAN_LIMIT)).astype(np.int64)
+    return source.fetch(places)[1]
 
 
 def _info(dataset: Any, sample: Any, labels: Tensor | None, task: str) -> DataInfo:

@@ -155,7 +155,7 @@ class StaticLoader:
     def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource, reason: str) -> None:
         self.steps_per_epoch: int | None = sampler.steps_per_epoch
         self.reason = reason
-        self._sampler, self._device = sampler, prepare.device
+        self._sampler, self._prepare = sampler, prepare
         inputs = prepare.inputs(source.inputs)
         self._targets = prepare.move(source.targets)
         # Rows are gathered from contiguous memory and only looked at as channels first.
@@ -180,7 +180,7 @@ class StaticLoader:
         plan = [self._sampler.step(s) for s in range(start, stop)]
         shares = [share for step_shares, _ in plan for share in step_shares]
         index_parts, sizes, stride = _aligned(shares)
-        index = as_tensor(np.concatenate(index_parts)).to(self._device)
+        index = self._prepare.move(as_tensor(np.concatenate(index_parts)))
         inputs = self._inputs.index_select(0, index)
         if self._permuted:
             inputs = inputs.permute(0, 3, 1, 2)

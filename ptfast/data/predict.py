@@ -41,9 +41,9 @@ def read_inputs(
         normalize: whether training normalised its inputs (`data.normalize`).
 
     Yields:
-        Names, and inputs on `device`, of up to `batch_size` samples: (batch, channels, height, width) float32 of
-        images, (batch, features) float32, or (batch, tokens) int64, padded. Running text is not padded: one input at
-        a time.
+        Names, and inputs on `device`, of up to `batch_size` samples: (batch, channels, height, width)
+        float32 of images, (batch, features) float32, or (batch, tokens) int64, padded. Running text is not
+        padded: one input at a time.
 
     Raises:
         DataError: D001 for a path that is not there, D005 for a file that cannot be read or does not fit.

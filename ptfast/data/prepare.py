@@ -33,7 +33,7 @@ class Prepare:
         channels_last: bool,
         pin: bool,
     ) -> None:
-        self.device, self._images, self._normalizer = device, images, normalizer
+        self._device, self._images, self._normalizer = device, images, normalizer
         self.channels_last, self.pin = channels_last, pin
         self._on_host = device.type == "cpu"
 
@@ -62,7 +62,7 @@ class Prepare:
                 return value
             if self.pin and not value.is_pinned():
                 value = value.pin_memory()
-            return value.to(self.device, non_blocking=True)
+            return value.to(self._device, non_blocking=True)
         if isinstance(value, dict):
             return {name: self.move(item) for name, item in value.items()}
         if isinstance(value, (tuple, list)):

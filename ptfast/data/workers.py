@@ -114,6 +114,9 @@ class WorkerPool:
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             iterator._shutdown_workers()
+            for process in iterator._workers:
+                # One that is stuck in a read ignores SIGTERM too, and would hold up the exit of this process.
+                process.kill()
 
 
 def describe(error: Exception) -> str:
