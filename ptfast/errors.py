@@ -100,19 +100,23 @@ class PtfastError(Exception):
             line = f"{line}. {suggestion}"
         return line if line.endswith(("?", ".", "!")) else line + "."
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The keywords that it is made of."""
+        names = ("code", "what", "key", "value", "place", "suggestion")
+        return {name: getattr(self, name) for name in names}
+
     def placed(self, place: str) -> PtfastError:
         """The same error, saying where its key was given."""
-        return _rebuild(type(self), self.code, self.what, self.key, self.value, place, self.suggestion)
+        return _rebuild(type(self), {**self.parts, "place": place})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process boundaries (loader workers, ranks): rebuild them from their parts.
-        return _rebuild, (type(self), self.code, self.what, self.key, self.value, self.place, self.suggestion)
+        return _rebuild, (type(self), self.parts)
 
 
-def _rebuild(
-    cls: type[PtfastError], code: str, what: str, key: Any, value: Any, place: Any, hint: Any
-) -> PtfastError:
-    return cls(code, what, key=key, value=value, place=place, suggestion=hint)
+def _rebuild(cls: type[PtfastError], parts: dict[str, Any]) -> PtfastError:
+    return cls(**parts)
 
 
 class ConfigError(PtfastError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from ptfast.config.paths import shown
 from ptfast.config.resolve import resolve
 from ptfast.config.source import PRIMARY, PtfastSource, search_path
 from ptfast.config.yaml_file import YamlFile, read_yaml
-from ptfast.errors import ConfigError
+from ptfast.errors import ConfigError, PtfastError
 
 HYDRA_VERSION = "1.3"
 
@@ -54,6 +55,28 @@ class Composed:
     def place(self, key: str) -> str:
         """Where `key` was set: the place of the key itself, or of the nearest section around it."""
         return place_of(key, self.places)
+
+    def placed(self, error: PtfastError) -> PtfastError:
+        """`error`, saying where its key was given if it is about a key of this config."""
+        if error.place is not None or error.key is None:
+            return error
+        section: Any = self.tree
+        for name in error.key.split("."):
+            if not isinstance(section, dict) or name not in section:
+                return error
+            section = section[name]
+        return error.placed(self.place(error.key))
+
+    @contextlib.contextmanager
+    def naming_places(self) -> Iterator[None]:
+        """Let errors raised inside say where the key that they are about was given."""
+        try:
+            yield
+        except PtfastError as error:
+            placed = self.placed(error)
+            if placed is error:
+                raise
+            raise placed from error
 
 
 def place_of(key: str, places: dict[str, str]) -> str:
