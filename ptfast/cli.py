@@ -183,23 +183,28 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
         from ptfast.sweep import sweep
 
         return sweep(arguments)
-    from ptfast.distributed import under_torchrun
+    from ptfast.distributed import read_ranks, under_torchrun
 
     def read() -> Any:
         return _read_config(arguments, flags.get("--config"))
 
+    if "--dry-run" in flags:
+        from ptfast.dry_run import dry_run
+
+        if not read_ranks().is_first:
+            return EXIT_OK
+        composed, config = read()
+        with composed.naming_places():
+            return dry_run(config)
     if under_torchrun():
         from ptfast.launch import start_rank
 
         return start_rank(read, arguments)
     composed, config = read()
-    if "--dry-run" in flags:
-        from ptfast.dry_run import dry_run
-
-        return dry_run(config)
     from ptfast.launch import start
 
-    return start(composed, config, arguments)
+    with composed.naming_places():
+        return start(composed, config, arguments)
 
 
 def _read_config(arguments: list[str], file: str | None) -> Any:
@@ -216,30 +221,32 @@ def _read_config(arguments: list[str], file: str | None) -> Any:
 
 def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
     path, overrides = _first(arguments, "eval", "RUN|STATE")
-    state_folder, config = _saved_run(path, overrides)
+    state_folder, composed, config = _saved_run(path, overrides)
     from ptfast.evaluate import evaluate_saved
 
-    return evaluate_saved(config, state_folder, split=flags.get("--split"))
+    with composed.naming_places():
+        return evaluate_saved(config, state_folder, split=flags.get("--split"))
 
 
 def _predict(flags: dict[str, Any], arguments: list[str]) -> int:
     path, inputs = _first(arguments, "predict", "RUN PATH...")
     overrides = [word for word in inputs if "=" in word and not Path(word).exists()]
-    state_folder, config = _saved_run(path, overrides)
+    state_folder, composed, config = _saved_run(path, overrides)
     from ptfast.predict import predict_files
 
     paths = [word for word in inputs if word not in overrides]
-    return predict_files(config, state_folder, paths, out=flags.get("--out"))
+    with composed.naming_places():
+        return predict_files(config, state_folder, paths, out=flags.get("--out"))
 
 
 def _saved_run(path: str, overrides: list[str]) -> Any:
-    """The state folder that a user's path means, and the config that it was saved with."""
+    """The state folder that a user's path means, and the config that it was saved with, raw and checked."""
     from ptfast.config.read import load_config
     from ptfast.run_folder import CONFIG
     from ptfast.saving import find_state
 
     state_folder = find_state(Path(path))
-    return state_folder, load_config(state_folder.parent.parent / CONFIG, overrides)[1]
+    return state_folder, *load_config(state_folder.parent.parent / CONFIG, overrides)
 
 
 def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:

@@ -30,12 +30,12 @@ def dry_run(config: Config) -> int:
 
     from ptfast.loop import Trainer, evaluate
     from ptfast.runner import build
-    from ptfast.worker import NoLogger, peak_memory_bytes
+    from ptfast.worker import peak_memory_bytes
 
     display = build_display()
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         folder = Path(name)
-        run = build(config, ranks=Ranks(), folder=folder, display=display, logger=NoLogger())
+        run = build(config, ranks=Ranks(), folder=folder, display=display)
         batches = run.train_loader.steps(0, run.total_steps)
         trainer = Trainer(run)
         counter = FlopCounterMode(display=False)

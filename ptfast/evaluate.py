@@ -99,8 +99,11 @@ def evaluate_saved(config: Config, state_folder: Path, split: str | None = None)
         device=saved.device,
         channels_last=saved.channels_last,
     )
+    if not loaders:
+        hint = "Hold some out with data.val=10%"
+        raise ConfigError("C005", "the data has no split besides train", key="data", suggestion=hint)
     if split is not None and split not in loaders:
-        hint = f"There are: {', '.join(loaders) or 'none'}"
+        hint = f"There are: {', '.join(loaders)}"
         raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
     for name in [split] if split else loaders:
         figures = evaluate(

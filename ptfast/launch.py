@@ -26,11 +26,17 @@ from ptfast.errors import (
     EXIT_OK,
     EXIT_PREEMPTED,
     ConfigError,
+    DataError,
+    MachineError,
     ParallelError,
     PtfastError,
     ReportedError,
     SavedStateError,
+    render,
 )
+
+NEVER_BEGUN = (ConfigError.exit_code, DataError.exit_code, MachineError.exit_code)
+"""Exit codes of what is wrong before training begins, if it is wrong at all."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
         return EXIT_OK
     with _prepared(place, composed, arguments):
         if config.parallel.strategy == "ddp":
-            return launch_ranks(place, num_ranks)
+            return launch_ranks(place, num_ranks, composed)
         from ptfast import worker
 
         rows = [("run", str(place.folder))]
@@ -73,6 +79,10 @@ def start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: li
     Raises:
         PtfastError: whatever stops the run; on one rank only, so that it is said once.
     """
+    from ptfast.worker import die_with_parent
+
+    # A torchrun that is killed would leave its ranks running.
+    die_with_parent()
     ranks = read_ranks()
     if not ranks.is_first:
         word = json.loads(tell_ranks(None, ranks))
@@ -80,6 +90,7 @@ def start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: li
     with contextlib.ExitStack() as stack:
         try:
             composed, config = read_config()
+            stack.enter_context(composed.naming_places())
             _check_torchrun(config, ranks)
             place = find_place(config)
             if place.finished:
@@ -116,18 +127,31 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 
 @contextlib.contextmanager
 def _prepared(place: Place, composed: Composed, arguments: list[str]) -> Iterator[None]:
-    """The run directory made, held and furnished with everything that is known before training."""
-    run_folder.create_folder(place.folder)
-    with run_folder.hold(place.folder):
-        for name in (run_folder.FAILURE, run_folder.SUMMARY):
-            (place.folder / name).unlink(missing_ok=True)
-        if place.state_folder is None:
-            (place.folder / run_folder.RESOLVED).unlink(missing_ok=True)
-        for warning in freeze(composed, place.folder / run_folder.CONFIG):
-            print(f"ptfast: warning: {warning}", file=sys.stderr)
-        command_line = ["ptfast", "train", *redact(arguments)]
-        run_folder.write_json(place.folder / "environment.json", run_folder.environment(command_line))
-        yield
+    """The run directory made, held and furnished with everything that is known before training.
+
+    A directory made for a run that could not begin is removed again.
+    """
+    made = run_folder.create_folder(place.folder)
+    exit_code = None
+    try:
+        with run_folder.hold(place.folder):
+            for name in (run_folder.FAILURE, run_folder.SUMMARY):
+                (place.folder / name).unlink(missing_ok=True)
+            if place.state_folder is None:
+                (place.folder / run_folder.RESOLVED).unlink(missing_ok=True)
+            for warning in freeze(composed, place.folder / run_folder.CONFIG):
+                print(f"ptfast: warning: {warning}", file=sys.stderr)
+            command_line = ["ptfast", "train", *redact(arguments)]
+            run_folder.write_json(place.folder / "environment.json", run_folder.environment(command_line))
+            yield
+    except (PtfastError, ReportedError) as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        # Under the user's torchrun another rank may have spoken for this one.
+        failure = run_folder.read_json(place.folder / run_folder.FAILURE)
+        if (exit_code or failure.get("exit_code")) in NEVER_BEGUN:
+            run_folder.discard(place.folder, made)
 
 
 def _say_finished(place: Place) -> None:
@@ -142,27 +166,33 @@ def find_place(config: Config) -> Place:
         SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing
             to resume.
     """
-    from ptfast.saving import find_state, list_states
+    from ptfast.saving import find_state, read_facts
 
     resume = config.run.resume
     parent = Path(config.run.root) / run_name(config)
     given = Path(config.run.dir) if config.run.dir else None
+    fresh = Place(given or run_folder.new_folder(Path(config.run.root), run_name(config)))
     if resume == "never":
-        if given and (given / run_folder.CONFIG).exists() and list_states(given / "saved"):
+        if given and _holds_run(given):
             hint = "Go on with run.resume=auto, or choose another directory"
             raise ConfigError("C011", "holds a run already", key="run.dir", value=given, suggestion=hint)
-        return Place(given or run_folder.new_folder(Path(config.run.root), run_name(config)))
+        return fresh
     if resume == "auto":
-        folder = given if given and (given / run_folder.CONFIG).is_file() else None
+        folder = given if given and _holds_run(given) else None
         if given is None:
             folder = _newest_unfinished(parent, config)
-        if folder is None:
-            return Place(given or run_folder.new_folder(Path(config.run.root), run_name(config)))
-        return _continue(folder, config, _newest_intact(folder))
-    source = Path(resume)
-    state_folder = find_state(source)
-    folder = given or state_folder.parent.parent
-    return _continue(folder, config, state_folder, check_from=state_folder.parent.parent)
+        if folder is None or (state_folder := _newest_intact(folder)) is None:
+            return Place(folder) if folder else fresh
+        return _continue(folder, config, state_folder, folder)
+    state_folder = find_state(Path(resume))
+    source = state_folder.parent.parent
+    read_facts(state_folder)
+    if not (source / run_folder.CONFIG).is_file():
+        hint = "Give a state inside a run directory, or start afresh with model.weights=PATH"
+        raise SavedStateError("S004", "the run that it belongs to is not there", key=resume, suggestion=hint)
+    if given and given.resolve() != source.resolve() and _holds_run(given):
+        raise ConfigError("C011", "holds another run already", key="run.dir", value=given)
+    return _continue(source, config, state_folder, given or source)
 
 
 def run_name(config: Config) -> str:
@@ -170,34 +200,63 @@ def run_name(config: Config) -> str:
     return config.run.name or config.recipe or "train"
 
 
-def _continue(
-    folder: Path, config: Config, state_folder: Path | None, check_from: Path | None = None
-) -> Place:
-    source = check_from or folder
+def _holds_run(folder: Path) -> bool:
+    from ptfast.saving import list_states
+
+    return (folder / run_folder.CONFIG).is_file() and bool(list_states(folder / "saved"))
+
+
+def _continue(source: Path, config: Config, state_folder: Path, folder: Path) -> Place:
+    """Go on in `folder` from a state of the run in `source`, if the config allows it."""
     _, before = load_config(source / run_folder.CONFIG, trusted=True)
     changed = changed_keys(before, config)
     if changed:
         hint = "Set them back, or start afresh with run.resume=never"
         what = f"the config has changed since: {', '.join(changed)}"
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
-    summary = run_folder.read_json(folder / run_folder.SUMMARY)
-    same_length = (before.epochs, before.steps) == (config.epochs, config.steps)
-    finished = summary.get("status") == "finished" and same_length
-    return Place(folder, state_folder, finished)
+    if folder.resolve() == source.resolve() and _is_over(source, before, config):
+        return Place(folder, state_folder, finished=True)
+    _check_length(run_folder.read_json(state_folder / "state.json"), before, config)
+    return Place(folder, state_folder)
+
+
+def _is_over(folder: Path, before: Config, config: Config) -> bool:
+    """Whether the run in `folder` has nothing left to train: it came to its end, or to one by `stop`."""
+    status = run_folder.read_json(folder / run_folder.SUMMARY).get("status")
+    if (before.epochs, before.steps) != (config.epochs, config.steps):
+        return False
+    return status == "finished" or (status == "stopped" and before.stop == config.stop)
+
+
+def _check_length(facts: dict[str, Any], before: Config, config: Config) -> None:
+    """Refuse a length that the saved run cannot take, before anything of it is touched.
+
+    Raises:
+        SavedStateError: S003.
+    """
+    from ptfast.saving import check_length
+
+    step, old_steps = int(facts["progress"]["step"]), int(facts["resolved"]["total_steps"])
+    new_steps = config.steps
+    if new_steps is None and before.epochs and config.epochs:
+        new_steps = old_steps * config.epochs // before.epochs
+    if new_steps is not None:
+        shape, warmup = config.schedule.target.build(), config.schedule.warmup
+        extendable = shape.extendable and (warmup.unit != "percent" or not warmup.value)
+        check_length(step, old_steps, new_steps, extendable)
 
 
 def _newest_unfinished(parent: Path, config: Config) -> Path | None:
     for folder in run_folder.list_runs(parent):
-        if run_folder.read_json(folder / run_folder.SUMMARY).get("status") in ("finished", "failed"):
+        status = run_folder.read_json(folder / run_folder.SUMMARY).get("status")
+        if status == "finished" or not _holds_run(folder):
             continue
         try:
             _, before = load_config(folder / run_folder.CONFIG, trusted=True)
         except PtfastError:
             continue
-        if not changed_keys(before, config) and (before.epochs, before.steps) == (
-            config.epochs,
-            config.steps,
-        ):
+        same_length = (before.epochs, before.steps) == (config.epochs, config.steps)
+        if same_length and not changed_keys(before, config) and not _is_over(folder, before, config):
             return folder
     return None
 
@@ -239,7 +298,7 @@ def _check_torchrun(config: Config, ranks: Ranks) -> None:
     check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, config.gradients.accumulate)
 
 
-def launch_ranks(place: Place, num_ranks: int) -> int:
+def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
     """Run `num_ranks` workers under torchrun's elastic launcher and return the run's exit code.
 
     Raises:
@@ -251,6 +310,9 @@ def launch_ranks(place: Place, num_ranks: int) -> int:
 
     # The failure of a rank is said once, by us.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    named = {"signals_to_handle": signals} if "signals_to_handle" in LaunchConfig.__annotations__ else {}
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -262,33 +324,58 @@ def launch_ranks(place: Place, num_ranks: int) -> int:
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
+        **named,
     )
     # torchrun would leave one thread to each rank; the ranks share the cores themselves and record it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     state = str(place.state_folder) if place.state_folder is not None else ""
+    arguments = ("-u", "-m", "ptfast.worker", str(place.folder), state, str(os.getpid()))
+    failures: dict[int, Any] = {}
+    received: int | None = None
     try:
-        elastic_launch(launch, sys.executable)("-u", "-m", "ptfast.worker", str(place.folder), state)
-    except (ChildFailedError, SignalException, KeyboardInterrupt) as error:
-        return _outcome(place.folder, error)
-    return EXIT_OK
+        elastic_launch(launch, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        failures = error.failures
+    except SignalException as error:
+        received = int(error.sigval)
+    except KeyboardInterrupt:
+        received = signal.SIGINT
+    return _outcome(place.folder, composed, failures, received)
 
 
-def _outcome(folder: Path, error: BaseException) -> int:
+def _outcome(folder: Path, composed: Composed, failures: dict[int, Any], received: int | None) -> int:
+    """The exit code of ranks that have ended.
+
+    Args:
+        failures: what torchrun knows of ranks that failed.
+        received: the signal that ended the launcher.
+
+    Raises:
+        ParallelError: P001 when a rank was killed or left without a word.
+        ReportedError: what a rank has said of its failure.
+    """
+    from ptfast.worker import EXIT_CODES
+
+    # A rank that was killed is the cause of what the others say.
+    killed = [rank for rank, failure in failures.items() if failure.exitcode < 0]
+    if killed:
+        rank = min(killed, key=lambda rank: failures[rank].timestamp)
+        number = -failures[rank].exitcode
+        hint = "The system's memory may have run out" if number == signal.SIGKILL else None
+        what = f"rank {rank} was killed by {signal.Signals(number).name}"
+        raise ParallelError("P001", what, key=str(folder), suggestion=hint)
     failure = run_folder.read_json(folder / run_folder.FAILURE)
     if failure:
-        raise ReportedError(
-            str(failure["line"]), int(failure["exit_code"]), str(failure.get("traceback", ""))
-        )
+        line, details = str(failure["line"]), str(failure.get("traceback", ""))
+        if "parts" in failure:
+            # Ranks read the frozen file: only here it is known where the user gave the key.
+            line = render(composed.placed(PtfastError(**failure["parts"])))
+        raise ReportedError(line, int(failure["exit_code"]), details)
     status = run_folder.read_json(folder / run_folder.SUMMARY).get("status")
-    if status in ("preempted", "interrupted"):
-        return EXIT_PREEMPTED if status == "preempted" else EXIT_INTERRUPTED
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
-        code = first.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        hint = "The system's memory may have run out" if code == -signal.SIGKILL else None
-        raise ParallelError("P001", f"rank {rank} {how}", key=str(folder), suggestion=hint) from error
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
-    return EXIT_PREEMPTED
+    if status in EXIT_CODES:
+        return EXIT_CODES[status]
+    if received is not None:
+        return EXIT_INTERRUPTED if received == signal.SIGINT else EXIT_PREEMPTED
+    rank, failure = next(iter(failures.items()), (0, None))
+    what = f"rank {rank} exited with {failure.exitcode}" if failure else "the ranks left without a summary"
+    raise ParallelError("P001", what, key=str(folder))

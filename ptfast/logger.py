@@ -287,6 +287,16 @@ class BackgroundLogger:
             raise error
 
 
+class NoLogger:
+    """Takes records and keeps none: what ranks other than the first log to."""
+
+    def log(self, record: Record) -> None:
+        """Nothing to write."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
 def _plain(value: Any) -> Any:
     """`value` as JSON knows it; numpy and torch scalars are unpacked, what is not finite becomes null."""
     if isinstance(value, dict):

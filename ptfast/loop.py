@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -19,16 +20,19 @@ from ptfast.optim import apply_lr, build_step
 from ptfast.precision import Precision
 from ptfast.run import EvalLoader, Run, StepBatch, Task
 
+LOOK_S = 5.0
+"""About the longest time that a signal, or the end of `run.max_time`, waits for the ranks to look up."""
+
 
 def fit(run: Run) -> str:
     """Train `run` from where it stands to its last step.
 
     Between two moments at which something is due (log, evaluate, save), steps run back to back and the host
-    reads nothing from the device.
+    reads nothing from the device, for a few seconds at most.
 
     Returns:
-        `finished`; `stopped` (no more gain, or `run.max_time` is over); `preempted` or `interrupted` (by a
-        signal). The state is saved in every case.
+        `finished`; `stopped` (no more gain); `paused` (`run.max_time` is over); `preempted` or `interrupted`
+        (by a signal). The state is saved in every case.
 
     Raises:
         NumericsError: N001 when the loss is no longer finite.
@@ -37,14 +41,16 @@ def fit(run: Run) -> str:
     progress, cadence, clock = run.progress, run.cadence, run.clock
     batches = run.train_loader.steps(progress.step, run.total_steps)
     trainer = Trainer(run)
-    status = "finished"
+    status, look_steps = "finished", 1
     clock.charge("start-up")
     while progress.step < run.total_steps and status == "finished":
-        trainer.train(batches, cadence.next_stop(progress.step, run.total_steps))
+        start, start_s = progress.step, progress.train_s
+        trainer.train(batches, min(cadence.next_stop(start, run.total_steps), start + look_steps))
         step = progress.step
         loss = trainer.read_loss()
-        status = _stop_reason(run) or status
         over = step >= run.total_steps
+        reason, look_steps = _look_up(run, (progress.train_s - start_s) / (step - start))
+        status = reason or status
         evaluation_due = over or is_due(step, cadence.eval_steps)
         if evaluation_due or is_due(step, cadence.log_steps):
             trainer.log(loss)
@@ -57,7 +63,11 @@ def fit(run: Run) -> str:
             clock.charge("logging")
             run.save(run, is_best)
             clock.charge("saving")
-    if status in ("finished", "stopped") and "test" in run.eval_loaders and "test" not in run.figures:
+    if (
+        status in ("finished", "stopped", "paused")
+        and "test" in run.eval_loaders
+        and "test" not in run.figures
+    ):
         evaluate_split(run, "test")
     return status
 
@@ -79,7 +89,7 @@ class Trainer:
         # A resumed window was summed over all ranks; one of them carries it on.
         restored = (run.progress.window_loss, run.progress.window_items) if run.ranks.is_first else (0.0, 0.0)
         self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=self.dtype)
-        self.num_items: Any = restored[1]
+        self.num_items: Any = int(restored[1])
         self.logged_samples, self.logged_s, self.logged_step = run.progress.samples, run.progress.train_s, -1
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
@@ -226,13 +236,14 @@ def evaluate(
 
     With averaged weights (`ema`) it is those that are evaluated.
     """
-    broadcast_buffers(list(model.buffers()), ranks)
     metrics = task.metrics().to(device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_items: Any = torch.zeros((), dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     with ema.swapped() if ema is not None else _nothing, precision.autocast():
+        # Averaged statistics differ between the ranks as much as the newest do.
+        broadcast_buffers(list(model.buffers()), ranks)
         for data, num_samples in loader:
             if num_samples:
                 loss, count = task.evaluate(model, data, metrics)
@@ -240,7 +251,10 @@ def evaluate(
                 num_items += count
     model.train(was_training)
     total_loss, total_items = sum_over_ranks(torch.stack([loss_sum, num_items]), ranks).tolist()
-    values = {name: float(value) for name, value in metrics.compute().items()}
+    with warnings.catch_warnings():
+        # A rank whose share is empty has updated nothing, and gets the sums of the others.
+        warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+        values = {name: float(value) for name, value in metrics.compute().items()}
     return task.figures(total_loss / max(total_items, 1), values)
 
 
@@ -282,9 +296,11 @@ def evaluate_and_rank(run: Run) -> bool:
     if run.best_metric not in figures:
         hint = f"There are: {', '.join(figures)}"
         raise ConfigError("C005", "no such figure", key="stop.metric", value=run.best_metric, suggestion=hint)
-    value = figures[run.best_metric]
-    previous = progress.best_value
-    is_best = previous is None or (value > previous if run.best_mode == "max" else value < previous)
+    value, previous = figures[run.best_metric], progress.best_value
+    # Not a number is never the best: nothing would beat it.
+    is_best = not math.isnan(value) and (
+        previous is None or (value > previous if run.best_mode == "max" else value < previous)
+    )
     if is_best:
         progress.best_value, progress.best_step, progress.evaluations_without_gain = value, progress.step, 0
         run.best_figures = figures
@@ -300,18 +316,23 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _stop_reason(run: Run) -> str | None:
-    """Why to stop after this step; all ranks agree, so that none waits for one that has left."""
+def _look_up(run: Run, seconds_per_step: float) -> tuple[str | None, int]:
+    """Why to stop after this step, if at all, and after how many more to look up again.
+
+    All ranks agree on both, so that none waits for one that has left.
+    """
     late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
     code = float(run.stop_signal or 0) or (0.5 if late else 0.0)
     if run.ranks.distributed:
-        votes = torch.zeros(run.ranks.num_ranks, device=run.device)
-        votes[run.ranks.rank] = code
-        code = float(sum_over_ranks(votes, run.ranks).max())
-    if not code:
-        return None
+        votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=torch.float64)
+        votes[run.ranks.rank], votes[-1] = code, seconds_per_step
+        *codes, seconds = sum_over_ranks(votes, run.ranks).tolist()
+        code, seconds_per_step = max(codes), seconds / run.ranks.num_ranks
+    look_steps = max(1, int(LOOK_S / max(seconds_per_step, 1e-6)))
+    if not code or run.progress.step >= run.total_steps:
+        return None, look_steps
     run.stop_reason = "run.max_time is over" if code == 0.5 else signal.Signals(int(code)).name
-    return {0.5: "stopped", float(signal.SIGINT): "interrupted"}.get(code, "preempted")
+    return {0.5: "paused", float(signal.SIGINT): "interrupted"}.get(code, "preempted"), look_steps
 
 
 def _data_ended(run: Run) -> DataError:

@@ -30,7 +30,11 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
     lines: list[str] = []
     with torch.inference_mode(), saved.precision.autocast():
         for name, inputs in read_inputs(
-            saved.info, paths, device=saved.device, channels_last=saved.channels_last
+            saved.info,
+            paths,
+            device=saved.device,
+            channels_last=saved.channels_last,
+            normalize=config.data.normalize,
         ):
             records = saved.task.predict(saved.model, inputs)
             names = name if isinstance(name, list) else [name]

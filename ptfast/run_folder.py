@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -28,12 +31,13 @@ def new_folder(root: Path, name: str) -> Path:
     return root / name / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def create_folder(folder: Path) -> None:
-    """Create `folder`.
+def create_folder(folder: Path) -> list[Path]:
+    """Create `folder`; returns what was made, `folder` first and the folders around it after.
 
     Raises:
         MachineError: E001 when it cannot be written.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{os.getpid()}"
@@ -44,6 +48,25 @@ def create_folder(folder: Path) -> None:
         raise MachineError(
             "E001", f"cannot be written ({error.strerror})", key=str(folder), suggestion=hint
         ) from error
+    return made
+
+
+def discard(folder: Path, made: list[Path]) -> None:
+    """Remove a run directory that was made in vain, and what was made around it; one with figures stays.
+
+    Args:
+        made: what `create_folder` returned.
+    """
+    if (
+        folder not in made
+        or (folder / "saved").exists()
+        or any(path.stat().st_size for path in folder.glob("metrics.*"))
+    ):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in made:
+        with contextlib.suppress(OSError):  # another run has come into it
+            path.rmdir()
 
 
 def list_runs(parent: Path) -> list[Path]:
@@ -78,15 +101,35 @@ def hold(folder: Path) -> Any:
         file.flush()
         yield
     finally:
-        (folder / ".lock").unlink(missing_ok=True)
+        # The file stays: were it removed, one process could hold the old file and another a new one.
+        file.truncate(0)
         file.close()
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all."""
+    """Write JSON whole or not at all; a number that is not finite becomes null, as JSON has no name for it.
+
+    Raises:
+        MachineError: E002 when the disk is full, E001 when the file cannot be written.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=2, default=str) + "\n")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(_finite(value), indent=2, default=str) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else f"cannot be written ({error.strerror})"
+        raise MachineError("E002" if full else "E001", what, key=str(path)) from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -23,13 +23,14 @@ from ptfast.durations import Duration
 from ptfast.ema import Ema
 from ptfast.errors import ConfigError, DataError, SavedStateError
 from ptfast.gradients import build_clipper
+from ptfast.logger import NoLogger
 from ptfast.models import build_model
 from ptfast.models.weights import load_weights
 from ptfast.optim import apply_lr, build_optimizer
 from ptfast.precision import build_precision
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
 from ptfast.run import Cadence, Clock, DataInfo, EvalLoader, Progress, Run, Task
-from ptfast.saving import State, point, prune, read_state, write_state
+from ptfast.saving import State, check_length, point, prune, read_state, write_state
 from ptfast.schedule import build_schedule
 from ptfast.seeding import build_seeder, seed_everything
 from ptfast.tasks import build_task
@@ -41,7 +42,7 @@ def build(
     ranks: Ranks,
     folder: Path,
     display: Any,
-    logger: Any,
+    logger: Any = None,
     clock: Clock | None = None,
     state_folder: Path | None = None,
 ) -> Run:
@@ -55,23 +56,27 @@ def build(
     taken from there when the run is resumed.
 
     Args:
+        logger: what takes the figures; nothing does if not given.
         state_folder: the state to go on from; None starts afresh.
     """
     device = resolve_device(config.device, ranks)
     resolved = broadcast_object(run_folder.read_json(folder / run_folder.RESOLVED), ranks)
+    if resolved.get("num_ranks") != ranks.num_ranks:
+        # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
+        resolved = {name: value for name, value in resolved.items() if name not in ("threads", "workers")}
+    loader = config.dataloader
     backend = apply_backend(
-        threads=resolved.get("threads", config.backend.threads),
+        threads=_unless_auto(config.backend.threads, resolved, "threads"),
         cudnn_benchmark=config.backend.cudnn_benchmark,
         deterministic=config.backend.deterministic,
         device=device,
         num_local_ranks=ranks.num_local_ranks,
     )
     precision = build_precision(config.precision.mode, device)
+    # A resumed run keeps its micro-batches, whatever its ranks would give now.
+    known, accumulate = resolved.get("micro_batches"), config.gradients.accumulate
     micro_batches = check_batch(
-        config.batch_size,
-        config.micro_batches or resolved.get("micro_batches"),
-        ranks.num_ranks,
-        config.gradients.accumulate,
+        config.batch_size, known or config.micro_batches, ranks.num_ranks, 1 if known else accumulate
     )
     state = read_state(state_folder) if state_folder is not None else None
 
@@ -94,7 +99,6 @@ def build(
 
     loading = {"normalize": config.data.normalize, "device": device, "channels_last": channels_last}
     sharding = {"rank": ranks.rank, "num_ranks": ranks.num_ranks}
-    loader = config.dataloader
     train_loader = build_train_loader(
         data,
         task_name=config.task,
@@ -102,8 +106,8 @@ def build(
         micro_batches=micro_batches,
         seed=config.seed,
         augment=config.augment.model_dump(),
-        kind=resolved.get("dataloader", loader.kind),
-        workers=resolved.get("workers", loader.workers),
+        kind=_unless_auto(loader.kind, resolved, "dataloader"),
+        workers=_unless_auto(loader.workers, resolved, "workers"),
         prefetch=loader.prefetch,
         pin=loader.pin,
         last=loader.last,
@@ -136,8 +140,15 @@ def build(
         **backend,
     }
 
-    def steps_of(duration: Duration) -> int:
-        return duration.steps(total_steps, train_loader.steps_per_epoch, config.batch_size)
+    def steps_of(key: str, duration: Duration) -> int:
+        per_epoch = train_loader.steps_per_epoch
+        if per_epoch is None and duration == Duration(1, "epochs"):
+            # The default, where there are no epochs: ten times a run.
+            per_epoch = math.ceil(total_steps / 10)
+        try:
+            return duration.steps(total_steps, per_epoch, config.batch_size)
+        except ValueError as error:
+            raise ConfigError("C011", str(error), key=key, value=duration) from error
 
     stop = config.stop
     metric = stop.metric or (task.metric if "val" in eval_loaders else "loss")
@@ -161,7 +172,9 @@ def build(
         batch_size=config.batch_size,
         micro_batches=micro_batches,
         cadence=Cadence(
-            steps_of(config.log_every), steps_of(config.eval.every), steps_of(config.saving.every)
+            steps_of("log_every", config.log_every),
+            steps_of("eval.every", config.eval.every),
+            steps_of("saving.every", config.saving.every),
         ),
         best_metric=metric,
         best_mode=best_mode(metric, task),
@@ -171,7 +184,7 @@ def build(
         folder=folder,
         callbacks=[target.build() for target in config.callbacks],
         display=display,
-        logger=logger,
+        logger=logger or NoLogger(),
         save=_saver(config, info, resolved),
         clock=clock or Clock(),
         resolved=resolved,
@@ -183,9 +196,14 @@ def build(
     apply_lr(optimizer, base_lrs, schedule.lr_factors(0, 1)[0], momenta[0] if momenta else None)
     if state is not None:
         _restore_training(run, state)
-    if ranks.is_first and not (folder / run_folder.RESOLVED).exists():
+    if ranks.is_first:
         run_folder.write_json(folder / run_folder.RESOLVED, resolved)
     return run
+
+
+def _unless_auto(wanted: Any, resolved: dict[str, Any], name: str) -> Any:
+    """What the config says, and where it says `auto`, what that was resolved to before, if it was."""
+    return resolved.get(name, wanted) if wanted == "auto" else wanted
 
 
 def load_data(config: Config) -> Data:
@@ -272,7 +290,6 @@ def best_mode(metric: str, task: Task) -> str:
 
 
 def _build_model(config: Config, info: DataInfo, *, fresh: bool, display: Any) -> nn.Module:
-
     check_constructs(config.model.target, asdict(info))
     with display.status("building the model"):
         model = build_model(config.model.target, info)
@@ -301,7 +318,7 @@ def _check_last_batch(config: Config, data: Data, model: nn.Module, micro_batche
 
 
 def _saver(config: Config, info: DataInfo, resolved: dict[str, Any]) -> Any:
-    keep, tree = config.saving.keep, config.to_tree()
+    keep = config.saving.keep
 
     def save(run: Run, is_best: bool) -> None:
         if not run.ranks.is_first:
@@ -317,7 +334,6 @@ def _saver(config: Config, info: DataInfo, resolved: dict[str, Any]) -> Any:
             "figures": run.figures,
             "info": asdict(info),
             "resolved": resolved,
-            "model": tree["model"],
         }
         saved = run.folder / "saved"
         state_folder = write_state(saved, run.progress.step, State(run.model.state_dict(), training, facts))
@@ -353,15 +369,6 @@ def _restore_training(run: Run, state: State) -> None:
     run.progress = Progress(**state.facts["progress"])
     run.best_figures = state.facts["best_figures"]
     run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
-    before = state.facts["resolved"]["total_steps"]
-    if (
-        run.total_steps != before
-        and not run.schedule.extendable
-        and run.progress.step < max(before, run.total_steps)
-    ):
-        what = f"the saved run has {before:,} steps, not {run.total_steps:,}, and the schedule spans the run"
-        hint = "Keep epochs as they were, use schedule=constant, or start afresh with model.weights=RUN"
-        raise SavedStateError("S003", what, key="epochs", suggestion=hint)
-    if run.progress.step > run.total_steps:
-        what = f"the saved run is at step {run.progress.step:,} already"
-        raise SavedStateError("S003", what, key="steps", value=math.floor(run.total_steps))
+    check_length(
+        run.progress.step, state.facts["resolved"]["total_steps"], run.total_steps, run.schedule.extendable
+    )

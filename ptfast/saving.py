@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -45,11 +46,10 @@ def write_state(saved: Path, step: int, state: State) -> Path:
             behind.
     """
     final = saved / f"step-{step}"
-    if final.exists():
-        point(saved, "last", final)
-        return final
     draft = saved / f".step-{step}.{os.getpid()}"
     try:
+        # A killed process of the same id may have left one: in a container, ids repeat.
+        shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         torch.save(state.model, draft / "model.pt")
         torch.save(state.training, draft / "training.pt")
@@ -59,11 +59,16 @@ def write_state(saved: Path, step: int, state: State) -> Path:
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in [*draft.iterdir(), draft]:
             _flush(path)
+        if final.exists():
+            # Of an attempt that went further and was damaged, or gone back from.
+            _remove(final)
         draft.rename(final)
         _flush(saved)
         point(saved, "last", final)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, RuntimeError) and not _is_torch_write_error(error):
+            raise
         raise _disk_error(error, saved) from error
     return final
 
@@ -77,16 +82,23 @@ def point(saved: Path, name: str, folder: Path) -> None:
 
 
 def prune(saved: Path, keep: int) -> None:
-    """Remove all but the newest `keep` states and those `last` and `best` point at; remove drafts."""
-    kept = {(saved / name).resolve() for name in ("last", "best") if (saved / name).exists()}
-    for folder in list_states(saved)[keep:]:
-        if folder.resolve() not in kept:
-            # Renamed first: a kill while files go must not leave a state that is half there.
-            doomed = folder.with_name(f".{folder.name}.removed")
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+    """Remove all but the newest `keep` states and those `last` and `best` point at; remove drafts.
+
+    States beyond `last` are of an attempt that was gone back from: they go too.
+    """
     for draft in saved.glob(".step-*"):
         shutil.rmtree(draft, ignore_errors=True)
+    last = (saved / "last").resolve()
+    states = list_states(saved)
+    beyond = [folder for folder in states if step_of(folder) > step_of(last)]
+    kept = [folder for folder in states if folder not in beyond][:keep]
+    followed = {last, (saved / "best").resolve()}
+    for folder in states:
+        if folder in beyond or (folder not in kept and folder.resolve() not in followed):
+            _remove(folder)
+    best = saved / "best"
+    if best.is_symlink() and not best.exists():
+        best.unlink()
 
 
 def list_states(saved: Path) -> list[Path]:
@@ -94,7 +106,12 @@ def list_states(saved: Path) -> list[Path]:
     if not saved.is_dir():
         return []
     folders = [path for path in saved.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
-    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(folders, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a state folder's name."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def find_state(path: Path) -> Path:
@@ -173,6 +190,25 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, An
         raise damaged(path, reason) from error
 
 
+def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) -> None:
+    """Refuse to make a saved run longer or shorter where its schedule or its progress forbids it.
+
+    Args:
+        step: where the saved run stands.
+        extendable: whether the schedule of a longer run begins like that of a shorter one.
+
+    Raises:
+        SavedStateError: S003.
+    """
+    if new_steps != old_steps and not extendable:
+        what = f"the saved run has {old_steps:,} steps, not {new_steps:,}, and the schedule spans the run"
+        hint = "Keep epochs as they were, use schedule=constant, or start afresh with model.weights=RUN"
+        raise SavedStateError("S003", what, key="epochs", suggestion=hint)
+    if step > new_steps:
+        what = f"the saved run is at step {step:,} already, beyond the {new_steps:,} asked for"
+        raise SavedStateError("S003", what, key="run.resume")
+
+
 def damaged(path: Path, what: str, suggestion: str | None = None) -> SavedStateError:
     """The error for a state that must not be believed."""
     hint = suggestion or "Resume from another saved/step-N folder, or start afresh with run.resume=never"
@@ -187,6 +223,14 @@ def _sha256(path: Path) -> str:
         return digest.hexdigest()
 
 
+def _remove(folder: Path) -> None:
+    # Renamed first: a kill while files go must not leave a state that is half there.
+    doomed = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -195,9 +239,13 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def _is_torch_write_error(error: RuntimeError) -> bool:
+    """Whether torch's writer failed, rather than the device whose tensors it was given."""
+    return any(sign in str(error) for sign in ("PytorchStreamWriter", "inline_container", "unexpected pos"))
+
+
 def _disk_error(error: Exception, folder: Path) -> MachineError:
-    full = getattr(error, "errno", None) in (28, 122) or "No space left" in str(error)
-    if full or isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
         return MachineError(
             "E002",

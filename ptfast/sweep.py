@@ -9,15 +9,22 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from ptfast import run_folder
-from ptfast.config.compose import Composed
-from ptfast.config.multirun import JobResult
+from ptfast.config.compose import Composed, compose
+from ptfast.config.multirun import JobResult, sample_points
 from ptfast.config.multirun import sweep as run_sweep
+from ptfast.config.overrides import parse
 from ptfast.config.validate import validate
-from ptfast.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, PtfastError
+from ptfast.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, ConfigError, PtfastError
+from ptfast.worker import STARTED_VARIABLE, die_with_parent
 
 ENDINGS = {-signal.SIGKILL: "killed (out of memory?)", -signal.SIGSEGV: "crashed"}
+
+
+class Terminated(BaseException):
+    """SIGTERM has reached the sweep: the job that runs is to save, and no other to start."""
 
 
 class JobError(Exception):
@@ -45,16 +52,22 @@ class Job:
             JobError: the run failed; its own process has said why.
         """
         run_dir = self.folder / str(number)
+        # A directory that the job finds stays, whatever becomes of it: the ranking reads why it failed.
+        run_dir.mkdir(parents=True, exist_ok=True)
         points = [word for word in composed.arguments if not word.startswith("hydra")]
         print(f"\njob {number}: {' '.join(points) or 'defaults'}", flush=True)
-        command = [sys.executable, "-m", "ptfast", "train", *points, f"run.dir={run_dir}"]
-        environment = {name: value for name, value in os.environ.items() if name != "PTFAST_STARTED"}
-        process = subprocess.Popen(command, env=environment)
+        command = [sys.executable, "-m", "ptfast", "train", *points, f"run.dir={quoted(run_dir)}"]
+        environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
+        process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
         try:
             code = process.wait()
+        except Terminated:
+            process.terminate()
+            process.wait()
+            raise
         except KeyboardInterrupt:
             # The terminal has sent Ctrl-C to the job as well: let it save and leave.
-            code = process.wait()
+            process.wait()
             raise
         summary = run_folder.read_json(run_dir / run_folder.SUMMARY)
         if code != EXIT_OK:
@@ -71,8 +84,7 @@ def sweep(arguments: list[str]) -> int:
     Raises:
         ConfigError: C002 to C014 for a point that could not be trained, before any is.
     """
-    from ptfast.compare import rank_runs
-    from ptfast.display import table
+    from ptfast.compare import print_ranking
 
     first: list[Composed] = []
 
@@ -80,23 +92,40 @@ def sweep(arguments: list[str]) -> int:
         first.append(composed)
         validate(composed.tree, composed.place)
 
-    folder = Path("runs") / "sweeps" / time.strftime("%Y%m%d-%H%M%S")
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    folder = run_folder.new_folder(_root(arguments), "sweeps")
     start_s = time.monotonic()
+    results: list[JobResult] = []
+    ended_by: BaseException | None = None
+    previous = signal.signal(signal.SIGTERM, terminate)
     try:
         results = run_sweep(arguments, Job(folder.absolute()), folder, check)
-    except KeyboardInterrupt:
-        results = []
-        interrupted = True
-    else:
-        interrupted = False
-    runs = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
-    config = validate(first[0].tree, first[0].place)
-    print(f"\n{len(runs)} jobs in {time.monotonic() - start_s:,.0f} s, in {folder}")
-    ranking = rank_runs(runs, config.sweep.metric, config.sweep.mode)
-    table(ranking.headers, ranking.rows)
-    if interrupted:
-        return EXIT_INTERRUPTED
+    except (KeyboardInterrupt, Terminated) as error:
+        ended_by = error
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    runs = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
+    if runs:
+        config = validate(first[0].tree, first[0].place)
+        print(f"\n{len(runs)} jobs in {time.monotonic() - start_s:,.0f} s, in {folder}")
+        print_ranking(runs, config.sweep.metric, config.sweep.mode)
+    if ended_by is not None:
+        return EXIT_PREEMPTED if isinstance(ended_by, Terminated) else EXIT_INTERRUPTED
     return next((exit_code_of(result) for result in results if result.error is not None), EXIT_OK)
+
+
+def _root(arguments: list[str]) -> Path:
+    """`run.root` of the sweep's first point."""
+    tree = compose(next(sample_points(parse(arguments, sweep=True)))).tree
+    return Path(tree["run"]["root"] or "runs")
+
+
+def quoted(path: Path) -> str:
+    """`path` as a value on the command line, whatever characters it holds."""
+    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def exit_code_of(result: JobResult) -> int:

@@ -16,16 +16,28 @@ from types import FrameType
 from typing import Any
 
 from ptfast import run_folder
+from ptfast.config.freeze import without_secrets
 from ptfast.config.schema import Config
 from ptfast.display import Display, build_display
-from ptfast.distributed import Ranks, destroy_process_group, init_process_group, read_ranks
-from ptfast.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, PtfastError, bug_line, render
+from ptfast.distributed import Ranks, barrier, destroy_process_group, init_process_group, read_ranks
+from ptfast.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    ParallelError,
+    PtfastError,
+    bug_line,
+    render,
+)
+from ptfast.logger import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
 from ptfast.run import Clock, Run
 
 STARTED_VARIABLE = "PTFAST_STARTED"
 EXIT_CODES = {
     "finished": EXIT_OK,
     "stopped": EXIT_OK,
+    "paused": EXIT_OK,
     "preempted": EXIT_PREEMPTED,
     "interrupted": EXIT_INTERRUPTED,
 }
@@ -43,60 +55,76 @@ def train(
     Raises:
         PtfastError: whatever stops the run; `summary.json` names it.
     """
-    from ptfast.logger import METRICS_FILE, BackgroundLogger, JsonlLogger, truncate_after
-
     clock = Clock(time.time() - float(os.environ.get(STARTED_VARIABLE, time.time())))
     display = build_display(ranks.rank)
     logger: Any = NoLogger()
     run: Run | None = None
     status, error_line = "failed", None
     exit_code = EXIT_BUG
-    try:
-        if ranks.distributed:
-            from ptfast.runner import resolve_device
+    # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
+    with contextlib.ExitStack() as until_closed:
+        try:
+            if ranks.distributed:
+                from ptfast.runner import resolve_device
 
-            init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
-        if ranks.is_first:
-            if state_folder is not None:
-                truncate_after(folder / METRICS_FILE, int(state_folder.name.removeprefix("step-")))
-            logger = BackgroundLogger(
-                _loggers(config, folder, JsonlLogger(folder / METRICS_FILE)), display.warn
+                init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+            from ptfast.debug import debugging
+            from ptfast.loop import fit
+            from ptfast.runner import build
+
+            # A logger whose package is missing is found before the data is loaded.
+            extra = config.logger.target.build() if config.logger.target and ranks.is_first else None
+            run = build(
+                config, ranks=ranks, folder=folder, display=display, clock=clock, state_folder=state_folder
             )
-        from ptfast.debug import debugging
-        from ptfast.loop import fit
-        from ptfast.runner import build
-
-        run = build(
-            config,
-            ranks=ranks,
-            folder=folder,
-            display=display,
-            logger=logger,
-            clock=clock,
-            state_folder=state_folder,
-        )
-        display.panel(*_panel(config, run, panel))
-        display.start(run.progress.step, run.total_steps, run.train_loader.steps_per_epoch)
-        with _signals(run), debugging(config.debug.mode):
-            status = fit(run)
-        exit_code = EXIT_CODES[status]
-    except PtfastError as error:
-        exit_code, error_line = error.exit_code, str(error)
-        raise
-    except KeyboardInterrupt:
-        status, exit_code, error_line = "interrupted", EXIT_INTERRUPTED, "interrupted before the first step"
-        raise
-    except Exception as error:
-        error_line = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        with contextlib.suppress(Exception):
-            if run is not None:
-                run.train_loader.close()
-        if ranks.is_first:
-            _close(folder, config, run, display, logger, clock, status, exit_code, error_line)
+            if ranks.is_first:
+                logger = run.logger = _open_loggers(config, folder, extra, run.progress.step, display)
+            until_closed.enter_context(_signals(run))
+            display.panel(*_panel(config, run, panel))
+            display.start(run.progress.step, run.total_steps, run.train_loader.steps_per_epoch)
+            with debugging(config.debug.mode):
+                status = fit(run)
+            exit_code = EXIT_CODES[status]
+        except PtfastError as error:
+            exit_code, error_line = error.exit_code, str(error)
+            raise
+        except KeyboardInterrupt:
+            where = f"at step {run.progress.step}, without saving" if run else "before the first step"
+            status, exit_code, error_line = "interrupted", EXIT_INTERRUPTED, f"interrupted {where}"
+            raise
+        except Exception as error:
+            error_line = f"{type(error).__name__}: {error}"
+            if ranks.distributed and _is_connection_lost(error):
+                lost = ParallelError("P001", "another rank died or hangs", key=str(folder))
+                exit_code, error_line = lost.exit_code, str(lost)
+                raise lost from error
+            raise
+        finally:
+            with contextlib.suppress(Exception):
+                if run is not None:
+                    run.train_loader.close()
+            if ranks.is_first:
+                _close(folder, config, run, display, logger, clock, status, exit_code, error_line)
+        # torchrun ends the ranks that are left as soon as one fails: none leaves before all is written.
+        barrier(ranks)
         destroy_process_group()
     return exit_code
+
+
+def _open_loggers(config: Config, folder: Path, extra: Any, step: int, display: Display) -> Any:
+    """What takes the figures, once what the run will log again is cut off its earlier records."""
+    truncate_after(folder / METRICS_FILE, step)
+    loggers: list[Any] = [JsonlLogger(folder / METRICS_FILE)]
+    if extra is not None:
+        extra.open(folder, without_secrets(config.to_tree()))
+        loggers.append(extra)
+    return BackgroundLogger(loggers, display.warn)
+
+
+def _is_connection_lost(error: Exception) -> bool:
+    import torch.distributed as dist
+
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def _close(
@@ -110,17 +138,38 @@ def _close(
     exit_code: int,
     error_line: str | None,
 ) -> None:
+    """Write what came of the run; a failure to write hides no failure of the run itself.
+
+    Raises:
+        MachineError: the figures or the summary could not be written.
+    """
     from ptfast.report import write_report
 
-    logger.close()
+    failure: PtfastError | None = None
+    try:
+        logger.close()
+    except PtfastError as error:
+        failure = error
+    if failure is not None and error_line is None:
+        status, exit_code, error_line = "failed", failure.exit_code, str(failure)
+    else:
+        failure = None
     summary = summarise(run, clock, status, exit_code, error_line)
     summary |= {"recipe": config.recipe, "run_dir": str(folder)}
-    run_folder.write_json(folder / run_folder.SUMMARY, summary)
-    if run is not None and run.progress.step:
-        write_report(folder)
-    if error_line is None:
+    try:
+        run_folder.write_json(folder / run_folder.SUMMARY, summary)
+        if run is not None and run.progress.step:
+            write_report(folder)
+    except PtfastError as error:
+        if error_line is None:
+            failure = error
+    except Exception as error:
+        display.warn(f"report.html could not be written: {type(error).__name__}: {error}")
+    if error_line is None and failure is None:
         display.finish(summary)
     display.close()
+    if failure is not None:
+        raise failure
 
 
 def summarise(
@@ -140,7 +189,7 @@ def summarise(
             "samples": progress.samples,
             "train_samples_per_s": progress.samples / progress.train_s if progress.train_s else 0.0,
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
-            **{split: figures for split, figures in run.figures.items() if split != "train"},
+            **run.figures,
         }
         split = "val" if "val" in run.eval_loaders else "train"
         summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
@@ -166,13 +215,13 @@ def peak_memory_bytes(device_type: str) -> int:
 def report_failure(folder: Path, error: BaseException) -> bool:
     """Leave word of this rank's failure for the launcher; False when another rank was first."""
     if isinstance(error, PtfastError):
-        word = {"line": render(error), "exit_code": error.exit_code}
+        word: dict[str, Any] = {"line": render(error), "exit_code": error.exit_code, "parts": error.parts}
     else:
         word = {"line": bug_line(error), "exit_code": EXIT_BUG, "bug": True}
     word["traceback"] = "".join(traceback.format_exception(error))
     try:
         with (folder / run_folder.FAILURE).open("x") as file:
-            json.dump(word, file)
+            json.dump(word, file, default=str)
     except OSError:
         return False
     return True
@@ -186,7 +235,9 @@ def _signals(run: Run) -> Iterator[None]:
         if run.stop_signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         run.stop_signal = number
-        run.display.note("stopping after this step; the state is being saved")
+        # It may interrupt another line that is being written, which Python's streams refuse.
+        with contextlib.suppress(RuntimeError):
+            run.display.note("stopping after this step; the state is being saved")
 
     previous = {
         number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -196,23 +247,6 @@ def _signals(run: Run) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-class NoLogger:
-    def log(self, record: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def _loggers(config: Config, folder: Path, jsonl: Any) -> list[Any]:
-    loggers = [jsonl]
-    if config.logger.target is not None:
-        extra = config.logger.target.build()
-        extra.open(folder, config.to_tree())
-        loggers.append(extra)
-    return loggers
 
 
 def _panel(
@@ -257,33 +291,38 @@ def _device_name(run: Run) -> str:
     return torch.cuda.get_device_name(run.device)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the launcher dies, which would otherwise leave it running."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when the launcher dies, which would otherwise leave it running.
+
+    Args:
+        parent: the launcher's id; this process leaves at once where that has died already.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(EXIT_BUG)
 
 
 def main() -> None:
-    """`python -m ptfast.worker RUN_DIR STATE`: a rank of a launched run; STATE is empty for a fresh start."""
-    die_with_parent()
-    folder, state = Path(sys.argv[1]), sys.argv[2]
+    """`python -m ptfast.worker RUN_DIR STATE PARENT`: a rank of a launched run.
+
+    STATE is empty for a fresh start. Exits 0 however training ended: `summary.json` says how.
+    """
+    folder, state, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    die_with_parent(parent)
     try:
         from ptfast.config.read import load_config
 
         _, config = load_config(folder / run_folder.CONFIG, trusted=True)
         rows = [("run", str(folder))]
-        code = train(
-            config, folder, ranks=read_ranks(), state_folder=Path(state) if state else None, panel=rows
-        )
+        train(config, folder, ranks=read_ranks(), state_folder=Path(state) if state else None, panel=rows)
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         report_failure(folder, error)
-        code = error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
         # The other ranks may wait in a collective for this one; leave without waiting for them.
         sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+        os._exit(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)
 
 
 if __name__ == "__main__":
