@@ -31,7 +31,7 @@ class HfDataset:
     """Text or image classification from a data set of the package `datasets`, held in memory.
 
     Args:
-        path: name on the hub, or a folder written by `save_to_disk`.
+        path: name on the hub, or a folder: written by `save_to_disk`, or of data files.
         name: configuration of the data set, where it has several.
         text, image, label: columns; found by their usual names if not given.
         tokenizer: of texts: `words`, `characters`, a `tokenizer.json`, or a name on the hub.
@@ -97,10 +97,12 @@ class HfDataset:
             ) from None
         try:
             local = Path(self.path).expanduser()
-            loaded = datasets.load_from_disk(str(local)) if local.is_dir() else None
-            loaded = loaded or datasets.load_dataset(self.path, self.config)
+            if (local / "dataset_dict.json").is_file() or (local / "dataset_info.json").is_file():
+                loaded = datasets.load_from_disk(str(local))
+            else:
+                loaded = datasets.load_dataset(self.path, self.config)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise DataError("D001", f"cannot be loaded: {reason}", key="data.path", value=self.path) from None
         if not isinstance(loaded, dict):
             return {"train": loaded}

@@ -107,7 +107,7 @@ def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
 def _each_line(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:
     tokenizer, most = read_tokenizer(extra["tokenizer"]), extra["max_length"]
     for path in _files(paths):
-        for number, line in enumerate(read_text(path, "PATH").splitlines(), 1):
+        for number, line in enumerate(read_text(path, "PATH").split("\n"), 1):
             if line.strip():
                 ids = tokenizer.encode(line)[:most] or [extra.get("pad_id", 0)]
                 yield f"{path}:{number}", torch.tensor(ids)

@@ -78,7 +78,7 @@ class HubTokenizer:
             else:
                 self._tokenizer = Tokenizer.from_pretrained(source)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0].rstrip(".")
             hint = "Use words, characters, a tokenizer.json, or a name on the Hugging Face hub"
             raise DataError(
                 "D005", f"no tokenizer: {reason}", key="data.tokenizer", value=source, suggestion=hint
