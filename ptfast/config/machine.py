@@ -1,4 +1,4 @@
-"""What this machine cannot run: ranks without a GPU each, float16, compiling without a compiler."""
+"""What this machine cannot run: a device, ranks without a GPU each, float16, compiling without a compiler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,21 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 def machine_problems(config: Config) -> list[Problem]:
     """C012 for each thing in `config` that cannot run here. Imports torch only where it is needed to tell."""
-    problems = [_too_many_ranks(config), _no_fp16(config), _no_compiler(config)]
+    problems = [_too_many_ranks(config), _no_device(config), _no_fp16(config), _no_compiler(config)]
     return [problem for problem in problems if problem is not None]
+
+
+def _no_device(config: Config) -> Problem | None:
+    if config.device not in ("cuda", "mps"):
+        return None
+    import torch
+
+    if torch.cuda.device_count() if config.device == "cuda" else torch.backends.mps.is_available():
+        return None
+    kind = "CUDA device" if config.device == "cuda" else "Apple GPU"
+    return Problem(
+        "C012", f"no {kind} is visible", key="device", value=config.device, suggestion="Use device=cpu"
+    )
 
 
 def _too_many_ranks(config: Config) -> Problem | None:
@@ -36,32 +49,10 @@ def _no_fp16(config: Config) -> Problem | None:
     if config.precision.mode != "amp_fp16":
         return None
     device = _device_type(config.device)
-    reason = why_no_fp16(device)
-    if reason is None:
+    if device == "cuda":
         return None
-    hint = "Use precision=amp, which is bf16 on the CPU" if device == "cpu" else "Use precision=fp32"
-    what = f"float16 autocast does not run on {device} here ({reason})"
+    what, hint = f"needs a CUDA device, not {device}", "Use precision=amp, which is bf16 there"
     return Problem("C012", what, key="precision", value="amp_fp16", suggestion=hint)
-
-
-def why_no_fp16(device_type: str) -> str | None:
-    """The reason why a small convolution and linear layer do not train in float16 here, or None."""
-    import torch
-    from torch import nn
-
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2)).to(device_type)
-            images_nchw = torch.ones(2, 3, 8, 8, device=device_type)
-        with torch.autocast(device_type, dtype=torch.float16):
-            output = model(images_nchw)
-        if output.dtype is not torch.float16:
-            return f"it computes in {str(output.dtype).removeprefix('torch.')}"
-        output.float().sum().backward()
-        finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
-        return str(error).splitlines()[0]
-    return None if finite else "its gradients are not finite"
 
 
 def _no_compiler(config: Config) -> Problem | None:

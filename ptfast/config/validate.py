@@ -59,6 +59,20 @@ def validate(
     return config
 
 
+# What other programs call keys that have another name, or another place, here.
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "num_workers": "dataloader.workers",
+    "max_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "gpus": "parallel.nproc",
+    "devices": "parallel.nproc",
+    "output_dir": "run.dir",
+    "pretrained": "model.weights",
+}
+
+
 class _Checker:
     """Collects what is wrong with single keys."""
 
@@ -160,8 +174,10 @@ class _Checker:
         elif near:
             hint = f"Did you mean {prefix}{near}{suffix}?"
         else:
-            elsewhere = [known for known in self._all_keys() if known.rpartition(".")[2] == name]
-            hint = f"Did you mean {elsewhere[0]}?" if elsewhere else None
+            others = [known for known in self._all_keys() if known != f"{key}{suffix}"]
+            elsewhere = [known for known in others if known.rpartition(".")[2] == name]
+            meant = ELSEWHERE.get(name) or (elsewhere[0] if elsewhere else None)
+            hint = f"Did you mean {meant}?" if meant else None
         return Problem("C002", "unknown key", key=f"{key}{suffix}", value=value, suggestion=hint)
 
     def _all_keys(self) -> list[str]:
