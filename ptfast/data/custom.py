@@ -143,7 +143,7 @@ def _info(dataset: Any, sample: Any, labels: Tensor | None, task: str) -> DataIn
     names = tuple(map(str, names)) if names is not None else None
     if task in ("regression", "multilabel"):
         facts["num_classes"] = known.shape[1] if known.dim() > 1 else 1
-    elif kind != "tokens":
+    elif kind != "tokens" or task == "token_classification":
         stated = getattr(dataset, "num_classes", None) or (len(names) if names else None)
         facts["num_classes"] = stated or int(known.max()) + 1
     return DataInfo(kind=kind, task=task, class_names=names, **facts)
