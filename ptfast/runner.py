@@ -291,9 +291,9 @@ def best_mode(metric: str, task: Task) -> str:
 
 def _build_model(config: Config, info: DataInfo, *, fresh: bool, display: Any) -> nn.Module:
     check_constructs(config.model.target, asdict(info))
-    with display.status("building the model"):
-        model = build_model(config.model.target, info)
     weights = config.model.weights
+    with display.status("building the model"):
+        model = build_model(config.model.target, info, pretrained=fresh and weights == "pretrained")
     if fresh and weights and weights != "pretrained":
         for note in load_weights(model, weights, replace_head=config.model.replace_head):
             display.note(note)
