@@ -15,9 +15,11 @@ from ptfast.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     ConfigError,
+    MachineError,
     PtfastError,
     ReportedError,
     bug_line,
+    is_secret,
     render,
 )
 
@@ -80,11 +82,14 @@ def _dispatch(words: list[str]) -> int:
         print("\n".join(complete(rest, {name: sorted(command.flags) for name, command in COMMANDS.items()})))
         return EXIT_OK
     if name not in COMMANDS:
+        from ptfast.config.paths import recipe_file
         from ptfast.config.suggest import did_you_mean
 
         hint = did_you_mean(name, COMMANDS) or f"Commands: {', '.join(COMMANDS)}"
-        if "=" in name:
+        if "=" in name or name.partition("=")[0] in ("-m", "-c", "-i", *COMMANDS["train"].flags):
             hint = f"Did you mean ptfast train {name}?"
+        elif recipe_file(name):
+            hint = f"Did you mean ptfast train +recipe={name}?"
         raise ConfigError("C015", "no such command", key=name, suggestion=hint)
     command = COMMANDS[name]
     flags, others = read_flags(rest, command.flags)
@@ -141,8 +146,9 @@ def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, 
     """
     flags: dict[str, Any] = {}
     others: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
         name, equals, value = word.partition("=")
         name = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-i": "--info"}.get(name, name)
         if not name.startswith("-") or name == "-":
@@ -150,24 +156,36 @@ def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, 
         elif name == "--help":
             flags[name] = True
         elif name not in known:
-            raise _unknown_flag(word, name, bool(equals), known)
+            raise _unknown_flag(name, value if equals else next(iter(rest), None), known)
         elif not known[name]:
             flags[name] = True
         else:
-            value = value if equals else next(rest, None)
+            if not equals:
+                value = rest.pop(0) if rest else ""
             if not value:
                 raise ConfigError("C015", "needs a value", key=name, suggestion=f"Write {name} VALUE")
             flags[name] = value
     return flags, others
 
 
-def _unknown_flag(word: str, name: str, has_value: bool, known: dict[str, bool]) -> ConfigError:
+def _unknown_flag(name: str, value: str | None, known: dict[str, bool]) -> ConfigError:
     from ptfast.config.suggest import did_you_mean
 
-    hint = did_you_mean(name, known)
-    if has_value and not hint:
-        hint = f"Config is key=value without dashes: {word.lstrip('-')}"
-    return ConfigError("C015", "no such flag", key=word, place="command line", suggestion=hint)
+    hint, bare = did_you_mean(name, known), name.lstrip("-")
+    if value is not None and value.startswith("-"):
+        value = None
+    if bare == "recipe":
+        bare = "+recipe"
+    if not hint and len(bare) > 1:
+        shown = "VALUE" if value is None or is_secret(bare) else value
+        hint = f"Config is key=value without dashes: {bare}={shown}"
+    return ConfigError(
+        "C015",
+        "no such flag",
+        key=name,
+        place="command line",
+        suggestion=hint or f"Flags: {', '.join(known)}",
+    )
 
 
 def _train(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -263,7 +281,8 @@ def _copy(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.config.help import copy_recipe
 
     target = copy_recipe(name, Path(rest[0] if rest else f"{name}.yaml"))
-    print(f"wrote {target}; run it with: ptfast train +recipe=./{target}")
+    shown = target if target.is_absolute() else f"./{target}"
+    print(f"wrote {target}; run it with: ptfast train +recipe={shown}")
     return EXIT_OK
 
 
@@ -273,10 +292,14 @@ def _schema(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.config.jsonschema import schema
 
     text = json.dumps(schema(), indent=2)
-    if "--out" in flags:
-        Path(flags["--out"]).write_text(text + "\n")
-    else:
+    if "--out" not in flags:
         print(text)
+        return EXIT_OK
+    try:
+        Path(flags["--out"]).write_text(text + "\n")
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}"
+        raise MachineError("E001", what, key="--out", value=flags["--out"]) from error
     return EXIT_OK
 
 

@@ -11,6 +11,20 @@ from ptfast.errors import ConfigError, shorten
 
 # Names that other programs use for what is called differently here.
 _ELSEWHERE = {("checkpointing", "last"): "saving=last", ("checkpointing", "best"): "saving=default"}
+_TORCHVISION = (
+    *(
+        "resnet18",
+        "resnet34",
+        "resnet50",
+        "resnet101",
+        "resnet152",
+        "vit_",
+        "vgg",
+        "convnext",
+        "efficientnet",
+    ),
+    *("mobilenet", "densenet", "regnet", "swin", "alexnet"),
+)
 
 
 def check_option(group: str, option: Any, groups: Iterable[str], place: str | None) -> None:
@@ -54,6 +68,8 @@ def check_recipe(name: str, place: str | None) -> None:
 
 def _hint(group: str, option: str, known: list[str], groups: Iterable[str]) -> str:
     everything = f"Options of {group}: {', '.join(known)}"
+    if group == "model" and option.startswith(_TORCHVISION):
+        return f"Did you mean model=torchvision model.name={option}? {everything}"
     if (group, option) in _ELSEWHERE:
         # The two meanings of the word are the commonest mix-up: say what each is.
         return (

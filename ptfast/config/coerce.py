@@ -206,7 +206,8 @@ def _to_number(value: Any, expected: str = "a number") -> float:
     ):
         value = float(value.strip().replace(".", ""))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _expected(expected, value)
+        octal = isinstance(value, str) and re.fullmatch("0o[0-7]+", value)
+        raise _expected(expected, value, f"Write {int(octal[0], 8)} for the octal {value}" if octal else None)
     _refuse_not_finite(value)
     return value
 

@@ -161,6 +161,8 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     for argument in given:
         if argument.kind == "value":
             _set_place(places, argument.key, COMMAND_LINE)
+        elif argument.kind == "group":
+            places[argument.key] = COMMAND_LINE
     return finish(
         tree,
         places,
@@ -242,6 +244,17 @@ def translate(error: BaseException) -> ConfigError:
     deleted = re.search(r"Could not delete (?:from config\. )?'([^']+)'", message)
     if deleted:
         return ConfigError("C002", "there is nothing to delete", key=f"~{deleted[1]}", place=COMMAND_LINE)
+    plugin = re.search(r"Could not find '(hydra/\w+)/(\w+)'", message)
+    if plugin:
+        hint = f"Install the package that brings it, such as hydra-{plugin[2]}-{plugin[1].partition('/')[2]}"
+        return ConfigError(
+            "C003",
+            "there is no such plugin",
+            key=plugin[1],
+            value=plugin[2],
+            place=COMMAND_LINE,
+            suggestion=hint,
+        )
     return ConfigError("C001", message, key=key, place=COMMAND_LINE if key else None)
 
 

@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ptfast import run_folder
 from ptfast.config import presets
 from ptfast.config.compose import Composed, Loader, compose, translate
 from ptfast.config.freeze import frozen_tree
@@ -97,7 +98,7 @@ def sweep(
     quoted_dir = QuotedString(str(sweep_dir.absolute()), Quote.single).with_quotes()
     overrides = [*_QUIET, *_QUIET_LOGS, f"hydra.sweep.dir={quoted_dir}", *(a.text for a in given)]
     hydra = Hydra(task_name="ptfast", config_loader=Loader())
-    with _translated(), _without_multirun_file(sweep_dir):
+    with _without_multirun_file(sweep_dir), _translated():
         returned = hydra.multirun(config_name=PRIMARY, task_function=_Task(job), overrides=overrides)
     return [_result(number, one) for number, one in enumerate(_flat(returned))]
 
@@ -158,12 +159,18 @@ def _hydra_only(arguments: Sequence[str]) -> list[str]:
 @contextlib.contextmanager
 def _without_multirun_file(sweep_dir: Path) -> Iterator[None]:
     """Let Hydra's basic sweeper write its multirun.yaml, which holds the arguments in clear, to nowhere."""
-    sweep_dir.mkdir(parents=True, exist_ok=True)
+    made = run_folder.create_folder(sweep_dir)
     file = sweep_dir / "multirun.yaml"
     with contextlib.suppress(OSError):
         file.symlink_to(os.devnull)
     try:
         yield
+    except PtfastError:
+        file.unlink(missing_ok=True)
+        for folder in made:
+            with contextlib.suppress(OSError):  # it holds jobs already
+                folder.rmdir()
+        raise
     finally:
         file.unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from ptfast.config import paths
 from ptfast.config.choices import check_option, check_recipe
 from ptfast.config.suggest import did_you_mean
-from ptfast.errors import ConfigError
+from ptfast.errors import ConfigError, is_secret
 
 COMMAND_LINE = "command line"
 
@@ -66,7 +66,8 @@ def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
         argument = _parse_one(written, parser, groups)
         if argument.is_sweep and not sweep:
             value = written.partition("=")[2]
-            otherwise = "" if "(" in value else f", write [{value}] for a list, or quote it twice for a text"
+            otherwise = f", write [{value}] for a list, or quote it twice for a text"
+            otherwise = "" if "(" in value or is_secret(argument.key) else otherwise
             raise ConfigError(
                 "C014",
                 "several values in a single run",
@@ -77,9 +78,10 @@ def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
             )
         before = result.get(argument.key)
         if before and before.values != argument.values:
+            both = f", with {' '.join(before.values)} and {' '.join(argument.values)}"
             raise ConfigError(
                 "C006",
-                f"given twice, with {' '.join(before.values)} and {' '.join(argument.values)}",
+                f"given twice{'' if is_secret(argument.key) else both}",
                 key=argument.key,
                 place=COMMAND_LINE,
                 suggestion="Keep one of them",
@@ -121,14 +123,15 @@ def _check_shape(written: str, groups: list[str]) -> None:
     """Refuse what is not `key=value` in a way that shows what was meant."""
     key, equals, value = written.partition("=")
     if written.startswith("-"):
-        bare = written.lstrip("-")
+        bare = key.lstrip("-") or "KEY"
+        shown = value if equals and not is_secret(bare) else "VALUE"
         raise ConfigError(
             "C015",
             "no such flag; config is key=value without dashes",
             key=key,
             value=value if equals else None,
             place=COMMAND_LINE,
-            suggestion=f"Write {bare if equals else bare + '=VALUE'}",
+            suggestion=f"Write {bare}={shown}",
         )
     if not equals and not written.startswith("~"):
         recipes = paths.options(paths.RECIPES)
@@ -215,5 +218,5 @@ def _unquoted(value: str) -> str:
 def _malformed(written: str, what: str, hint: str | None = None) -> ConfigError:
     key, _, value = written.partition("=")
     return ConfigError(
-        "C001", what, key=key.lstrip("+~") or "=", value=value, place=COMMAND_LINE, suggestion=hint
+        "C001", what, key=key.lstrip("+~") or None, value=value, place=COMMAND_LINE, suggestion=hint
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from ptfast.config.freeze import load
 from ptfast.config.overrides import COMMAND_LINE
 from ptfast.config.schema import Config
 from ptfast.config.validate import validate
+from ptfast.errors import ConfigError
 
 
 def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
@@ -18,6 +20,13 @@ def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
     Raises:
         ConfigError: the first thing wrong.
     """
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if re.match(r"[+~]*hydra[./]", key):
+            hint = "Add -m to sweep, or leave it out"
+            raise ConfigError(
+                "C011", "only a sweep reads it", key=key, value=value, place=COMMAND_LINE, suggestion=hint
+            )
     composed = compose(arguments)
     return composed, validate(composed.tree, composed.place)
 
