@@ -152,6 +152,7 @@ def build(
 
     stop = config.stop
     metric = stop.metric or (task.metric if "val" in eval_loaders else "loss")
+    _check_metric(stop.metric, task, "val" in eval_loaders)
     run = Run(
         model=model,
         forward=forward,
@@ -279,6 +280,17 @@ def count_steps(config: Config, steps_per_epoch: int | None) -> int:
         raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
     assert config.epochs is not None
     return config.epochs * steps_per_epoch
+
+
+def _check_metric(metric: str | None, task: Task, has_val: bool) -> None:
+    """Refuse a figure to follow that no evaluation will give, as far as it can be told before one."""
+    names = getattr(task.metrics(), "keys", None) if metric else None
+    if names is None:
+        return
+    figures = task.figures(0.0, dict.fromkeys(names(), 0.0)) if has_val else {"loss": 0.0}
+    if metric not in figures:
+        hint = f"There are: {', '.join(figures)}"
+        raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
 
 
 def best_mode(metric: str, task: Task) -> str:
