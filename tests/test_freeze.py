@@ -40,6 +40,15 @@ def test_a_frozen_config_reads_back_as_the_same_tree() -> None:
     assert load(Path("again.yaml")).tree == composed.tree
 
 
+@pytest.mark.parametrize("length", ["epochs=3", "steps=20"])
+def test_a_frozen_config_has_one_length(length: str) -> None:
+    Path("mine.yaml").write_text("steps: 7\n")
+    key, value = length.split("=")
+    freeze(compose(["+recipe=./mine.yaml", length]), Path("config.yaml"))
+    tree = load(Path("config.yaml")).tree
+    assert {name: tree[name] for name in ("epochs", "steps") if tree[name] is not None} == {key: int(value)}
+
+
 def test_keys_of_a_frozen_config_have_lines() -> None:
     freeze(compose(), Path("config.yaml"))
     lines = Path("config.yaml").read_text().splitlines()

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from ptfast.config.compose import Composed, apply, finish
 from ptfast.config.resolve import ENV, resolve_keeping_env
+from ptfast.config.rules import losing_length
 from ptfast.config.yaml_file import read_yaml
 from ptfast.errors import SECRET, is_secret
 
@@ -49,6 +50,9 @@ def frozen_tree(composed: Composed) -> tuple[dict[str, Any], list[str]]:
         return SECRET
 
     tree = resolve_keeping_env(composed.tree, composed.tree_unresolved)
+    if tree.get("epochs") is not None and tree.get("steps") is not None:
+        # Once in one file, it no longer shows which of the two was meant.
+        tree |= {loser: None} if (loser := losing_length(composed.place)) else {}
     return _map(copy.deepcopy(tree), "", hide), warnings
 
 

@@ -67,13 +67,20 @@ def _one_length(config: Config, place: Place) -> tuple[Config, Problem | None]:
         )
     if config.epochs is None or config.steps is None:
         return config, None
-    epochs_file, steps_file = (place(key).rpartition(":")[0] or place(key) for key in ("epochs", "steps"))
-    if epochs_file == steps_file:
+    loser = losing_length(place)
+    if loser is None:
         what = f"contradicts epochs={config.epochs}"
         hint = "Give one of the two"
         return config, Problem("C011", what, key="steps", value=config.steps, suggestion=hint)
-    loser = "steps" if epochs_file == COMMAND_LINE else "epochs"
     return config.model_copy(update={loser: None}), None
+
+
+def losing_length(place: Place) -> str | None:
+    """Which of epochs and steps gives way where both are set, or None where the two contradict each other."""
+    epochs_file, steps_file = (place(key).rpartition(":")[0] or place(key) for key in ("epochs", "steps"))
+    if epochs_file == steps_file:
+        return None
+    return "steps" if epochs_file == COMMAND_LINE else "epochs"
 
 
 def _name_problems(config: Config) -> list[Problem | None]:

@@ -77,12 +77,20 @@ def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
     2,000 of its labels; the input shape from its first sample.
 
     Raises:
-        DataError: D002 if it is empty, D008 if it is no data set or its first sample cannot be read.
+        DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no data set
+            or its first sample cannot be read.
     """
     if isinstance(dataset, IterableDataset):
         source: Source = IterableSource(dataset)
         sample = next(source.samples())
-        return Splits(_info(dataset, sample, None, task), source)
+        info = _info(dataset, sample, None, task)
+        stated = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
+        if info.num_classes and info.task == "classification" and not stated:
+            hint = "Give it an attribute num_classes"
+            raise DataError(
+                "D004", "iterable data has to say how many classes there are", key="data", suggestion=hint
+            )
+        return Splits(info, source)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         what = f"{type(dataset).__name__} is no torch data set: it has no __getitem__ and __len__"
         raise DataError("D008", what, key="data")
