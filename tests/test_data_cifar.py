@@ -107,7 +107,7 @@ def test_a_wrong_checksum_leaves_nothing(tmp_path: Path):
     archive(source, ("x", b"content"))
     with pytest.raises(DataError, match="wrong checksum"):
         fetch_archive(source.as_uri(), "0" * 32, tmp_path / "home", "")
-    assert [path.name for path in (tmp_path / "home").iterdir()] == [".lock"]
+    assert [path.name for path in tmp_path.iterdir()] == ["server"]
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,9 @@ class Cifar:
         )
 
     def _folder(self, version: _Version) -> Path:
+        files = (version.meta, *version.train, version.test)
         for folder in (self.root, self.root / version.folder):
-            if (folder / version.meta).is_file() and (folder / version.test).is_file():
+            if all((folder / name).is_file() for name in files):
                 return folder
         hint = (
             f"Set data.root to the extracted folder {version.folder}, "
@@ -120,7 +121,8 @@ class Cifar:
             raise DataError(
                 "D001", "is a file, not a folder", key="data.root", value=self.root, suggestion=hint
             )
-        unpack(fetch_archive(_URL + version.archive, version.md5, self.root, hint), self.root)
+        archive = fetch_archive(_URL + version.archive, version.md5, self.root, hint, self.download)
+        unpack(archive, self.root)
         return self.root / version.folder
 
 

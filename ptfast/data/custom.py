@@ -14,12 +14,14 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from ptfast.data import draws
 from ptfast.data.iterable import IterableSource
+from ptfast.data.labels import IGNORE_INDEX, check_labels, check_range
 from ptfast.data.sampler import Indices
 from ptfast.data.source import Source, Splits, TensorSource
 from ptfast.data.workers import describe
 from ptfast.errors import DataError, PtfastError
 from ptfast.run import DataInfo
 
+_WITH_CLASSES = ("classification", "token_classification")
 _SCAN_LIMIT = 2000
 """Samples read to find the classes where the data set does not name them."""
 
@@ -33,6 +35,8 @@ class MapSource(Source):
 
     def __init__(self, dataset: Any, seed: int, *, images: bool) -> None:
         self.dataset, self.seed, self.images = dataset, seed, images
+        self.num_classes: int | None = None
+        """Labels are checked against it as they are read: nobody has seen them all before."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -50,6 +54,8 @@ class MapSource(Source):
             raise
         except Exception as error:
             raise DataError("D008", f"the data set raised {describe(error)}", key="data") from error
+        if self.num_classes is not None:
+            check_range(raw[1], self.num_classes, numbers=wanted)
         if self.images:
             return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
         return raw
@@ -81,7 +87,7 @@ def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
             or its first sample cannot be read.
     """
     if isinstance(dataset, IterableDataset):
-        source: Source = IterableSource(dataset)
+        source = IterableSource(dataset)
         sample = next(source.samples())
         info = _info(dataset, sample, None, task)
         stated = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
@@ -90,6 +96,8 @@ def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
             raise DataError(
                 "D004", "iterable data has to say how many classes there are", key="data", suggestion=hint
             )
+        if info.task in _WITH_CLASSES:
+            source.num_classes = info.num_classes
         return Splits(info, source)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         what = f"{type(dataset).__name__} is no torch data set: it has no __getitem__ and __len__"
@@ -108,21 +116,32 @@ def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
         return Splits(_info(dataset, None, None, task), source)
     sample = first[0][0], first[1][0]
     source.images = _is_image(sample[0])
-    return Splits(_info(dataset, sample, _labels(dataset, source), task), source)
+    labels = _labels(dataset, source)
+    info = _info(dataset, sample, labels, task)
+    if info.task in _WITH_CLASSES and info.num_classes:
+        if bool((labels == IGNORE_INDEX).all()):
+            labels = _scan(source)
+        check_labels(labels, max(1, info.num_classes), "train")
+        source.num_classes = info.num_classes
+    return Splits(info, source)
 
 
 def _is_image(sample: Any) -> bool:
     return isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 3
 
 
-def _labels(dataset: Any, source: MapSource) -> Tensor | None:
+def _labels(dataset: Any, source: MapSource) -> Tensor:
     targets = getattr(dataset, "targets", None)
     if targets is not None:
         with contextlib.suppress(Exception):
             return torch.as_tensor(targets)
     if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
         return source.fetch(np.zeros(1, np.int64))[1]
-    # Spread over the whole, because many data sets are sorted by class.
+    return _scan(source)
+
+
+def _scan(source: MapSource) -> Tensor:
+    """Labels of up to 2,000 samples, spread over the whole, because many data sets are sorted by class."""
     places = np.linspace(0, len(source) - 1, min(len(source), _SCAN_LIMIT)).astype(np.int64)
     return source.fetch(places)[1]
 

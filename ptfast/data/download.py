@@ -16,7 +16,7 @@ from ptfast.errors import DataError, MachineError
 _TIMEOUT_S = 20
 
 
-def fetch_archive(url: str, md5: str, folder: Path, hint: str) -> Path:
+def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = True) -> Path:
     """The archive of `url` in `folder`, downloaded unless it lies there whole.
 
     What an interrupted download left is replaced; an archive gets its name only once its checksum is right.
@@ -25,6 +25,7 @@ def fetch_archive(url: str, md5: str, folder: Path, hint: str) -> Path:
     Args:
         md5: checksum of the archive, in hexadecimal digits.
         hint: what to do without a network, for the error.
+        download: False to take only what lies there.
 
     Raises:
         DataError: D007 if it cannot be downloaded or its checksum is wrong.
@@ -35,6 +36,8 @@ def fetch_archive(url: str, md5: str, folder: Path, hint: str) -> Path:
         damaged = target.is_file() and file_md5(target) != md5
         if target.is_file() and not damaged:
             return target
+        if not download:
+            raise DataError("D007", "is damaged (wrong checksum)", key=str(target), suggestion=hint)
         partial = target.with_suffix(".partial")
         try:
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as source, partial.open("wb") as sink:
@@ -79,8 +82,11 @@ def unpack(archive: Path, folder: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 content = tar.extractfile(member)
                 assert content is not None
-                with content, target.open("wb") as sink:
+                # Another rank may be unpacking the same: a file appears whole.
+                partial = target.with_name(f".{target.name}.{os.getpid()}")
+                with content, partial.open("wb") as sink:
                     shutil.copyfileobj(content, sink, 1 << 20)
+                partial.replace(target)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError("D007", f"cannot be unpacked: {error}", key=str(archive)) from None
 
@@ -96,17 +102,21 @@ def file_md5(path: Path) -> str:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock on `folder` among the processes of this machine."""
+    """Hold a lock on `folder` among the processes of this machine; a folder that stays empty is removed."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+        lock = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise MachineError("E001", f"cannot be written: {error.strerror}", key=str(folder)) from None
     try:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, OSError):  # some file systems cannot lock
             import fcntl
 
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)
+        for path in made:
+            with contextlib.suppress(OSError):  # it is not empty
+                path.rmdir()

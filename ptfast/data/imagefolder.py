@@ -171,9 +171,8 @@ def _differ(folder: Path, names: tuple[str, ...], classes: tuple[str, ...]) -> D
     extra, missing = sorted(set(names) - set(classes)), sorted(set(classes) - set(names))
     parts = [f"has {', '.join(extra[:3])}, which train/ has not"] if extra else []
     parts += [f"lacks {', '.join(missing[:3])}"] if missing else []
-    return DataError(
-        "D003", f"its classes differ from those of train/: {' and '.join(parts)}", key=str(folder)
-    )
+    what = f"its classes differ from those of train/: {' and '.join(parts)}"
+    return DataError("D003", what, key=str(folder), suggestion="Give every split the same class folders")
 
 
 def _newest(root: Path) -> int:

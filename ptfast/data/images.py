@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 _MAX_PIXELS = 100_000_000
 """A header that promises more is taken for a decompression bomb."""
 _CHUNK = 256
+REMEDY = "Replace the file, or remove it"
 
 Pixels = NDArray[np.uint8]
 
@@ -61,7 +63,7 @@ class Decoder:
         except OSError as error:
             raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
         if not content:
-            raise DataError("D005", "is empty (0 bytes)", key=path)
+            raise DataError("D005", "is empty (0 bytes)", key=path, suggestion=REMEDY)
         shape = _jpeg_shape(content)
         try:
             if shape is not None:
@@ -73,9 +75,12 @@ class Decoder:
         except DataError:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines()
-            what = f"is damaged or truncated: {reason[0] if reason else type(error).__name__}"
-            raise DataError("D005", what, key=path) from None
+            lines = str(error).strip().splitlines()
+            # torchvision names the line of its own source before it says what is wrong.
+            reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
+            raise DataError(
+                "D005", f"is damaged or truncated: {reason.rstrip('.')}", key=path, suggestion=REMEDY
+            ) from None
         if self.image_size is None:
             return decoded
         return Decoded(fit(decoded.pixels, self.image_size), decoded.converted)
@@ -202,7 +207,8 @@ def _by_pil(content: bytes, path: str) -> Decoded:
                 return Decoded(np.repeat(grey[..., None], 3, axis=2), True)
             return Decoded(np.array(image.convert("RGB")), True)
     except UnidentifiedImageError:
-        raise DataError("D005", "is no image that can be decoded, whatever its name says", key=path) from None
+        what = "is no image that can be decoded, whatever its name says"
+        raise DataError("D005", what, key=path, suggestion=REMEDY) from None
     finally:
         Image.MAX_IMAGE_PIXELS = limit
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate
 
+from ptfast.data.labels import check_range
 from ptfast.data.prepare import Prepare
 from ptfast.data.sampler import Indices, micro_batch_bounds
 from ptfast.data.source import Source
@@ -21,6 +22,8 @@ class IterableSource(Source):
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self.dataset = dataset
+        self.num_classes: int | None = None
+        """Labels are checked against it as they are read."""
 
     def __len__(self) -> int:
         raise TypeError("iterable data has no length")
@@ -82,15 +85,20 @@ class StreamLoader:
         """Yield the batches of steps `first_step` up to, not including, `last_step`; fewer if data ends."""
         samples = self._source.samples()
         next(islice(samples, first_step * self._batch_size, first_step * self._batch_size), None)
-        for _ in range(first_step, last_step):
+        for step in range(first_step, last_step):
             batch = list(islice(samples, self._batch_size))
             if len(batch) < self._batch_size:
                 return
-            yield StepBatch(tuple([self._micro_batch(batch, *bounds) for bounds in self._mine]), len(batch))
+            first = step * self._batch_size
+            micro_batches = [self._micro_batch(batch, first, *bounds) for bounds in self._mine]
+            yield StepBatch(tuple(micro_batches), len(batch))
 
-    def _micro_batch(self, batch: list[Any], start: int, stop: int) -> MicroBatch:
-        share = batch[start:stop] or batch[:1]
-        return MicroBatch(self._prepare(default_collate(share)), stop - start)
+    def _micro_batch(self, batch: list[Any], first: int, start: int, stop: int) -> MicroBatch:
+        raw = default_collate(batch[start:stop] or batch[:1])
+        if self._source.num_classes is not None:
+            numbers = range(first + start, first + max(stop, start + 1))
+            check_range(raw[1], self._source.num_classes, numbers=numbers)
+        return MicroBatch(self._prepare(raw), stop - start)
 
     def close(self) -> None:
         """Nothing to stop."""

@@ -7,6 +7,7 @@ import ctypes
 import pickle
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -92,7 +93,10 @@ class WorkerPool:
             # The default draws from the global generator, and dropout would differ with and without workers.
             generator=torch.Generator(),
         )
-        self._iterator = iterator = iter(loader)
+        with warnings.catch_warnings():
+            # The panel says it in one line.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            self._iterator = iterator = iter(loader)
         try:
             yield from _unwrap(iterator)
         except RuntimeError as error:
