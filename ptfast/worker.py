@@ -253,6 +253,8 @@ def _panel(
     config: Config, run: Run, rows: list[tuple[str, str]]
 ) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Title, rows and warnings of the panel: what is switched on, and what it resolved to."""
+    from ptfast.data.machine import spare_cores
+
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
     num_parameters = sum(p.numel() for p in run.model.parameters())
     layout = ", channels last" if resolved["channels_last"] else ""
@@ -280,6 +282,8 @@ def _panel(
     }
     table += [(name, str(value)) for name, value in switches.items() if value is not None]
     loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
+    if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
+        loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
     return config.recipe or "train", table + rows, loud
 
 
