@@ -259,7 +259,10 @@ def _panel(
     num_parameters = sum(p.numel() for p in run.model.parameters())
     layout = ", channels last" if resolved["channels_last"] else ""
     processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
-    batch = f"{run.batch_size} = {num_ranks} x {run.micro_batches // num_ranks} micro-batches"
+    batch = f"{run.batch_size}"
+    if run.micro_batches > 1:
+        size = run.batch_size // run.micro_batches
+        batch += f" = {num_ranks} ranks x {run.micro_batches // num_ranks} micro-batches x {size} samples"
     epochs = f" ({config.epochs} epochs)" if config.steps is None else ""
     lr = run.optimizer.param_groups[0]["initial_lr"]
     table = [
@@ -267,7 +270,7 @@ def _panel(
         ("model", f"{type(run.model).__name__}, {num_parameters:,} parameters{layout}"),
         ("device", f"{_device_name(run)}, {processes}, {resolved['threads']} threads"),
         ("precision", run.precision.describe()),
-        ("batch", f"{batch} of {run.batch_size // run.micro_batches}"),
+        ("batch", batch),
         ("steps", f"{run.total_steps:,}{epochs}"),
         ("optimizer", f"{type(run.optimizer).__name__}, lr {lr:g}, {resolved['optimizer']}"),
         ("schedule", config.schedule.target.path.rsplit(".", 1)[-1]),
