@@ -80,22 +80,22 @@ class WorkerPool:
             DataError: D008 for an exception in a worker; a worker's own PtfastError is raised as it is.
         """
         self.close()
-        loader = DataLoader(
-            self._fetch,
-            sampler=plan,  # pyright: ignore[reportArgumentType] # any iterable of indices serves
-            batch_size=None,
-            num_workers=self.workers,
-            prefetch_factor=max(1, self._prefetch),
-            pin_memory=self._pin,
-            collate_fn=_unchanged,
-            worker_init_fn=_start_worker,
-            multiprocessing_context=self._method,
-            # The default draws from the global generator, and dropout would differ with and without workers.
-            generator=torch.Generator(),
-        )
         with warnings.catch_warnings():
             # The panel says it in one line.
             warnings.filterwarnings("ignore", "This DataLoader will create")
+            loader = DataLoader(
+                self._fetch,
+                sampler=plan,  # pyright: ignore[reportArgumentType] # any iterable of indices serves
+                batch_size=None,
+                num_workers=self.workers,
+                prefetch_factor=max(1, self._prefetch),
+                pin_memory=self._pin,
+                collate_fn=_unchanged,
+                worker_init_fn=_start_worker,
+                multiprocessing_context=self._method,
+                # The default draws from the global generator: dropout would differ with and without workers.
+                generator=torch.Generator(),
+            )
             self._iterator = iterator = iter(loader)
         try:
             yield from _unwrap(iterator)
