@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import ROOT
 
 from ptfast import cli
 from ptfast.config.read import read_config
@@ -15,13 +17,15 @@ from ptfast.distributed import Ranks
 from ptfast.run import Run
 from ptfast.runner import build
 
+WITH_TESTS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+"""Environment of a command that imports classes from the tests."""
 FREE = ("samples_per_s",)
 """Figures that no two runs share."""
 
 
 def train(*words: str) -> int:
-    """`ptfast train WORDS...`; returns the exit code."""
-    return cli.run(["train", *words])
+    """`ptfast train WORDS...`, later words in place of earlier ones of their key; returns the exit code."""
+    return cli.run(["train", *{word.partition("=")[0]: word for word in words}.values()])
 
 
 def build_run(folder: Path, *words: str, **given: Any) -> Run:
