@@ -253,6 +253,7 @@ def _predict(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.predict import predict_files
 
     paths = [word for word in inputs if word not in overrides]
+    _first(paths, "predict", "RUN PATH...")
     with composed.naming_places():
         return predict_files(config, state_folder, paths, out=flags.get("--out"))
 

@@ -35,7 +35,7 @@ from ptfast.errors import (
     render,
 )
 
-NEVER_BEGUN = (ConfigError.exit_code, DataError.exit_code, MachineError.exit_code)
+NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
 """Exit codes of what is wrong before training begins, if it is wrong at all."""
 
 

@@ -202,8 +202,8 @@ def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) ->
     """
     if new_steps != old_steps and not extendable:
         what = f"the saved run has {old_steps:,} steps, not {new_steps:,}, and the schedule spans the run"
-        hint = "Keep epochs as they were, use schedule=constant, or start afresh with model.weights=RUN"
-        raise SavedStateError("S003", what, key="epochs", suggestion=hint)
+        hint = "Keep the length as it was, use schedule=constant, or start afresh with model.weights=RUN"
+        raise SavedStateError("S003", what, key="run.resume", suggestion=hint)
     if step > new_steps:
         what = f"the saved run is at step {step:,} already, beyond the {new_steps:,} asked for"
         raise SavedStateError("S003", what, key="run.resume")
