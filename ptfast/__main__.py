@@ -9,7 +9,7 @@ def main() -> None:
     """Run the command line and exit with its code."""
     # The wall time of a run counts from here, imports included.
     os.environ.setdefault("PTFAST_STARTED", repr(time.time()))
-    # Before torch is imported: threads that spin while they wait are many times slower beside a busy neighbour.
+    # Read when torch is imported. Threads that spin while they wait stand still beside a busy neighbour.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ptfast.cli import run
 
