@@ -309,7 +309,9 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The failure of a rank is said once, by us.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    elastic_log = logging.getLogger("torch.distributed.elastic")
+    elastic_log.addHandler(logging.NullHandler())
+    elastic_log.propagate = False
     signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     named = {"signals_to_handle": signals} if "signals_to_handle" in LaunchConfig.__annotations__ else {}
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
@@ -356,8 +358,11 @@ def _outcome(folder: Path, composed: Composed, failures: dict[int, Any], receive
     """
     from ptfast.worker import EXIT_CODES
 
-    # A rank that was killed is the cause of what the others say.
-    killed = [rank for rank, failure in failures.items() if failure.exitcode < 0]
+    # A rank that was killed is the cause of what the others say; SIGTERM is how torchrun ends those.
+    ended = -signal.SIGTERM
+    killed = [
+        rank for rank, failure in failures.items() if failure.exitcode < 0 and failure.exitcode != ended
+    ]
     if killed:
         rank = min(killed, key=lambda rank: failures[rank].timestamp)
         number = -failures[rank].exitcode

@@ -1,0 +1,186 @@
+"""Several processes: the figures of one, one directory, one line for a failure, and none left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from running import WITH_TESTS, records, summary, train
+
+from ptfast.config.compose import compose
+from ptfast.errors import DataError, ParallelError, ReportedError
+from ptfast.launch import _outcome
+from ptfast.run_folder import write_json
+from ptfast.worker import report_failure
+
+WORDS = ("model.hidden=[16]", "model.dropout=0.2", "micro_batches=2", "log_every=3", "ema.decay=0.5")
+DDP = ("parallel=ddp", "parallel.nproc=2")
+
+
+def a_run(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """`ptfast train WORDS...` in a session of its own."""
+    command = [sys.executable, "-m", *launcher, "ptfast", "train", *words]
+    environment = {**os.environ, **WITH_TESTS}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def running(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A run of slow steps, from the moment that both ranks train."""
+    slow = ("steps=2000", "log_every=1000", "eval.every=1000steps", "callbacks=[{_target_: callbacks.Slow}]")
+    process = a_run("model.hidden=[16]", *DDP, *slow, *words)
+    try:
+        wait_for(lambda: Path("pid-0").exists() and Path("pid-1").exists())
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(condition: Any, timeout_s: float = 90) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
+
+
+def assert_no_rank_lives() -> None:
+    """The processes that wrote their ids are gone, at once or a moment later."""
+    ids = [int(path.read_text()) for path in Path.cwd().glob("pid-*")]
+    assert ids
+    wait_for(lambda: not any(is_alive(pid) for pid in ids), 10)
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    return False
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        # 1,617 samples leave a last batch of one: the first rank's share is empty.
+        ((), ("parallel.nproc=2", "batch_size=202")),
+        # One sample to validate on: the first rank has none.
+        (("torch.distributed.run", "--nproc-per-node", "2", "-m"), ("batch_size=256", "data.val=1samples")),
+    ],
+    ids=["ptfast", "torchrun"],
+)
+def test_two_processes_give_the_figures_of_one(
+    in_tmp: Path, launcher: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    words = (*WORDS, *words, "epochs=2")
+    process = a_run(*words, "parallel=ddp", "run.name=two", launcher=launcher)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert "Warning" not in err
+    assert train(*words, "run.dir=one") == 0
+    (folder,) = Path("runs/two").iterdir()
+    one, two = records(Path("one")), records(folder)
+    assert [(line["step"], line["split"]) for line in two] == [(line["step"], line["split"]) for line in one]
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
+    assert summary(folder)["samples"] == summary(Path("one"))["samples"]
+    assert out.count("finished after") == 1
+    assert "2 ranks" in out
+    assert [path.name for path in (folder / "saved").iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_killed_rank_is_named_once(in_tmp: Path) -> None:
+    Path("misfortune").write_text("1 3 SIGKILL")
+    words = ("steps=50", "batch_size=256", "callbacks=[{_target_: callbacks.Misfortune}]", "run.dir=a")
+    process = a_run(*WORDS, *DDP, *words)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 7
+    (line,) = err.splitlines()
+    assert line.startswith("ptfast: error[P001]: a: rank 1 was killed by SIGKILL")
+    assert_no_rank_lives()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "status"),
+    [("SIGTERM", 75, "preempted"), pytest.param("SIGINT", 130, "interrupted", marks=pytest.mark.slow)],
+)
+def test_a_signal_to_the_launcher_saves_and_ends_all(in_tmp: Path, name: str, code: int, status: str) -> None:
+    with running("run.dir=a") as process:
+        process.send_signal(signal.Signals[name])
+        _, err = process.communicate(timeout=40)
+        assert (process.returncode, err) == (code, "")
+        assert_no_rank_lives()
+    result = summary(Path("a"))
+    assert result["status"] == status
+    assert Path("a/saved/last").resolve().name == f"step-{result['steps']}"
+
+
+def test_a_killed_launcher_leaves_no_rank(in_tmp: Path) -> None:
+    with running("run.dir=a") as process:
+        process.kill()
+        process.wait()
+        assert_no_rank_lives()
+
+
+class Failed(NamedTuple):
+    """What torchrun knows of a rank that failed."""
+
+    exitcode: int
+    timestamp: int
+
+
+def outcome(folder: Path, failures: dict[int, Any] | None = None, received: int | None = None) -> int:
+    return _outcome(folder, compose(), failures or {}, received)
+
+
+def test_the_status_of_the_run_is_the_exit_code(in_tmp: Path) -> None:
+    for status, code in (
+        ("finished", 0),
+        ("stopped", 0),
+        ("paused", 0),
+        ("preempted", 75),
+        ("interrupted", 130),
+    ):
+        write_json(in_tmp / "summary.json", {"status": status})
+        assert outcome(in_tmp) == code
+        assert outcome(in_tmp, received=signal.SIGTERM) == code
+
+
+def test_a_signal_before_training_is_the_exit_code(in_tmp: Path) -> None:
+    assert outcome(in_tmp, received=signal.SIGTERM) == 75
+    assert outcome(in_tmp, received=signal.SIGUSR1) == 75
+    assert outcome(in_tmp, received=signal.SIGINT) == 130
+
+
+def test_what_a_rank_said_is_said_again(in_tmp: Path) -> None:
+    assert report_failure(in_tmp, DataError("D005", "is no image", key="x.png"))
+    assert not report_failure(in_tmp, RuntimeError("connection closed by peer"))
+    with pytest.raises(ReportedError, match=r"error\[D005\]: x\.png: is no image") as caught:
+        outcome(in_tmp, {1: Failed(3, 5)})
+    assert caught.value.exit_code == 3
+
+
+def test_a_killed_rank_explains_what_the_others_say(in_tmp: Path) -> None:
+    report_failure(in_tmp, RuntimeError("connection closed by peer"))
+    with pytest.raises(ParallelError, match="rank 2 was killed by SIGSEGV"):
+        outcome(in_tmp, {0: Failed(1, 5), 1: Failed(-15, 5), 3: Failed(-9, 7), 2: Failed(-11, 6)})
+
+
+def test_a_rank_that_left_without_a_word_is_named(in_tmp: Path) -> None:
+    with pytest.raises(ParallelError, match="rank 1 exited with 3"):
+        outcome(in_tmp, {1: Failed(3, 5)})
+    with pytest.raises(ParallelError, match="without a summary"):
+        outcome(in_tmp)
