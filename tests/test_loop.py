@@ -300,6 +300,25 @@ def test_averaged_weights_are_evaluated_and_put_away_again(tmp_path: Path) -> No
     assert again == averaged.figures["val"]
 
 
+def test_ranks_evaluate_the_first_ranks_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank averages BatchNorm statistics of its own: those are what must be alike, not the newest."""
+    words = ("model=resnet_digits", "model.width=4", "ema.decay=0.9", "steps=3", "data.val=100samples")
+    run = build_run(tmp_path, *words, "batch_size=128", "log_every=10")
+    sent: list[list[Tensor]] = []
+
+    def note(buffers: list[Tensor], ranks: Any) -> None:
+        sent.append([buffer.clone() for buffer in buffers])
+
+    monkeypatch.setattr("ptfast.loop.broadcast_buffers", note)
+    fit(run)
+    assert run.ema is not None
+    newest = [buffer.clone() for buffer in run.model.buffers()]
+    run.ema.copy_to_model()
+    averaged = list(run.model.buffers())
+    assert same_bits(sent[-1], averaged)
+    assert not same_bits(newest, averaged)
+
+
 def test_training_stops_when_nothing_is_gained(in_tmp: Path) -> None:
     words = (*SMALL, "steps=100", "eval.every=2steps", "stop.patience=2", "run.resume=auto", "run.dir=a")
     assert train(*words, callback("Worse", step=5)) == 0
