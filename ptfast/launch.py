@@ -368,13 +368,16 @@ def _outcome(folder: Path, composed: Composed, failures: dict[int, Any], receive
         number = -failures[rank].exitcode
         hint = "The system's memory may have run out" if number == signal.SIGKILL else None
         what = f"rank {rank} was killed by {signal.Signals(number).name}"
-        raise ParallelError("P001", what, key=str(folder), suggestion=hint)
+        error = ParallelError("P001", what, key=str(folder), suggestion=hint)
+        _note_failure(folder, str(error), error.exit_code)
+        raise error
     failure = run_folder.read_json(folder / run_folder.FAILURE)
     if failure:
         line, details = str(failure["line"]), str(failure.get("traceback", ""))
         if "parts" in failure:
             # Ranks read the frozen file: only here it is known where the user gave the key.
             line = render(composed.placed(PtfastError(**failure["parts"])))
+        _note_failure(folder, line.split(": ", 2)[-1], int(failure["exit_code"]))
         raise ReportedError(line, int(failure["exit_code"]), details)
     status = run_folder.read_json(folder / run_folder.SUMMARY).get("status")
     if status in EXIT_CODES:
@@ -384,3 +387,10 @@ def _outcome(folder: Path, composed: Composed, failures: dict[int, Any], receive
     rank, failure = next(iter(failures.items()), (0, None))
     what = f"rank {rank} exited with {failure.exitcode}" if failure else "the ranks left without a summary"
     raise ParallelError("P001", what, key=str(folder))
+
+
+def _note_failure(folder: Path, line: str, exit_code: int) -> None:
+    """Name the cause in the summary, where the first rank knew only that another was gone."""
+    path = folder / run_folder.SUMMARY
+    known = run_folder.read_json(path)
+    run_folder.write_json(path, {**known, "status": "failed", "exit_code": exit_code, "error": line})

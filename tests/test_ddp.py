@@ -171,12 +171,16 @@ def test_what_a_rank_said_is_said_again(in_tmp: Path) -> None:
     with pytest.raises(ReportedError, match=r"error\[D005\]: x\.png: is no image") as caught:
         outcome(in_tmp, {1: Failed(3, 5)})
     assert caught.value.exit_code == 3
+    assert summary(in_tmp) == {"status": "failed", "exit_code": 3, "error": "x.png: is no image."}
 
 
 def test_a_killed_rank_explains_what_the_others_say(in_tmp: Path) -> None:
     report_failure(in_tmp, RuntimeError("connection closed by peer"))
+    write_json(in_tmp / "summary.json", {"status": "failed", "error": "another rank died", "steps": 3})
     with pytest.raises(ParallelError, match="rank 2 was killed by SIGSEGV"):
         outcome(in_tmp, {0: Failed(1, 5), 1: Failed(-15, 5), 3: Failed(-9, 7), 2: Failed(-11, 6)})
+    assert (summary(in_tmp)["steps"], summary(in_tmp)["exit_code"]) == (3, 7)
+    assert "rank 2 was killed" in summary(in_tmp)["error"]
 
 
 def test_a_rank_that_left_without_a_word_is_named(in_tmp: Path) -> None:

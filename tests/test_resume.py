@@ -285,6 +285,17 @@ def test_what_auto_became_is_kept_and_what_is_given_is_not_overruled(in_tmp: Pat
     assert_same_run(Path("whole"), Path("a"))
 
 
+def test_micro_batches_outlive_the_ranks_they_came_from(in_tmp: Path) -> None:
+    words = (*BASE, "gradients.accumulate=2", "run.dir=a")
+    arm("SIGTERM")
+    assert train(*words) == 75
+    resolved = json.loads(Path("a/resolved.json").read_text())
+    on_two_ranks = resolved | {"num_ranks": 2, "micro_batches": 4, "threads": 64}
+    Path("a/resolved.json").write_text(json.dumps(on_two_ranks))
+    assert train(*words) == 0
+    assert json.loads(Path("a/resolved.json").read_text()) == resolved | {"micro_batches": 4}
+
+
 def test_a_directory_in_use_is_refused(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ptfast.run_folder import hold
 
