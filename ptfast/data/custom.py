@@ -17,7 +17,7 @@ from ptfast.data.iterable import IterableSource
 from ptfast.data.labels import IGNORE_INDEX, check_labels, check_range
 from ptfast.data.sampler import Indices
 from ptfast.data.source import Source, Splits, TensorSource
-from ptfast.data.workers import describe
+from ptfast.data.workers import failed
 from ptfast.errors import DataError, PtfastError
 from ptfast.run import DataInfo
 
@@ -53,7 +53,7 @@ class MapSource(Source):
         except PtfastError:
             raise
         except Exception as error:
-            raise DataError("D008", f"the data set raised {describe(error)}", key="data") from error
+            raise failed(error) from error
         if self.num_classes is not None:
             check_range(raw[1], self.num_classes, numbers=wanted)
         if self.images:

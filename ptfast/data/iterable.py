@@ -12,7 +12,7 @@ from ptfast.data.labels import check_range
 from ptfast.data.prepare import Prepare
 from ptfast.data.sampler import Indices, micro_batch_bounds
 from ptfast.data.source import Source
-from ptfast.data.workers import describe
+from ptfast.data.workers import failed
 from ptfast.errors import DataError, PtfastError
 from ptfast.run import MicroBatch, StepBatch
 
@@ -48,7 +48,7 @@ class IterableSource(Source):
             except PtfastError:
                 raise
             except Exception as error:
-                raise DataError("D008", f"the data set raised {describe(error)}", key="data") from error
+                raise failed(error) from error
             if count == 0:
                 if epoch == 0:
                     raise DataError("D002", "the iterable data set yields no samples", key="data")

@@ -16,14 +16,13 @@ import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
 from ptfast.data.sampler import Share
-from ptfast.errors import DataError, PtfastError
+from ptfast.errors import DataError, MachineError, PtfastError
 
 
 class Failure(NamedTuple):
     """What went wrong in a worker, in a form that any pipe can carry."""
 
-    error: PtfastError | None
-    text: str
+    error: PtfastError
 
 
 class _Fetch(Dataset[Any]):
@@ -34,11 +33,14 @@ class _Fetch(Dataset[Any]):
 
     def __getitem__(self, share: Share) -> Any:
         try:
-            return self._batches(share)
+            raw = self._batches(share)
+            # The queue would do it in a thread of its own, where an error ends in waiting for ever.
+            _share_memory(raw)
         except PtfastError as error:
-            return Failure(error, str(error))
+            return Failure(error)
         except Exception as error:
-            return Failure(None, describe(error))
+            return Failure(failed(error))
+        return raw
 
 
 class WorkerPool:
@@ -102,6 +104,8 @@ class WorkerPool:
         except RuntimeError as error:
             if "worker" not in str(error).lower():
                 raise
+            if "shared memory" in str(error):
+                raise failed(error) from None
             raise DataError(
                 "D008",
                 f"a loader worker died: {str(error).splitlines()[0]}",
@@ -123,6 +127,16 @@ class WorkerPool:
                 process.kill()
 
 
+def failed(error: Exception) -> PtfastError:
+    """The error for what reading a batch has raised."""
+    if "shared memory" in str(error):
+        hint = "Make it larger (docker run --shm-size=8g), or use dataloader=plain"
+        return MachineError(
+            "E002", "too small for the batches of the workers", key="/dev/shm", suggestion=hint
+        )
+    return DataError("D008", f"the data set raised {describe(error)}", key="data")
+
+
 def describe(error: Exception) -> str:
     """Type, message and place of an exception that a user's data set raised."""
     trace = error.__traceback__
@@ -137,8 +151,16 @@ def describe(error: Exception) -> str:
 def _unwrap(iterator: Iterator[Any]) -> Iterator[Any]:
     for raw in iterator:
         if isinstance(raw, Failure):
-            raise raw.error or DataError("D008", f"the data set raised {raw.text}", key="data")
+            raise raw.error
         yield raw
+
+
+def _share_memory(raw: Any) -> None:
+    if isinstance(raw, torch.Tensor):
+        raw.share_memory_()
+    elif isinstance(raw, (dict, tuple, list)):
+        for item in raw.values() if isinstance(raw, dict) else raw:
+            _share_memory(item)
 
 
 def _unchanged(raw: Any) -> Any:
