@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: li
             tell_ranks(json.dumps({"exit_code": exit_code}), ranks)
             raise
         state = str(place.state_folder) if place.state_folder is not None else None
-        word = {"folder": str(place.folder.absolute()), "state": state}
+        word = {"folder": str(place.folder.absolute()), "state": state, "places": composed.places}
         tell_ranks(json.dumps(word), ranks)
         return _train_rank(word, ranks)
 
@@ -112,12 +112,15 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
     from ptfast import worker
 
     folder, state = Path(word["folder"]), word["state"]
-    _, config = load_config(folder / run_folder.CONFIG, trusted=True)
+    composed, config = load_config(folder / run_folder.CONFIG, trusted=True)
+    # The frozen file holds every key; the user gave it elsewhere.
+    composed = replace(composed, places=word["places"])
     try:
         rows = [("run", str(folder))]
-        return worker.train(
-            config, folder, ranks=ranks, state_folder=Path(state) if state else None, panel=rows
-        )
+        with composed.naming_places():
+            return worker.train(
+                config, folder, ranks=ranks, state_folder=Path(state) if state else None, panel=rows
+            )
     except Exception as error:
         # One rank speaks for all; torchrun ends the others.
         if worker.report_failure(folder, error):

@@ -340,6 +340,7 @@ def _require(package: str) -> None:
         raise MachineError(
             "E004",
             f"needs the package {package}, which is not installed",
-            key=f"logger={package}",
+            key="logger",
+            value=package,
             suggestion=f"Install it with pip install 'ptfast[{package}]'",
         )

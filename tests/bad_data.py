@@ -270,5 +270,11 @@ CASES: dict[str, BadData] = {
         "use fewer workers",
         more=WORKERS,
     ),
+    "labels of another task": BadData(
+        lambda: arrays([0, 1] * 12),
+        f"{ARRAYS} task=multilabel",
+        "C011",
+        ("task=multilabel (command line): the labels of this data are for task=classification", "task=auto"),
+    ),
     "no samples of their own": _own("Empty", "D002", DATA, "Empty has no samples"),
 }

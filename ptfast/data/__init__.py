@@ -33,6 +33,15 @@ __all__ = [
     "smallest_micro_batch",
 ]
 
+_LABELS_OF = {
+    "classification": ("classification",),
+    "multilabel": ("multilabel",),
+    "regression": ("regression", "multilabel"),
+    "token_classification": ("token_classification",),
+    "language_modelling": ("language_modelling",),
+}
+"""Whose labels each task can train on."""
+
 
 def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: bool = True) -> Data:
     """The splits of a run and the facts about them.
@@ -45,6 +54,7 @@ def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: b
         normalize: compute the statistics that the loaders normalise by.
 
     Raises:
+        ConfigError: C011 for a task that the labels are not for.
         DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
     """
     if isinstance(source, DataSet):
@@ -78,6 +88,9 @@ def _for_task(splits: Splits, task: str) -> Splits:
     if task == "regression" and info.task == "classification":
         # Whole numbers look like classes until the user says that they are measured.
         info = replace(info, task=task, num_classes=1, class_names=None)
+    if info.task not in _LABELS_OF.get(task, (info.task,)):
+        what = f"the labels of this data are for task={info.task}"
+        raise ConfigError("C011", what, key="task", value=task, suggestion="Use task=auto")
     task = info.task if task == "auto" else task
     for source in splits.sources.values():
         if isinstance(source, TensorSource):

@@ -42,8 +42,10 @@ def build(
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
     except TypeError as error:
+        given = next((f"model.{key}" for key in kwargs if repr(key) in str(error)), "model")
+        value = kwargs.get(given.removeprefix("model."))
         raise ConfigError(
-            "C002", f"torchvision's {name} does not take this ({error})", key="model"
+            "C002", f"torchvision's {name} does not take this ({error})", key=given, value=value
         ) from error
     except ValueError as error:
         raise ConfigError(
