@@ -6,7 +6,7 @@ import contextlib
 import math
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -171,10 +171,9 @@ class Trainer:
             NumericsError: N001 when it is not finite, or when fp16 gradients overflow at every scale.
         """
         run, progress = self.run, self.run.progress
-        window = torch.stack(
-            [self.loss_sum.double(), torch.as_tensor(self.num_items).to(self.loss_sum.device).double()]
+        progress.window_loss, progress.window_items = sum_and_read(
+            [self.loss_sum, self.num_items], run.device, run.ranks
         )
-        progress.window_loss, progress.window_items = sum_over_ranks(window, run.ranks).tolist()
         progress.train_s += run.clock.charge("training")
         loss = progress.window_loss / max(progress.window_items, 1)
         scale = run.precision.scaler.get_scale() if run.precision.scaler is not None else 1.0
@@ -221,6 +220,18 @@ class Trainer:
 _nothing = contextlib.nullcontext()
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What sums over many batches are kept in: float64, except on Apple's GPUs, which do not have it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:
+    """Scalars of this rank, summed over all ranks. Makes the host wait for the device."""
+    dtype = sum_dtype(device)
+    scalars = [torch.as_tensor(value).to(device, dtype) for value in values]
+    return sum_over_ranks(torch.stack(scalars), ranks).tolist()
+
+
 @torch.inference_mode()
 def evaluate(
     model: nn.Module,
@@ -237,8 +248,8 @@ def evaluate(
     With averaged weights (`ema`) it is those that are evaluated.
     """
     metrics = task.metrics().to(device)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    num_items: Any = torch.zeros((), dtype=torch.float64, device=device)
+    loss_sum = torch.zeros((), dtype=sum_dtype(device), device=device)
+    num_items: Any = 0
     was_training = model.training
     model.eval()
     with ema.swapped() if ema is not None else _nothing, precision.autocast():
@@ -250,7 +261,7 @@ def evaluate(
                 loss_sum += loss
                 num_items += count
     model.train(was_training)
-    total_loss, total_items = sum_over_ranks(torch.stack([loss_sum, num_items]), ranks).tolist()
+    total_loss, total_items = sum_and_read([loss_sum, num_items], device, ranks)
     with warnings.catch_warnings():
         # A rank whose share is empty has updated nothing, and gets the sums of the others.
         warnings.filterwarnings("ignore", "The ``compute`` method of metric")
@@ -324,7 +335,7 @@ def _look_up(run: Run, seconds_per_step: float) -> tuple[str | None, int]:
     late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
     code = float(run.stop_signal or 0) or (0.5 if late else 0.0)
     if run.ranks.distributed:
-        votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=torch.float64)
+        votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=sum_dtype(run.device))
         votes[run.ranks.rank], votes[-1] = code, seconds_per_step
         *codes, seconds = sum_over_ranks(votes, run.ranks).tolist()
         code, seconds_per_step = max(codes), seconds / run.ranks.num_ranks

@@ -62,7 +62,9 @@ class Prepare:
                 return value
             if self.pin and not value.is_pinned():
                 value = value.pin_memory()
-            return value.to(self._device, non_blocking=True)
+            # Out of memory that is not pinned, the copy of some devices is still under way when the host goes
+            # on to overwrite it.
+            return value.to(self._device, non_blocking=self.pin)
         if isinstance(value, dict):
             return {name: self.move(item) for name, item in value.items()}
         if isinstance(value, (tuple, list)):

@@ -1,0 +1,50 @@
+"""What other devices cannot do: float64 on Apple's GPUs, copies in the background out of any memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import build_run
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptfast import loop
+from ptfast.data.prepare import Prepare
+
+
+class NoFloat64(TorchDispatchMode):
+    """Refuses what an Apple GPU would."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert getattr(result, "dtype", None) is not torch.float64, func
+        return result
+
+
+def test_sums_are_float64_where_there_is_such_a_thing() -> None:
+    assert loop.sum_dtype(torch.device("mps")) is torch.float32
+    assert loop.sum_dtype(torch.device("cpu")) is loop.sum_dtype(torch.device("cuda")) is torch.float64
+
+
+def test_the_loop_keeps_all_sums_in_the_type_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build_run(tmp_path, "steps=3", "model.hidden=[8]", "eval.every=1steps", "batch_size=16")
+    monkeypatch.setattr(loop, "sum_dtype", lambda device: torch.float32)
+    with NoFloat64():
+        assert loop.fit(run) == "finished"
+    assert 0 < run.figures["val"]["loss"] < 10
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_only_pinned_memory_is_copied_in_the_background(monkeypatch: pytest.MonkeyPatch, pin: bool) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, non_blocking=False: seen.append(non_blocking)
+    )
+    prepare = Prepare(device=torch.device("mps"), images=False, normalizer=None, channels_last=False, pin=pin)
+    prepare.move(torch.zeros(2))
+    assert seen == [pin]
