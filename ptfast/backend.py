@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from ptfast.distributed import under_torchrun
 from ptfast.errors import ConfigError
+from ptfast.machine import usable_cores
 
 
 def apply_backend(
@@ -67,21 +67,3 @@ def resolve_threads(num_local_ranks: int) -> int:
     if asked.isdigit() and int(asked) > 0 and not under_torchrun():
         return int(asked)
     return max(usable_cores() // num_local_ranks, 1)
-
-
-def usable_cores() -> int:
-    """Physical cores this process may use: its affinity, its container's quota, no hyper-threads."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = {_read(siblings.format(cpu)) or str(cpu) for cpu in os.sched_getaffinity(0)}
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    limit = int(quota) // int(period) if quota.isdigit() and period.isdigit() else len(cores)
-    return max(min(len(cores), limit), 1)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+TASKS = {
+    "classification": "ptfast.tasks.classification.Classification",
+    "multilabel": "ptfast.tasks.multilabel.MultiLabel",
+    "regression": "ptfast.tasks.regression.Regression",
+    "token_classification": "ptfast.tasks.token_classification.TokenClassification",
+    "language_modelling": "ptfast.tasks.language_modelling.LanguageModelling",
+    "hf": "ptfast.tasks.hf.OwnLoss",
+}
+"""Built-in tasks by name."""
+IGNORE_INDEX = -100
+"""The label that torch's losses skip: of padding, of a sample nobody has labelled."""
+
 
 @dataclass(frozen=True)
 class DataInfo:
@@ -257,8 +269,3 @@ class Clock:
         spent, self._mark = now - self._mark, now
         self.seconds[cause] = self.seconds.get(cause, 0.0) + spent
         return spent
-
-
-def device_type(device: torch.device | str) -> str:
-    """`cpu`, `cuda` or `mps`."""
-    return getattr(device, "type", str(device).split(":")[0])

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-Seeder = Callable[[int, int, int], None]
+from ptfast.splitmix import GOLDEN, finalise
 
-_MASK = 0xFFFF_FFFF_FFFF_FFFF
+Seeder = Callable[[int, int, int], None]
 
 
 def seed_everything(seed: int) -> None:
@@ -47,15 +47,11 @@ def build_seeder(device: torch.device) -> Seeder:
 
 
 def mix(seed: int, step: int, micro_batch: int) -> int:
-    """64 well-mixed bits of three counters (the finaliser of SplitMix64).
+    """64 well-mixed bits of three counters (by SplitMix64).
 
     Every bit matters in the low half too: torch's CPU generator reads only that.
     """
-    x = seed * 0x9E37_79B9_7F4A_7C15 + step * 0xD1B5_4A32_D192_ED03 + micro_batch * 0x8CB9_2BA7_2F3D_8DD7
-    x &= _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
-    return x ^ (x >> 31)
+    return finalise(seed * GOLDEN + step * 0xD1B5_4A32_D192_ED03 + micro_batch * 0x8CB9_2BA7_2F3D_8DD7)
 
 
 def _device_generator(device: torch.device) -> torch.Generator | None:

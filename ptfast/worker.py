@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ptfast import run_folder
+from ptfast import machine, run_folder
 from ptfast.config.freeze import without_secrets
 from ptfast.config.schema import Config
 from ptfast.display import Display, build_display
@@ -253,7 +252,7 @@ def _panel(
     config: Config, run: Run, rows: list[tuple[str, str]]
 ) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Title, rows and warnings of the panel: what is switched on, and what it resolved to."""
-    from ptfast.data.machine import spare_cores
+    from ptfast.machine import spare_cores
 
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
     num_parameters = sum(p.numel() for p in run.model.parameters())
@@ -304,8 +303,7 @@ def die_with_parent(parent: int | None = None) -> None:
     Args:
         parent: the launcher's id; this process leaves at once where that has died already.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    machine.die_with_parent()
     if parent is not None and os.getppid() != parent:
         os._exit(EXIT_BUG)
 

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "ptfast"
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "0 ground": (
         ("errors",),
-        ("durations", "techniques", "distributed", "units", "run_folder"),
+        ("durations", "techniques", "distributed", "units", "run_folder", "machine", "splitmix"),
         ("run",),
         ("config",),
     ),

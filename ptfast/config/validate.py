@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ptfast import run
 from ptfast.config.kinds import check_target
 from ptfast.config.problem import Problem
 from ptfast.config.rules import Place, across_keys, check_batch, check_name
@@ -18,15 +19,7 @@ from ptfast.config.trust import Trust
 __all__ = ["check_batch", "check_name", "validate"]
 
 REQUIRED = "???"
-TASKS = (
-    "auto",
-    "classification",
-    "multilabel",
-    "regression",
-    "token_classification",
-    "language_modelling",
-    "hf",
-)
+TASKS = ("auto", *run.TASKS)
 
 
 def validate(

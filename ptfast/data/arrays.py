@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.data.labels import IGNORE_INDEX, check_labels
+from ptfast.data.labels import check_labels
 from ptfast.data.source import Splits, TensorSource
 from ptfast.errors import DataError
-from ptfast.run import DataInfo
+from ptfast.run import IGNORE_INDEX, DataInfo
 
 if TYPE_CHECKING:
     from ptfast.durations import Duration

@@ -14,12 +14,12 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from ptfast.data import draws
 from ptfast.data.iterable import IterableSource
-from ptfast.data.labels import IGNORE_INDEX, check_labels, check_range
+from ptfast.data.labels import check_labels, check_range
 from ptfast.data.sampler import Indices
 from ptfast.data.source import Source, Splits, TensorSource
 from ptfast.data.workers import failed
 from ptfast.errors import DataError, PtfastError
-from ptfast.run import DataInfo
+from ptfast.run import IGNORE_INDEX, DataInfo
 
 _WITH_CLASSES = ("classification", "token_classification")
 _SCAN_LIMIT = 2000

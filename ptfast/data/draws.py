@@ -5,13 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ptfast.splitmix import FACTOR_1, FACTOR_2, GOLDEN, finalise
+
 ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL = range(7)
 """Streams: what a draw is for. Draws of different streams are independent."""
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_FACTOR_1 = 0xBF58476D1CE4E5B9
-_FACTOR_2 = 0x94D049BB133111EB
 
 
 def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.uint64]:
@@ -29,15 +26,15 @@ def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> ND
     Returns:
         uint64 of the shape of `indices`.
 
-    Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), keyed by seed, epoch and stream.
+    Source: `ptfast.splitmix.finalise` of arrays, keyed by seed, epoch and stream.
     """
     z = np.asarray(indices).astype(np.uint64)
-    z *= np.uint64(_GOLDEN)
+    z *= np.uint64(GOLDEN)
     z += np.uint64(key(seed, epoch, stream))
     z ^= z >> np.uint64(30)
-    z *= np.uint64(_FACTOR_1)
+    z *= np.uint64(FACTOR_1)
     z ^= z >> np.uint64(27)
-    z *= np.uint64(_FACTOR_2)
+    z *= np.uint64(FACTOR_2)
     z ^= z >> np.uint64(31)
     return z
 
@@ -61,11 +58,5 @@ def key(*parts: int) -> int:
     """One 64-bit integer that depends on every part and on their order."""
     z = 0
     for part in parts:
-        z = _mix((z + part + 1) * _GOLDEN & _MASK)
+        z = finalise((z + part + 1) * GOLDEN)
     return z
-
-
-def _mix(z: int) -> int:
-    z = (z ^ (z >> 30)) * _FACTOR_1 & _MASK
-    z = (z ^ (z >> 27)) * _FACTOR_2 & _MASK
-    return z ^ (z >> 31)

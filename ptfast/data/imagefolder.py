@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ptfast.data.images import SUFFIXES, Decoder, decode_all
-from ptfast.data.machine import available_memory, spare_cores
 from ptfast.data.source import Source, Splits, TensorSource
 from ptfast.errors import DataError
+from ptfast.machine import available_memory, spare_cores
 from ptfast.run import DataInfo
 
 if TYPE_CHECKING:

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ptfast.errors import DataError
-
-IGNORE_INDEX = -100
-"""The label that torch's losses skip."""
+from ptfast.run import IGNORE_INDEX
 
 
 def check_labels(labels: Tensor, num_classes: int, split: str) -> None:

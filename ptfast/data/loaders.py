@@ -11,12 +11,12 @@ import torch
 from ptfast.data.augment import Augment, AugmentedImages
 from ptfast.data.batches import MemoryBatches, RawBatches
 from ptfast.data.iterable import IterableSource, StreamLoader
-from ptfast.data.machine import available_memory, spare_cores
 from ptfast.data.prepare import Prepare, build_prepare
 from ptfast.data.sampler import Sampler, Share
 from ptfast.data.source import Data, Source, TensorSource, as_tensor, into_memory
 from ptfast.data.workers import WorkerPool
 from ptfast.errors import ConfigError
+from ptfast.machine import available_memory, spare_cores
 from ptfast.run import MicroBatch, StepBatch, TrainLoader
 
 STATIC_LIMIT_BYTES = 512 * 2**20

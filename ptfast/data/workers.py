@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import pickle
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ptfast.data.sampler import Share
 from ptfast.errors import DataError, MachineError, PtfastError
+from ptfast.machine import die_with_parent
 
 
 class Failure(NamedTuple):
@@ -173,9 +172,7 @@ def _start_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    die_with_parent()
 
 
 def _check_pickles(batches: Any, method: str) -> None:

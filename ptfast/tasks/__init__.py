@@ -9,22 +9,12 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from ptfast.errors import ConfigError
-from ptfast.run import DataInfo, Task
+from ptfast.run import TASKS, DataInfo, Task
 
 if TYPE_CHECKING:
     from ptfast.tasks.supervised import LossFunction
 
 __all__ = ["TASKS", "build_task"]
-
-TASKS = {
-    "classification": "ptfast.tasks.classification.Classification",
-    "multilabel": "ptfast.tasks.multilabel.MultiLabel",
-    "regression": "ptfast.tasks.regression.Regression",
-    "token_classification": "ptfast.tasks.token_classification.TokenClassification",
-    "language_modelling": "ptfast.tasks.language_modelling.LanguageModelling",
-    "hf": "ptfast.tasks.hf.OwnLoss",
-}
-"""Built-in tasks by name."""
 
 
 def build_task(name: str, info: DataInfo, **options: Any) -> Task:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from ptfast.tasks.token_classification import IGNORE_INDEX
+from ptfast.run import IGNORE_INDEX
 
 
 class Accuracy(Metric):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ptfast.run import DataInfo, Metrics
+from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import names_of_classes
 from ptfast.tasks.supervised import NoMetrics
-from ptfast.tasks.token_classification import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

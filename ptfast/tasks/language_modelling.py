@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from ptfast.run import IGNORE_INDEX
 from ptfast.tasks.supervised import SupervisedTask
-from ptfast.tasks.token_classification import IGNORE_INDEX, token_cross_entropy
+from ptfast.tasks.token_classification import token_cross_entropy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 
-from ptfast.run import DataInfo, Metrics
+from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-IGNORE_INDEX = -100
-"""Target of a token that does not count, such as padding."""
 
 
 class TokenClassification(SupervisedTask):

@@ -1,0 +1,107 @@
+"""What the operating system grants this process: cores, memory, and an end together with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+"""Where the files of the system are looked up."""
+_UNKNOWN_MEMORY = 4 * 2**30
+
+
+def usable_cores(*, hyperthreads: bool = False) -> int:
+    """Cores that this process may use: within its affinity, its container's quota and its SLURM job.
+
+    Args:
+        hyperthreads: count every hyper-thread; by default those of one core are one.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0)
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = cpus if hyperthreads else {_read(ROOT / siblings.format(cpu)) or str(cpu) for cpu in cpus}
+    limits = [len(cores)]
+    if (asked := os.environ.get("SLURM_CPUS_ON_NODE", "")).isdigit():
+        limits.append(int(asked))
+    for group in _control_groups("cpu"):
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():
+            limits.append(int(quota) // int(period))
+    return max(min(limits), 1)
+
+
+def spare_cores(most: int = 8) -> int:
+    """Hyper-threads that this rank may use besides its own, 1 to `most`: its share of the machine's."""
+    return max(1, min(most, usable_cores(hyperthreads=True) // _num_local_ranks()))
+
+
+def available_memory() -> int:
+    """Bytes of memory that this rank can take without swapping or being killed; 4 GiB where nothing says it.
+
+    The least of what the machine has, and of what the limits of its container and its SLURM job leave.
+    """
+    lines = _read(ROOT / "proc/meminfo").splitlines()
+    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    limits += filter(None, [_slurm_memory()])
+    for group in _control_groups("memory"):
+        limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
+        used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit():
+            # Files that the kernel keeps in memory for later count as used and give way.
+            words = _read(group / "memory.stat").split()
+            facts = dict(zip(words[::2], words[1::2], strict=False))
+            files = facts.get("total_inactive_file") or facts.get("inactive_file", "0")
+            limits.append(max(int(limit) - int(used) + int(files), 0))
+    return min(limits, default=_UNKNOWN_MEMORY) // _num_local_ranks()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, which would otherwise leave it running."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _num_local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _slurm_memory() -> int | None:
+    """Bytes of this job on this node, whichever way they were asked for."""
+    megabytes = {
+        name: int(os.environ[name])
+        for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
+        if os.environ.get(name, "").isdigit()
+    }
+    whole = megabytes.get("SLURM_MEM_PER_NODE", 0)
+    per_cpu = megabytes.get("SLURM_MEM_PER_CPU", 0) * megabytes.get("SLURM_CPUS_ON_NODE", 0)
+    # 0 stands for all that the node has.
+    return (whole or per_cpu) * 2**20 or None
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Folders of this process's control group and of those around it, of either version of the interface.
+
+    A container often sees its own group as the root while `/proc` names the path outside: folders that are
+    not there hold no limit.
+    """
+    for line in _read(ROOT / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            root = ROOT / "sys/fs/cgroup" / (controller if controllers else "")
+            group = root / path.lstrip("/")
+            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
