@@ -42,8 +42,9 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, the current one during the test."""
+    """An empty folder, the current one during the test, on a module path of the test's own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
 
 

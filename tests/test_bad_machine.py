@@ -1,0 +1,198 @@
+"""Bad environments and bad saved states: one line, the right exit code, nothing half done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import bad_data
+import pytest
+import torch
+from bad_data import ARRAYS, IMAGES, OWN
+from conftest import ROOT
+from refusals import Capture, Patch, assert_refused, assert_says, train_once
+
+from ptfast import cli, run_folder
+
+pytestmark = pytest.mark.usefixtures("in_tmp")
+
+
+def test_58_more_workers_than_cores(capsys: Capture, monkeypatch: Patch) -> None:
+    Path("their_sets.py").write_text(bad_data.THEIR_SETS)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    line = f"{OWN}Good dataloader=workers dataloader.workers=2"
+    out, err = train_once(*line.split(), capsys=capsys)
+    assert "dataloader.workers=2 take turns on 1 of this machine's cores" in out + err
+
+
+def test_59_a_second_run_in_the_same_folder(capsys: Capture) -> None:
+    Path("held").mkdir()
+    with run_folder.hold(Path("held")):
+        says = (f"held: in use by process {os.getpid()} on ", "Wait for it to end, or set another run.dir")
+        assert_refused(["train", "run.dir=held"], "E003", says, capsys)
+
+
+def test_54_a_folder_that_is_a_file(capsys: Capture) -> None:
+    Path("file").write_text("x")
+    says = ("cannot be written", "Set run.root or run.dir to a folder you may write")
+    assert_refused(["train", "run.root=file"], "E001", says, capsys)
+
+
+def test_54_a_folder_that_cannot_be_written(capsys: Capture) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("nothing stops root from writing; the read-only file system below does")
+    Path("locked").mkdir(mode=0o555)
+    says = ("locked/train/", "cannot be written (Permission denied)", "Set run.root or run.dir")
+    assert_refused(["train", "run.root=locked"], "E001", says, capsys)
+
+
+def in_mounts(command: str, *words: str, after: str = "true") -> subprocess.CompletedProcess[str]:
+    """Run ptfast where `command` has mounted what it wants, then `after`; skip where this user may not."""
+    unshare = shutil.which("unshare")
+    prefix = [unshare or "", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if unshare is None or subprocess.run([*prefix, command], capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    return subprocess.run(
+        [
+            *prefix,
+            f'{command} && "$@"; code=$?; {after}; exit $code',
+            "",
+            sys.executable,
+            "-m",
+            "ptfast",
+            *words,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_54_a_read_only_file_system() -> None:
+    Path("small").mkdir()
+    done = in_mounts("mount -t tmpfs -o ro tmpfs small", "train", "run.root=small")
+    assert_says(done.stderr, "E001", ("small/train/", "(Read-only file system)", "Set run.root or run.dir"))
+    assert done.returncode == 4
+
+
+def test_55_a_full_disk() -> None:
+    """The state does not fit: nothing half written is taken for one."""
+    Path("small").mkdir()
+    mount, look = "mount -t tmpfs -o size=200k tmpfs small", "find small/run/saved"
+    done = in_mounts(mount, "train", "steps=2", "run.dir=small/run", after=look)
+    assert "step-" not in done.stdout
+    assert_says(done.stderr, "E002", ("small/run/saved: the state could not be written", "Free some space"))
+    assert done.returncode == 4
+
+
+def test_56_shared_memory_too_small() -> None:
+    for name in ("cat", "dog"):
+        for number in range(4):
+            bad_data.image(Path("images/train", name, f"{number}.jpg"), size=(150, 150))
+    words = f"train {IMAGES} data.val=0 model.hidden=[4] {bad_data.WORKERS}".split()
+    done = in_mounts("mount -t tmpfs -o size=64k tmpfs /dev/shm", *words)
+    assert_says(done.stderr, "E002", ("/dev/shm: too small for the batches of the workers", "--shm-size"))
+    assert done.returncode == 4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps, not to be changed."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    assert cli.run(["train", "steps=4", "run.dir=" + str(run)]) == 0
+    return run
+
+
+def reseal(state: Path, name: str) -> None:
+    """Make the manifest believe what the file holds now."""
+    manifest = json.loads((state / "manifest.json").read_text())
+    manifest["sha256"][name] = hashlib.sha256((state / name).read_bytes()).hexdigest()
+    (state / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _flip(state: Path) -> None:
+    content = bytearray((state / "model.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (state / "model.pt").write_bytes(content)
+
+
+def _newer(state: Path) -> None:
+    manifest = json.loads((state / "manifest.json").read_text()) | {"format": 99}
+    (state / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _reshape(state: Path) -> None:
+    weights = torch.load(state / "model.pt", weights_only=True)
+    torch.save({name: value[:3] for name, value in weights.items()}, state / "model.pt")
+    reseal(state, "model.pt")
+
+
+def _pickled(state: Path) -> None:
+    torch.save({"layers": Path("x")}, state / "model.pt")
+    reseal(state, "model.pt")
+
+
+def _cut(state: Path) -> None:
+    (state / "model.pt").write_bytes((state / "model.pt").read_bytes()[:1000])
+
+
+DAMAGES = {
+    "truncated": (_cut, "S001", "model.pt: the file has changed since it was written"),
+    "one bit flipped": (_flip, "S001", "model.pt: the file has changed since it was written"),
+    "zeroed": (lambda s: (s / "model.pt").write_bytes(bytes(9000)), "S001", "model.pt: the file has changed"),
+    "empty": (lambda s: (s / "manifest.json").write_text(""), "S001", "the manifest cannot be read"),
+    "a file gone": (lambda s: (s / "training.pt").unlink(), "S001", "training.pt: the file is missing"),
+    "a newer format": (_newer, "S001", "format 99 is newer than this ptfast reads (1). Upgrade ptfast"),
+    "a pickled object": (_pickled, "S001", "model.pt: it holds a pickled object, which could run code"),
+    "another model's shapes": (_reshape, "S002", "of another model"),
+}
+
+
+@pytest.mark.parametrize("command", ["eval run", "train steps=4 run.resume=run run.dir=on"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_60_damaged_states(damage: str, command: str, trained: Path, capsys: Capture) -> None:
+    shutil.copytree(trained, "run", symlinks=True)
+    change, code, what = DAMAGES[damage]
+    change(Path("run/saved/step-4"))
+    assert_refused(command.split(), code, (what,), capsys)
+
+
+def test_60_the_config_has_changed_since(trained: Path, capsys: Capture) -> None:
+    line = f"train steps=4 seed=4 optimizer.lr=0.1 run.resume={trained}"
+    says = ("the config has changed since: optimizer.lr, seed", "run.resume=never")
+    assert_refused(line.split(), "S003", says, capsys)
+
+
+def test_60_another_number_of_classes(trained: Path, capsys: Capture) -> None:
+    bad_data.arrays([0, 1, 2] * 8, features=64)
+    line = f"train {ARRAYS} model.weights={trained}"
+    says = (f"model.weights={trained}"[:60], "is 10 there and 3 here", "Set model.replace_head=true")
+    assert_refused(line.split(), "S002", says, capsys)
+    _, err = train_once(*line.split()[1:], "model.replace_head=true", capsys=capsys)
+    assert not err
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_60_prefixes_of_wrappers_load(prefix: str, trained: Path, capsys: Capture) -> None:
+    weights = torch.load(trained / "saved/last/model.pt", weights_only=True)
+    torch.save({prefix + name: value for name, value in weights.items()}, "wrapped.pt")
+    train_once("steps=1", "model.weights=wrapped.pt", capsys=capsys)
+
+
+def test_commands_on_a_run(trained: Path, capsys: Capture) -> None:
+    run = str(trained)
+    for line, code, text in (
+        (f"eval {run} optimizer.lrr=1", "C002", "Did you mean optimizer.lr?"),
+        (f"eval {run} --split nope", "C005", "There are: val"),
+        (f"predict {run}", "C016", "Usage: ptfast predict RUN PATH..."),
+        (f"predict {run} missing.png", "D001", "missing.png: no such file or folder"),
+        (f"compare {run} --metric nope", "C005", "There are: best.accuracy"),
+    ):
+        assert_refused(line.split(), code, (text,), capsys)
