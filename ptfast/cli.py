@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.errors import (
+    COMMAND_LINE,
     EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -33,12 +34,14 @@ class Command:
         summary: one line.
         run: takes the flags given and the other arguments; returns the exit code.
         flags: what may be given with dashes, and whether it takes a value.
+        max_arguments: how many other arguments it reads; None for any number.
     """
 
     usage: str
     summary: str
     run: Callable[[dict[str, Any], list[str]], int]
     flags: dict[str, bool]
+    max_arguments: int | None = None
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -96,6 +99,9 @@ def _dispatch(words: list[str]) -> int:
     if "--help" in flags:
         _print_command_help(name, command)
         return EXIT_OK
+    if command.max_arguments is not None and others[command.max_arguments :]:
+        hint = f"Usage: ptfast {name} {command.usage}".rstrip()
+        raise ConfigError("C001", "one argument too many", key=others[command.max_arguments], suggestion=hint)
     return command.run(flags, others)
 
 
@@ -142,7 +148,8 @@ def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, 
         known: flag -> whether a value follows, as `--flag value` or `--flag=value`.
 
     Raises:
-        ConfigError: C015 for a flag that is not known, or is not followed by its value.
+        ConfigError: C015 for a flag that is not known, or is not followed by its value; C006 for one that is
+            given two values.
     """
     flags: dict[str, Any] = {}
     others: list[str] = []
@@ -157,6 +164,8 @@ def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, 
             flags[name] = True
         elif name not in known:
             raise _unknown_flag(name, value if equals else next(iter(rest), None), known)
+        elif name in flags and known[name]:
+            raise ConfigError("C006", "given twice", key=name, place=COMMAND_LINE, suggestion="Keep one")
         elif not known[name]:
             flags[name] = True
         else:
@@ -183,28 +192,34 @@ def _unknown_flag(name: str, value: str | None, known: dict[str, bool]) -> Confi
         "C015",
         "no such flag",
         key=name,
-        place="command line",
+        place=COMMAND_LINE,
         suggestion=hint or f"Flags: {', '.join(known)}",
     )
 
 
 def _train(flags: dict[str, Any], arguments: list[str]) -> int:
+    _check_pairs(flags)
+    file = Path(flags["--config"]) if "--config" in flags else None
     if "--info" in flags or "--cfg" in flags:
         from ptfast.config.multirun import show_config, show_info
 
         if "--info" in flags:
             show_info(flags["--info"], arguments)
         else:
-            print(show_config(flags["--cfg"], arguments), end="")
+            print(show_config(flags["--cfg"], arguments, file), end="")
         return EXIT_OK
+    from ptfast.distributed import read_ranks, under_torchrun
+
     if "--multirun" in flags:
         from ptfast.sweep import sweep
 
+        if under_torchrun():
+            hint = "Start it without torchrun; parallel=ddp launches the ranks of each job"
+            raise ConfigError("C014", "every rank would run the whole sweep", key="-m", suggestion=hint)
         return sweep(arguments)
-    from ptfast.distributed import read_ranks, under_torchrun
 
     def read() -> Any:
-        return _read_config(arguments, flags.get("--config"))
+        return _read_config(arguments, file)
 
     if "--dry-run" in flags:
         from ptfast.dry_run import dry_run
@@ -225,14 +240,25 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
         return start(composed, config, arguments)
 
 
-def _read_config(arguments: list[str], file: str | None) -> Any:
+def _check_pairs(flags: dict[str, Any]) -> None:
+    """Refuse flags of which one would be ignored: each of them but `--config` is a thing to do."""
+    actions = [flag for flag in flags if flag != "--config"]
+    if "--config" in flags and (other := {"--multirun", "--info"} & set(flags)):
+        actions = ["--config", *other]
+    if len(actions) > 1:
+        what = f"cannot be combined with {actions[0]}"
+        raise ConfigError("C011", what, key=actions[1], place=COMMAND_LINE, suggestion="Give one of the two")
+
+
+def _read_config(arguments: list[str], file: Path | None) -> Any:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
     from ptfast.config.read import load_config, read_config
 
-    composed, config = load_config(Path(file), arguments) if file else read_config(arguments)
+    composed, config = load_config(file, arguments) if file else read_config(arguments)
     for warning in composed.warnings:
         print(f"ptfast: warning: {warning}", file=sys.stderr)
-    if not arguments and file is None:
+    chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
+    if not file and not composed.recipe and COMMAND_LINE not in map(composed.places.get, chosen):
         print("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
     return composed, config
 
@@ -346,10 +372,10 @@ COMMANDS: dict[str, Command] = {
         _compare,
         {"--metric": True, "--mode": True, "--out": True},
     ),
-    "recipes": Command("", "list the recipes and what each promises", _recipes, {}),
-    "copy": Command("NAME FILE", "copy a recipe to edit", _copy, {}),
-    "schema": Command("", "print a JSON Schema of recipe files, for editors", _schema, {"--out": True}),
-    "completion": Command("bash|zsh|fish", "print a shell completion script", _completion, {}),
+    "recipes": Command("", "list the recipes and what each promises", _recipes, {}, 0),
+    "copy": Command("NAME FILE", "copy a recipe to edit", _copy, {}, 2),
+    "schema": Command("", "print a JSON Schema of recipe files, for editors", _schema, {"--out": True}, 0),
+    "completion": Command("bash|zsh|fish", "print a shell completion script", _completion, {}, 1),
 }
 
 

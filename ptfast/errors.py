@@ -53,6 +53,8 @@ CODES = {
 }
 
 
+COMMAND_LINE = "command line"
+"""Place of what was typed."""
 SECRET = "<secret>"
 _SECRET_WORDS = {"token", "key", "secret", "password"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")

@@ -22,12 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ptfast.config import paths, presets
-from ptfast.config.overrides import COMMAND_LINE, Argument, parse
+from ptfast.config.overrides import Argument, parse
 from ptfast.config.paths import shown
 from ptfast.config.resolve import resolve
 from ptfast.config.source import PRIMARY, PtfastSource, search_path
 from ptfast.config.yaml_file import YamlFile, read_yaml
-from ptfast.errors import ConfigError, PtfastError
+from ptfast.errors import COMMAND_LINE, ConfigError, PtfastError
 
 HYDRA_VERSION = "1.3"
 

@@ -65,19 +65,22 @@ def without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def load(path: Path, arguments: Sequence[str] = ()) -> Composed:
+def load(path: Path, arguments: Sequence[str] = (), *, complete: bool = True) -> Composed:
     """Read a frozen config, or any whole config in one file, and apply arguments to it.
 
     Args:
         path: the YAML file.
         arguments: `key=value` and `group=option`; a group's section is replaced as a whole.
+        complete: as in `compose`.
 
     Raises:
         ConfigError: C007 for a file that cannot be read; otherwise as `compose`.
     """
     content = read_yaml(path)
     tree, places = apply(content.data, content.places, arguments)
-    return finish(tree, places, recipe=None, warnings=content.warnings, arguments=arguments)
+    return finish(
+        tree, places, recipe=None, warnings=content.warnings, arguments=arguments, complete=complete
+    )
 
 
 def redact(arguments: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ptfast import run_folder
 from ptfast.config import presets
 from ptfast.config.compose import Composed, Loader, compose, translate
-from ptfast.config.freeze import frozen_tree
+from ptfast.config.freeze import frozen_tree, load
 from ptfast.config.overrides import Argument, parse
 from ptfast.config.source import PRIMARY
 from ptfast.errors import ConfigError, PtfastError
@@ -114,15 +114,22 @@ def sample_points(given: Sequence[Argument]) -> Iterator[list[str]]:
                 yield list((first | {argument.key: argument.at(value)}).values())
 
 
-def show_config(kind: str, arguments: Sequence[str]) -> str:
-    """The YAML that `--cfg job`, `--cfg hydra` or `--cfg all` prints, secrets hidden."""
+def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -> str:
+    """The YAML that `--cfg job`, `--cfg hydra` or `--cfg all` prints, secrets hidden.
+
+    Args:
+        file: a whole config to lay the arguments over, in place of the default.
+    """
     if kind not in ("job", "hydra", "all"):
         raise ConfigError(
             "C015", "no such view", key="--cfg", value=kind, suggestion="Write --cfg job, hydra or all"
         )
+    if file and kind != "job":
+        what = "a whole config says nothing of Hydra"
+        raise ConfigError("C011", what, key="--cfg", value=kind, suggestion="Write --cfg job")
     sections: list[str] = []
     if kind in ("job", "all"):
-        composed = compose(arguments, complete=False)
+        composed = load(file, arguments, complete=False) if file else compose(arguments, complete=False)
         tree, _ = frozen_tree(composed)
         sections.append(OmegaConf.to_yaml(OmegaConf.create(tree)))
     if kind in ("hydra", "all"):

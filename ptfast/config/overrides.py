@@ -13,9 +13,7 @@ from hydra.errors import HydraException
 from ptfast.config import paths
 from ptfast.config.choices import check_option, check_recipe
 from ptfast.config.suggest import did_you_mean
-from ptfast.errors import ConfigError, is_secret
-
-COMMAND_LINE = "command line"
+from ptfast.errors import COMMAND_LINE, ConfigError, is_secret
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from ptfast.config.compose import Composed, compose
 from ptfast.config.freeze import load
-from ptfast.config.overrides import COMMAND_LINE
 from ptfast.config.schema import Config
 from ptfast.config.validate import validate
-from ptfast.errors import ConfigError
+from ptfast.errors import COMMAND_LINE, ConfigError
 
 
 def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
