@@ -158,7 +158,7 @@ class Trainer:
             if run.ranks.distributed:
                 num_items = sum_over_ranks(torch.zeros((), device=run.device) + num_items, run.ranks)
         if isinstance(num_items, Tensor):
-            weight = (run.ranks.num_ranks / num_items.clamp(min=1)).to(self.dtype)
+            weight = run.ranks.num_ranks / num_items.clamp(min=1).to(self.dtype)
         elif (weight := self.weights.get(num_items)) is None:
             value = run.ranks.num_ranks / max(num_items, 1)
             weight = self.weights[num_items] = torch.tensor(value, device=run.device, dtype=self.dtype)

@@ -48,6 +48,8 @@ class DataInfo:
     pad_id: int | None = None
     context_length: int | None = None
     """Longest sequence the data yields, in tokens."""
+    ignores_labels: bool = False
+    """Whether there may be labels that do not count (`IGNORE_INDEX`): items then have to be counted."""
     token_bytes: float | None = None
     """Mean bytes of text per token; turns nats per token into bits per byte or character."""
     extra: dict[str, Any] = field(default_factory=dict)

@@ -53,7 +53,7 @@ def mean_loss(task: str, outputs: Tensor, targets: Tensor) -> Tensor:
     if task == "multilabel":
         return F.binary_cross_entropy_with_logits(outputs, targets.float())
     if task == "regression":
-        return F.mse_loss(outputs[:, 0], targets)
+        return F.mse_loss(outputs.reshape(targets.shape), targets)
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 

@@ -65,7 +65,9 @@ def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: b
         name, splits = type(source).__name__, adapt(source, seed=seed, task=task)
     splits = _hold_out(_for_task(splits, task), val, seed)
     _check(splits)
-    info, train = splits.info, splits.train
+    train = splits.train
+    ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
+    info = replace(splits.info, ignores_labels=ignores_labels)
     # Which samples are held out changes the statistics of the rest.
     cache_key = f"{key} {val} {seed}" if (key := info.extra.get("cache_key")) else None
     if normalize and "normalize" not in info.extra and _has_statistics(splits):

@@ -37,9 +37,14 @@ class MapSource(Source):
         self.dataset, self.seed, self.images = dataset, seed, images
         self.num_classes: int | None = None
         """Labels are checked against it as they are read: nobody has seen them all before."""
+        self.all_count = False
+        """Whether every label has been seen, and none was an ignored one."""
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def ignores_labels(self) -> bool:
+        return not self.all_count
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         wanted = indices.tolist()
@@ -117,6 +122,7 @@ def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
     sample = first[0][0], first[1][0]
     source.images = _is_image(sample[0])
     labels = _labels(dataset, source)
+    source.all_count = len(labels) == len(dataset) and not bool((labels == IGNORE_INDEX).any())
     info = _info(dataset, sample, labels, task)
     if info.task in _WITH_CLASSES and info.num_classes:
         if bool((labels == IGNORE_INDEX).all()):
@@ -132,7 +138,8 @@ def _is_image(sample: Any) -> bool:
 
 def _labels(dataset: Any, source: MapSource) -> Tensor:
     targets = getattr(dataset, "targets", None)
-    if targets is not None:
+    # A transform may make something else of them.
+    if targets is not None and getattr(dataset, "target_transform", None) is None:
         with contextlib.suppress(Exception):
             return torch.as_tensor(targets)
     if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:

@@ -31,6 +31,10 @@ class IterableSource(Source):
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         raise TypeError("iterable data is not fetched by index")
 
+    def ignores_labels(self) -> bool:
+        # Nobody has seen the labels yet.
+        return True
+
     def samples(self) -> Iterator[Any]:
         """Samples without end, pass after pass.
 

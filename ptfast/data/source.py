@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ptfast.errors import DataError
-from ptfast.run import DataInfo
+from ptfast.run import IGNORE_INDEX, DataInfo
 
 if TYPE_CHECKING:
     from ptfast.data.sampler import Indices
@@ -31,6 +31,11 @@ class Source:
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         """The raw batch `(inputs, targets)` of samples `indices`, on the CPU, as they are stored."""
         raise NotImplementedError
+
+    def ignores_labels(self) -> bool:
+        """Whether a label may be among them that does not count."""
+        targets: Tensor | None = getattr(self, "targets", None)
+        return targets is not None and bool((targets == IGNORE_INDEX).any())
 
 
 class TensorSource(Source):
@@ -75,6 +80,9 @@ class SubsetSource(Source):
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         return self.source.fetch(self.indices[indices], epoch)
+
+    def ignores_labels(self) -> bool:
+        return self.source.ignores_labels()
 
 
 def take(source: Source, indices: Indices) -> Source:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Classification(SupervisedTask):
-    """Cross entropy between logits (batch, num_classes) and class indices (batch,).
+    """Cross entropy between logits (batch, num_classes) and class indices (batch,), of which -100 is ignored.
 
     Args:
         info: what the data says; `num_classes` is needed.
@@ -33,6 +33,7 @@ class Classification(SupervisedTask):
         if not 0 <= label_smoothing < 1:
             raise ConfigError("C005", "must lie in [0, 1)", key="label_smoothing", value=label_smoothing)
         self.num_classes = known_classes(info)
+        self.counts_samples = not info.ignores_labels
         self.label_smoothing = label_smoothing
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -44,15 +45,11 @@ class Classification(SupervisedTask):
     def metrics(self) -> Metrics:
         """Accuracy, and from 100 classes on also top-5 accuracy."""
         from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy
 
-        def accuracy(top_k: int) -> MulticlassAccuracy:
-            return MulticlassAccuracy(self.num_classes, top_k=top_k, average="micro", validate_args=False)
+        from ptfast.tasks.accuracy import Accuracy
 
-        collection = {"accuracy": accuracy(1)}
-        if self.num_classes >= 100:
-            collection["top5_accuracy"] = accuracy(5)
-        return MetricCollection(dict(collection), compute_groups=False)
+        top5 = {"top5_accuracy": Accuracy(5)} if self.num_classes >= 100 else {}
+        return MetricCollection({"accuracy": Accuracy(), **top5}, compute_groups=False)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The likeliest class of each input with its probability, and the five likeliest."""

@@ -18,7 +18,7 @@ class OwnLoss:
 
     A batch is a mapping of the model's keywords with `labels` among them, or `(inputs, targets)`, where
     inputs are such a mapping without labels, token ids, or images. Integer labels of two dimensions are one
-    per token, of which -100 does not count; for language modelling the model shifts them by one.
+    per token. Labels of -100 do not count. For language modelling the model shifts them by one.
 
     Args:
         info: what the data says.
@@ -56,7 +56,7 @@ class OwnLoss:
         keywords = self._keywords(data)
         output = model(**keywords)
         if self.info.task == "classification":
-            metrics.update(_get(output, "logits").argmax(-1), keywords["labels"])
+            metrics.update(_get(output, "logits"), keywords["labels"])
         return self._sum(output, keywords["labels"])
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
@@ -89,9 +89,10 @@ class OwnLoss:
         return {"input_ids": inputs, "attention_mask": (inputs != self.info.pad_id).long()}
 
     def _num_items(self, labels: Tensor) -> int | Tensor:
-        if labels.dim() < 2 or labels.is_floating_point():
+        per_sample = labels.dim() < 2
+        if labels.is_floating_point() or (per_sample and not self.info.ignores_labels):
             return labels.shape[0]
-        return ((labels[:, 1:] if self.shifted else labels) != IGNORE_INDEX).sum()
+        return ((labels[:, 1:] if self.shifted and not per_sample else labels) != IGNORE_INDEX).sum()
 
     def _sum(self, output: Any, labels: Tensor) -> tuple[Tensor, int | Tensor]:
         mean, num_items = _get(output, "loss"), self._num_items(labels)

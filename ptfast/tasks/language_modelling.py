@@ -22,8 +22,13 @@ class LanguageModelling(SupervisedTask):
     counts_samples = False
 
     def num_items(self, targets: Tensor) -> int | Tensor:
-        # Without padding every token counts, and nothing needs to be summed on the device.
-        return targets.numel() if self.info.pad_id is None else (targets != IGNORE_INDEX).sum()
+        if self.info.pad_id is None and not self.info.ignores_labels:
+            # Every token counts: nothing needs to be summed on the device.
+            return targets.numel()
+        return super().num_items(targets)
+
+    def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs.flatten(0, -2), targets.flatten()
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return token_cross_entropy(outputs, targets)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ptfast.run import DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
-from ptfast.tasks.supervised import LossFunction, SupervisedTask
+from ptfast.tasks.supervised import LossFunction, SupervisedTask, full_precision
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,9 +29,12 @@ class MultiLabel(SupervisedTask):
         super().__init__(info, loss)
         self.num_classes = known_classes(info)
 
+    def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = full_precision(outputs)
+        return outputs, targets.to(outputs.dtype)
+
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        targets = targets.to(outputs.dtype)
-        loss = F.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
+        loss = F.binary_cross_entropy_with_logits(*self.aligned(outputs, targets), reduction="sum")
         return loss / self.num_classes
 
     def metrics(self) -> Metrics:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 
 from ptfast.run import Metrics
-from ptfast.tasks.supervised import SupervisedTask
+from ptfast.tasks.supervised import SupervisedTask, full_precision
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 class Regression(SupervisedTask):
     """Squared error between outputs and targets, (batch,) or (batch, values), averaged over the values."""
 
+    def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # Outputs (batch, 1) against targets (batch,) would broadcast to (batch, batch).
+        outputs = full_precision(outputs).reshape(targets.shape)
+        return outputs, targets.to(outputs.dtype)
+
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = F.mse_loss(as_targets(outputs, targets), targets.to(outputs.dtype), reduction="sum")
+        loss = F.mse_loss(*self.aligned(outputs, targets), reduction="sum")
         return loss * (targets.shape[0] / max(targets.numel(), 1))
 
     def metrics(self) -> Metrics:
@@ -31,7 +36,8 @@ class Regression(SupervisedTask):
         """Update the absolute error; return the sum of the losses and the number of samples."""
         inputs, targets = data
         outputs = model(inputs)
-        metrics.update(as_targets(outputs, targets).float().contiguous(), targets.float())
+        predicted, wanted = self.aligned(outputs, targets)
+        metrics.update(predicted.contiguous(), wanted)
         return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
@@ -39,8 +45,3 @@ class Regression(SupervisedTask):
         outputs = model(inputs).float()
         rows = outputs.reshape(outputs.shape[0], -1).tolist()
         return [{"value": row[0] if len(row) == 1 else row} for row in rows]
-
-
-def as_targets(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Outputs in the targets' shape: (batch, 1) against (batch,) would broadcast to (batch, batch)."""
-    return outputs.reshape(targets.shape)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ptfast.run import DataInfo, Metrics
+from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,7 +17,8 @@ LossFunction = Callable[["Tensor", "Tensor"], "Tensor"]
 class SupervisedTask:
     """A batch of `(inputs, targets)`, one output per target, a loss that sums over items.
 
-    A subclass gives `loss_sum`, `metrics` and `predict`; where items are not samples, `num_items` too.
+    A subclass gives `loss_sum`, `metrics` and `predict`. Where items are not samples it says so by
+    `counts_samples`: then they are the targets that are not ignored.
 
     Args:
         info: what the data says.
@@ -34,12 +35,18 @@ class SupervisedTask:
         self.info = info
         if loss is not None:
             mean_loss = adapt_mean_loss(loss)
-            self.loss_sum = lambda outputs, targets: mean_loss(outputs, targets, self.num_items(targets))
+            self.loss_sum = lambda outputs, targets: mean_loss(
+                *self.aligned(outputs, targets), self.num_items(targets)
+            )
             self.evaluation_loss_sum = self.loss_sum
+
+    def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and targets in the shapes and types that losses compare."""
+        return outputs, targets
 
     def num_items(self, targets: Tensor) -> int | Tensor:
         """Items that the loss counts; on the device where they depend on the values."""
-        return targets.shape[0]
+        return targets.shape[0] if self.counts_samples else (targets != IGNORE_INDEX).sum()
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses of the items."""
@@ -89,6 +96,11 @@ class NoMetrics:
 
     def to(self, device: Any) -> NoMetrics:
         return self
+
+
+def full_precision(outputs: Tensor) -> Tensor:
+    """Outputs of autocast in float32, in which losses and targets are exact enough; float64 stays."""
+    return outputs if outputs.element_size() == 8 else outputs.float()
 
 
 def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tensor], Tensor]:

@@ -32,8 +32,8 @@ class TokenClassification(SupervisedTask):
         super().__init__(info, loss)
         self.num_classes = known_classes(info)
 
-    def num_items(self, targets: Tensor) -> Tensor:
-        return (targets != IGNORE_INDEX).sum()
+    def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs.flatten(0, -2), targets.flatten()
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return token_cross_entropy(outputs, targets)
@@ -45,13 +45,6 @@ class TokenClassification(SupervisedTask):
         from ptfast.tasks.accuracy import Accuracy
 
         return MetricCollection({"accuracy": Accuracy()})
-
-    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
-        """Update the accuracy; return the sum of the losses and the number of tokens that count."""
-        inputs, targets = data
-        outputs = model(inputs)
-        metrics.update(outputs.argmax(-1), targets)
-        return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The class of each token with its probability."""
