@@ -1,4 +1,4 @@
-"""Start a run: find or make its directory, freeze the config into it, train here or under torchrun."""
+"""Start a run: make its directory, freeze the config into it, train here or under torchrun."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ptfast import run_folder
 from ptfast.config.compose import Composed
-from ptfast.config.freeze import freeze, redact
+from ptfast.config.freeze import check_no_secrets, freeze, redact
 from ptfast.config.read import load_config
 from ptfast.config.rules import check_batch
-from ptfast.config.schema import Config, changed_keys
+from ptfast.config.schema import Config
 from ptfast.distributed import Ranks, read_ranks, tell_ranks
 from ptfast.errors import (
     EXIT_BUG,
@@ -34,19 +35,14 @@ from ptfast.errors import (
     SavedStateError,
     render,
 )
+from ptfast.place import Place, find_place
 
 NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
 """Exit codes of what is wrong before training begins, if it is wrong at all."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run goes and what it goes on from."""
-
-    folder: Path
-    state_folder: Path | None = None
-    finished: bool = False
-    """Nothing is left to train."""
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+"""What the launcher passes on to the ranks."""
+SHUTDOWN_S = 600
+"""How long ranks that were sent a signal may take to end their step and save, where torchrun can be told."""
 
 
 def start(composed: Composed, config: Config, arguments: list[str]) -> int:
@@ -57,12 +53,15 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
     """
     num_ranks = resolve_num_ranks(config)
     check_batch(config.batch_size, config.micro_batches, num_ranks, config.gradients.accumulate)
-    place = find_place(config)
+    launched = config.parallel.strategy == "ddp"
+    if launched:
+        check_no_secrets(composed)
+    place = find_place(composed, config)
     if place.finished:
         _say_finished(place)
         return EXIT_OK
     with _prepared(place, composed, arguments):
-        if config.parallel.strategy == "ddp":
+        if launched:
             return launch_ranks(place, num_ranks, composed)
         from ptfast import worker
 
@@ -92,7 +91,8 @@ def start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: li
             composed, config = read_config()
             stack.enter_context(composed.naming_places())
             _check_torchrun(config, ranks)
-            place = find_place(config)
+            check_no_secrets(composed)
+            place = find_place(composed, config)
             if place.finished:
                 _say_finished(place)
                 tell_ranks(json.dumps({"exit_code": EXIT_OK}), ranks)
@@ -136,8 +136,9 @@ def _prepared(place: Place, composed: Composed, arguments: list[str]) -> Iterato
     """
     made = run_folder.create_folder(place.folder)
     exit_code = None
-    try:
-        with run_folder.hold(place.folder):
+    # Only who holds the directory may remove it: two starts may have been given the same.
+    with run_folder.hold(place.folder):
+        try:
             for name in (run_folder.FAILURE, run_folder.SUMMARY):
                 (place.folder / name).unlink(missing_ok=True)
             if place.state_folder is None:
@@ -145,146 +146,35 @@ def _prepared(place: Place, composed: Composed, arguments: list[str]) -> Iterato
             for warning in freeze(composed, place.folder / run_folder.CONFIG):
                 print(f"ptfast: warning: {warning}", file=sys.stderr)
             command_line = ["ptfast", "train", *redact(arguments)]
-            run_folder.write_json(place.folder / "environment.json", run_folder.environment(command_line))
+            environment = run_folder.environment(command_line)
+            run_folder.write_json(place.folder / run_folder.ENVIRONMENT, environment)
             yield
-    except (PtfastError, ReportedError) as error:
-        exit_code = error.exit_code
-        raise
-    finally:
-        # Under the user's torchrun another rank may have spoken for this one.
-        failure = run_folder.read_json(place.folder / run_folder.FAILURE)
-        if (exit_code or failure.get("exit_code")) in NEVER_BEGUN:
-            run_folder.discard(place.folder, made)
+        except (PtfastError, ReportedError) as error:
+            exit_code = error.exit_code
+            raise
+        finally:
+            # Under the user's torchrun another rank may have spoken for this one.
+            failure = run_folder.read_json(place.folder / run_folder.FAILURE)
+            if (exit_code or failure.get("exit_code")) in NEVER_BEGUN:
+                run_folder.discard(place.folder, made)
 
 
 def _say_finished(place: Place) -> None:
     print(f"{place.folder} is finished already: nothing to do. More epochs would extend it.")
 
 
-def find_place(config: Config) -> Place:
-    """Decide on the run directory and the state to go on from; creates nothing.
-
-    Raises:
-        ConfigError: C011 when a new run would go into a directory that holds one.
-        SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing
-            to resume.
-    """
-    from ptfast.saving import find_state, read_facts
-
-    resume = config.run.resume
-    parent = Path(config.run.root) / run_name(config)
-    given = Path(config.run.dir) if config.run.dir else None
-    fresh = Place(given or run_folder.new_folder(Path(config.run.root), run_name(config)))
-    if resume == "never":
-        if given and _holds_run(given):
-            hint = "Go on with run.resume=auto, or choose another directory"
-            raise ConfigError("C011", "holds a run already", key="run.dir", value=given, suggestion=hint)
-        return fresh
-    if resume == "auto":
-        folder = given if given and _holds_run(given) else None
-        if given is None:
-            folder = _newest_unfinished(parent, config)
-        if folder is None or (state_folder := _newest_intact(folder)) is None:
-            return Place(folder) if folder else fresh
-        return _continue(folder, config, state_folder, folder)
-    state_folder = find_state(Path(resume))
-    source = state_folder.parent.parent
-    read_facts(state_folder)
-    if not (source / run_folder.CONFIG).is_file():
-        hint = "Give a state inside a run directory, or start afresh with model.weights=PATH"
-        raise SavedStateError("S004", "the run that it belongs to is not there", key=resume, suggestion=hint)
-    if given and given.resolve() != source.resolve() and _holds_run(given):
-        raise ConfigError("C011", "holds another run already", key="run.dir", value=given)
-    return _continue(source, config, state_folder, given or source)
-
-
-def run_name(config: Config) -> str:
-    """The folder under `run.root` that the runs of this config share."""
-    return config.run.name or config.recipe or "train"
-
-
-def _holds_run(folder: Path) -> bool:
-    from ptfast.saving import list_states
-
-    return (folder / run_folder.CONFIG).is_file() and bool(list_states(folder / "saved"))
-
-
-def _continue(source: Path, config: Config, state_folder: Path, folder: Path) -> Place:
-    """Go on in `folder` from a state of the run in `source`, if the config allows it."""
-    _, before = load_config(source / run_folder.CONFIG, trusted=True)
-    changed = changed_keys(before, config)
-    if changed:
-        hint = "Set them back, or start afresh with run.resume=never"
-        what = f"the config has changed since: {', '.join(changed)}"
-        raise SavedStateError("S003", what, key=str(source), suggestion=hint)
-    if folder.resolve() == source.resolve() and _is_over(source, before, config):
-        return Place(folder, state_folder, finished=True)
-    _check_length(run_folder.read_json(state_folder / "state.json"), before, config)
-    return Place(folder, state_folder)
-
-
-def _is_over(folder: Path, before: Config, config: Config) -> bool:
-    """Whether the run in `folder` has nothing left to train: it came to its end, or to one by `stop`."""
-    status = run_folder.read_json(folder / run_folder.SUMMARY).get("status")
-    if (before.epochs, before.steps) != (config.epochs, config.steps):
-        return False
-    return status == "finished" or (status == "stopped" and before.stop == config.stop)
-
-
-def _check_length(facts: dict[str, Any], before: Config, config: Config) -> None:
-    """Refuse a length that the saved run cannot take, before anything of it is touched.
-
-    Raises:
-        SavedStateError: S003.
-    """
-    from ptfast.saving import check_length
-
-    step, old_steps = int(facts["progress"]["step"]), int(facts["resolved"]["total_steps"])
-    new_steps = config.steps
-    if new_steps is None and before.epochs and config.epochs:
-        new_steps = old_steps * config.epochs // before.epochs
-    if new_steps is not None:
-        shape, warmup = config.schedule.target.build(), config.schedule.warmup
-        extendable = shape.extendable and (warmup.unit != "percent" or not warmup.value)
-        check_length(step, old_steps, new_steps, extendable)
-
-
-def _newest_unfinished(parent: Path, config: Config) -> Path | None:
-    for folder in run_folder.list_runs(parent):
-        status = run_folder.read_json(folder / run_folder.SUMMARY).get("status")
-        if status == "finished" or not _holds_run(folder):
-            continue
-        try:
-            _, before = load_config(folder / run_folder.CONFIG, trusted=True)
-        except PtfastError:
-            continue
-        same_length = (before.epochs, before.steps) == (config.epochs, config.steps)
-        if same_length and not changed_keys(before, config) and not _is_over(folder, before, config):
-            return folder
-    return None
-
-
-def _newest_intact(folder: Path) -> Path | None:
-    """The newest state that is whole: a damaged one is told of and passed over."""
-    from ptfast.saving import list_states, read_facts
-
-    states = list_states(folder / "saved")
-    for index, state_folder in enumerate(states):
-        try:
-            read_facts(state_folder)
-        except SavedStateError as error:
-            if index == len(states) - 1:
-                raise
-            print(f"ptfast: warning: {error} Going on from an older state.", file=sys.stderr)
-            continue
-        return state_folder
-    return None
-
-
 def resolve_num_ranks(config: Config) -> int:
-    """Processes to launch on this machine: `parallel.nproc`, or one per visible GPU."""
+    """Processes to launch on this machine: `parallel.nproc`, or one per visible GPU.
+
+    Raises:
+        ConfigError: C011 for several machines, which only the user can start.
+    """
     if config.parallel.strategy == "single":
         return 1
+    if config.parallel.nnodes > 1:
+        hint = "Run torchrun --nnodes ... -m ptfast train ... on every node"
+        what = "other machines are not started from here"
+        raise ConfigError("C011", what, key="parallel.nnodes", value=config.parallel.nnodes, suggestion=hint)
     if config.parallel.nproc != "auto":
         return int(config.parallel.nproc)
     if config.device in ("auto", "cuda"):
@@ -298,6 +188,12 @@ def _check_torchrun(config: Config, ranks: Ranks) -> None:
     if config.parallel.strategy == "single" and ranks.distributed:
         what = f"torchrun started {ranks.num_ranks} processes, which would all train the same"
         raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
+    started = {"nproc": ranks.num_local_ranks, "nnodes": ranks.num_ranks // ranks.num_local_ranks}
+    for name, number in started.items():
+        asked = getattr(config.parallel, name)
+        if asked not in ("auto", 1, number):
+            what, hint = f"torchrun started {number}", "Leave it out: torchrun decides"
+            raise ConfigError("C011", what, key=f"parallel.{name}", value=asked, suggestion=hint)
     check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, config.gradients.accumulate)
 
 
@@ -315,9 +211,12 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
     elastic_log = logging.getLogger("torch.distributed.elastic")
     elastic_log.addHandler(logging.NullHandler())
     elastic_log.propagate = False
-    signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    named = {"signals_to_handle": signals} if "signals_to_handle" in LaunchConfig.__annotations__ else {}
+    # Under nohup, which ignores SIGHUP, the run goes on when the terminal is closed.
+    names = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    signals = ",".join(names)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
+    wanted = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}
+    named: dict[str, Any] = {k: v for k, v in wanted.items() if k in LaunchConfig.__annotations__}
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -337,6 +236,7 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
     arguments = ("-u", "-m", "ptfast.worker", str(place.folder), state, str(os.getpid()))
     failures: dict[int, Any] = {}
     received: int | None = None
+    start_s = time.time()
     try:
         elastic_launch(launch, sys.executable)(*arguments)
     except ChildFailedError as error:
@@ -345,15 +245,18 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
         received = int(error.sigval)
     except KeyboardInterrupt:
         received = signal.SIGINT
-    return _outcome(place.folder, composed, failures, received)
+    return _outcome(place.folder, composed, failures, received, start_s)
 
 
-def _outcome(folder: Path, composed: Composed, failures: dict[int, Any], received: int | None) -> int:
+def _outcome(
+    folder: Path, composed: Composed, failures: dict[int, Any], received: int | None, start_s: float
+) -> int:
     """The exit code of ranks that have ended.
 
     Args:
         failures: what torchrun knows of ranks that failed.
         received: the signal that ended the launcher.
+        start_s: when the ranks were started, in seconds since the epoch.
 
     Raises:
         ParallelError: P001 when a rank was killed or left without a word.
@@ -386,10 +289,18 @@ def _outcome(folder: Path, composed: Composed, failures: dict[int, Any], receive
     if status in EXIT_CODES:
         return EXIT_CODES[status]
     if received is not None:
+        # They were killed before they could write a summary; that is harmless if nothing was trained yet.
+        if _newer(folder / run_folder.RESOLVED, start_s) and not _newer(folder / "saved" / "last", start_s):
+            what = f"the ranks were killed after {signal.Signals(received).name}, before they had saved"
+            raise ParallelError("P001", what, key=str(folder))
         return EXIT_INTERRUPTED if received == signal.SIGINT else EXIT_PREEMPTED
     rank, failure = next(iter(failures.items()), (0, None))
     what = f"rank {rank} exited with {failure.exitcode}" if failure else "the ranks left without a summary"
     raise ParallelError("P001", what, key=str(folder))
+
+
+def _newer(path: Path, since_s: float) -> bool:
+    return path.exists() and path.stat().st_mtime > since_s
 
 
 def _note_failure(folder: Path, line: str, exit_code: int) -> None:

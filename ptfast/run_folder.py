@@ -23,6 +23,7 @@ from ptfast.errors import MachineError
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 RESOLVED = "resolved.json"
+ENVIRONMENT = "environment.json"
 FAILURE = ".failure.json"
 
 
@@ -37,9 +38,13 @@ def create_folder(folder: Path) -> list[Path]:
     Raises:
         MachineError: E001 when it cannot be written.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = [path for path in folder.parents if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            # Of two that create it at the same moment, one has made it.
+            folder.mkdir()
+            made.insert(0, folder)
         probe = folder / f".probe.{os.getpid()}"
         probe.touch()
         probe.unlink()

@@ -13,6 +13,7 @@ from types import FrameType
 
 from ptfast import run_folder
 from ptfast.config.compose import Composed, compose
+from ptfast.config.freeze import redact
 from ptfast.config.multirun import JobResult, sample_points
 from ptfast.config.multirun import sweep as run_sweep
 from ptfast.config.overrides import parse
@@ -55,7 +56,7 @@ class Job:
         # A directory that the job finds stays, whatever becomes of it: the ranking reads why it failed.
         run_dir.mkdir(parents=True, exist_ok=True)
         points = [word for word in composed.arguments if not word.startswith("hydra")]
-        print(f"\njob {number}: {' '.join(points) or 'defaults'}", flush=True)
+        print(f"\njob {number}: {' '.join(redact(points)) or 'defaults'}", flush=True)
         command = [sys.executable, "-m", "ptfast", "train", *points, f"run.dir={quoted(run_dir)}"]
         environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
         process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
@@ -158,7 +159,7 @@ def record_failure(run_dir: Path, composed: Composed, code: int, reason: str) ->
     path = run_dir / run_folder.SUMMARY
     if not path.exists() and run_dir.parent.is_dir():
         run_dir.mkdir(exist_ok=True)
-        words = list(composed.arguments)
+        words = redact(composed.arguments)
         run_folder.write_json(
             path, {"status": "failed", "exit_code": code, "error": reason, "arguments": words}
         )

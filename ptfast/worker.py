@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 from ptfast import machine, run_folder
-from ptfast.config.freeze import without_secrets
 from ptfast.config.schema import Config
+from ptfast.config.yaml_file import read_yaml
 from ptfast.display import Display, build_display
 from ptfast.distributed import Ranks, barrier, destroy_process_group, init_process_group, read_ranks
 from ptfast.errors import (
@@ -42,6 +42,10 @@ EXIT_CODES = {
 }
 
 
+class Preempted(BaseException):
+    """A signal has ended the run before there was anything to save."""
+
+
 def train(
     config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None, panel: list[tuple[str, str]]
 ) -> int:
@@ -61,7 +65,7 @@ def train(
     status, error_line = "failed", None
     exit_code = EXIT_BUG
     # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
-    with contextlib.ExitStack() as until_closed:
+    with _signals(display, ranks) as signals:
         try:
             if ranks.distributed:
                 from ptfast.runner import resolve_device
@@ -76,9 +80,11 @@ def train(
             run = build(
                 config, ranks=ranks, folder=folder, display=display, clock=clock, state_folder=state_folder
             )
+            signals.run = run
+            run.stop_signal = signals.received
             if ranks.is_first:
-                logger = run.logger = _open_loggers(config, folder, extra, run.progress.step, display)
-            until_closed.enter_context(_signals(run))
+                _note_environment(folder, run)
+                logger = run.logger = _open_loggers(folder, extra, run.progress.step, display)
             display.panel(*_panel(config, run, panel))
             display.start(run.progress.step, run.total_steps, run.train_loader.steps_per_epoch)
             with debugging(config.debug.mode):
@@ -87,6 +93,8 @@ def train(
         except PtfastError as error:
             exit_code, error_line = error.exit_code, str(error)
             raise
+        except Preempted as signalled:
+            status, exit_code, error_line = "preempted", EXIT_PREEMPTED, f"{signalled} before the first step"
         except KeyboardInterrupt:
             where = f"at step {run.progress.step}, without saving" if run else "before the first step"
             status, exit_code, error_line = "interrupted", EXIT_INTERRUPTED, f"interrupted {where}"
@@ -110,12 +118,20 @@ def train(
     return exit_code
 
 
-def _open_loggers(config: Config, folder: Path, extra: Any, step: int, display: Display) -> Any:
+def _note_environment(folder: Path, run: Run) -> None:
+    """Add what the run computes on, which is known once it is built."""
+    path = folder / run_folder.ENVIRONMENT
+    used = {"device": _device_name(run), "threads": run.resolved["threads"], "ranks": run.ranks.num_ranks}
+    run_folder.write_json(path, run_folder.read_json(path) | used)
+
+
+def _open_loggers(folder: Path, extra: Any, step: int, display: Display) -> Any:
     """What takes the figures, once what the run will log again is cut off its earlier records."""
     truncate_after(folder / METRICS_FILE, step)
     loggers: list[Any] = [JsonlLogger(folder / METRICS_FILE)]
     if extra is not None:
-        extra.open(folder, without_secrets(config.to_tree()))
+        # As it was written down: without secrets, and without values from the environment.
+        extra.open(folder, read_yaml(folder / run_folder.CONFIG).data)
         loggers.append(extra)
     return BackgroundLogger(loggers, display.warn)
 
@@ -221,31 +237,51 @@ def report_failure(folder: Path, error: BaseException) -> bool:
     try:
         with (folder / run_folder.FAILURE).open("x") as file:
             json.dump(word, file, default=str)
-    except OSError:
+    except FileExistsError:
         return False
+    except OSError:
+        pass  # a full disk, say: whoever finds no word there prints it
     return True
 
 
-@contextlib.contextmanager
-def _signals(run: Run) -> Iterator[None]:
-    """Let SIGTERM, SIGUSR1 and Ctrl-C end the run after the step it is in, with its state saved."""
+class Signals:
+    """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the step it is in, with its state saved.
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        if run.stop_signal is not None and number == signal.SIGINT:
+    Before the run is built there is nothing to save: it ends at once. Several ranks first build it, so that
+    none waits for one that has left.
+    """
+
+    def __init__(self, display: Display, ranks: Ranks) -> None:
+        self.run: Run | None = None
+        self.received: int | None = None
+        self._display, self._distributed = display, ranks.distributed
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and (self.run is None or self.received is not None):
             raise KeyboardInterrupt
-        run.stop_signal = number
-        # It may interrupt another line that is being written, which Python's streams refuse.
-        with contextlib.suppress(RuntimeError):
-            run.display.note("stopping after this step; the state is being saved")
+        first, self.received = self.received is None, number
+        if self.run is not None:
+            self.run.stop_signal = number
+            # It may interrupt another line that is being written, which Python's streams refuse.
+            with contextlib.suppress(RuntimeError):
+                self._display.note("stopping after this step; the state is being saved")
+        elif first and not self._distributed:
+            raise Preempted(signal.Signals(number).name)
 
-    previous = {
-        number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    }
+
+@contextlib.contextmanager
+def _signals(display: Display, ranks: Ranks) -> Iterator[Signals]:
+    """Have signals caught; SIGHUP stays ignored where it is, as under nohup."""
+    caught = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        caught.append(signal.SIGHUP)
+    handler = Signals(display, ranks)
+    previous = {number: signal.signal(number, handler) for number in caught}
     try:
-        yield
+        yield handler
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def _panel(
@@ -262,18 +298,23 @@ def _panel(
     if run.micro_batches > 1:
         size = run.batch_size // run.micro_batches
         batch += f" = {num_ranks} ranks x {run.micro_batches // num_ranks} micro-batches x {size} samples"
-    epochs = f" ({config.epochs} epochs)" if config.steps is None else ""
-    lr = run.optimizer.param_groups[0]["initial_lr"]
+    length = f"epochs={config.epochs}"
+    if config.steps is not None:
+        per_epoch = run.train_loader.steps_per_epoch
+        length = f"steps={config.steps}" + (
+            f", {run.total_steps / per_epoch:.3g} epochs" if per_epoch else ""
+        )
+    lr, reason = run.optimizer.param_groups[0]["initial_lr"], getattr(run.train_loader, "reason", None)
     table = [
         ("data", run.data_note),
         ("model", f"{type(run.model).__name__}, {num_parameters:,} parameters{layout}"),
         ("device", f"{_device_name(run)}, {processes}, {resolved['threads']} threads"),
         ("precision", run.precision.describe()),
         ("batch", batch),
-        ("steps", f"{run.total_steps:,}{epochs}"),
+        ("steps", f"{run.total_steps:,} ({length})"),
         ("optimizer", f"{type(run.optimizer).__name__}, lr {lr:g}, {resolved['optimizer']}"),
         ("schedule", config.schedule.target.path.rsplit(".", 1)[-1]),
-        ("loader", run.train_loader.kind),
+        ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
     ]
     switches = {
         "compile": None if config.compile.mode == "none" else config.compile.mode,
@@ -324,7 +365,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        report_failure(folder, error)
+        if report_failure(folder, error) and not run_folder.read_json(folder / run_folder.FAILURE):
+            line = render(error) if isinstance(error, PtfastError) else bug_line(error)
+            print(line, file=sys.stderr, flush=True)
         # The other ranks may wait in a collective for this one; leave without waiting for them.
         sys.stdout.flush()
         os._exit(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)

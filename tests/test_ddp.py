@@ -16,8 +16,10 @@ import pytest
 from running import WITH_TESTS, records, summary, train
 
 from ptfast.config.compose import compose
-from ptfast.errors import DataError, ParallelError, ReportedError
-from ptfast.launch import _outcome
+from ptfast.config.read import read_config
+from ptfast.distributed import Ranks
+from ptfast.errors import ConfigError, DataError, MachineError, ParallelError, ReportedError
+from ptfast.launch import _check_torchrun, _outcome
 from ptfast.run_folder import write_json
 from ptfast.worker import report_failure
 
@@ -143,7 +145,7 @@ class Failed(NamedTuple):
 
 
 def outcome(folder: Path, failures: dict[int, Any] | None = None, received: int | None = None) -> int:
-    return _outcome(folder, compose(), failures or {}, received)
+    return _outcome(folder, compose(), failures or {}, received, time.time() - 60)
 
 
 def test_the_status_of_the_run_is_the_exit_code(in_tmp: Path) -> None:
@@ -163,6 +165,44 @@ def test_a_signal_before_training_is_the_exit_code(in_tmp: Path) -> None:
     assert outcome(in_tmp, received=signal.SIGTERM) == 75
     assert outcome(in_tmp, received=signal.SIGUSR1) == 75
     assert outcome(in_tmp, received=signal.SIGINT) == 130
+
+
+def test_ranks_that_were_killed_before_they_saved_are_no_preempted_run(in_tmp: Path) -> None:
+    write_json(in_tmp / "resolved.json", {})
+    with pytest.raises(ParallelError, match="killed after SIGTERM, before they had saved"):
+        outcome(in_tmp, received=signal.SIGTERM)
+    (in_tmp / "saved" / "last").mkdir(parents=True)
+    assert outcome(in_tmp, received=signal.SIGTERM) == 75
+
+
+def test_what_torchrun_decides_cannot_be_contradicted(in_tmp: Path) -> None:
+    def check(*words: str) -> None:
+        _check_torchrun(read_config(["parallel=ddp", *words])[1], Ranks(0, 0, 4, 2))
+
+    check()
+    check("parallel.nproc=2", "parallel.nnodes=2")
+    for words, key in (
+        (("parallel.nproc=4",), "parallel.nproc"),
+        (("parallel.nnodes=3",), "parallel.nnodes"),
+    ):
+        with pytest.raises(ConfigError, match="torchrun started 2") as caught:
+            check(*words)
+        assert (caught.value.code, caught.value.key) == ("C011", key)
+
+
+def test_other_machines_are_not_started(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("parallel=ddp", "parallel.nproc=2", "parallel.nnodes=2") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error[C011]: parallel.nnodes=2 (command line)" in line
+    assert "torchrun" in line
+
+
+def test_a_word_that_a_full_disk_swallows_is_the_first(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ptfast.worker.json.dump", full)
+    assert report_failure(in_tmp, MachineError("E002", "the disk is full"))
 
 
 def test_what_a_rank_said_is_said_again(in_tmp: Path) -> None:

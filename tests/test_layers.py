@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "1 pages": (("report",), ("compare",)),
     "2 loop": (("loop",),),
     "3 build": (("runner",), ("evaluate",), ("predict",)),
-    "4 processes": (("worker",), ("launch", "dry_run")),
+    "4 processes": (("worker", "place"), ("launch", "dry_run")),
     "5 tools": (("find", "measure", "sweep"),),
     "6 commands": (("cli",), ("__main__",)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -132,6 +133,30 @@ class Worse(Callback):
         if step >= self.step:
             with torch.no_grad():
                 next(run.model.parameters()).add_(step * 10)
+
+
+def interrupted_blobs(name: str) -> TensorDataset:
+    """Data that takes so long to load that a signal comes."""
+    os.kill(os.getpid(), signal.Signals[name])
+    return blobs()
+
+
+class Notes:
+    """A logger that keeps the config it is told."""
+
+    config: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, token: str) -> None:
+        assert token == "open sesame"
+
+    def open(self, run_dir: Path, config: dict[str, Any]) -> None:
+        Notes.config = config
+
+    def log(self, record: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Broken(Callback):
@@ -348,7 +373,12 @@ def test_the_time_given_is_kept_and_the_run_goes_on_later(in_tmp: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "code", "status"),
-    [("SIGTERM", 75, "preempted"), ("SIGUSR1", 75, "preempted"), ("SIGINT", 130, "interrupted")],
+    [
+        ("SIGTERM", 75, "preempted"),
+        ("SIGUSR1", 75, "preempted"),
+        ("SIGHUP", 75, "preempted"),
+        ("SIGINT", 130, "interrupted"),
+    ],
 )
 def test_a_signal_ends_the_run_after_its_step(in_tmp: Path, name: str, code: int, status: str) -> None:
     assert train(*SMALL, "steps=20", "run.dir=a", callback("Signals", step=7, name=name)) == code
@@ -356,6 +386,38 @@ def test_a_signal_ends_the_run_after_its_step(in_tmp: Path, name: str, code: int
     assert (result["status"], result["steps"], result["reason"]) == (status, 7, name)
     assert (Path("a/saved/last")).resolve().name == "step-7"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
+def test_a_signal_while_the_data_loads_ends_the_run(in_tmp: Path, name: str, code: int) -> None:
+    data = ("data=custom", "data._target_=test_loop.interrupted_blobs", f"+data.name={name}")
+    assert train(*SMALL, *data, "steps=20", "run.dir=a") == code
+    result = summary(Path("a"))
+    assert (result["exit_code"], "steps" in result) == (code, False)
+    assert result["error"].endswith("before the first step")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_an_ignored_hang_up_stays_ignored(in_tmp: Path) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert train(*SMALL, "steps=8", "run.dir=a", callback("Signals", step=7, name="SIGHUP")) == 0
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_a_logger_is_told_no_secret(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "open sesame")
+    logger = ("+logger._target_=test_loop.Notes", "+logger.token=${oc.env:MINE}", "run.name=${oc.env:MINE}")
+    assert train(*SMALL, *logger, "steps=2", "run.dir=a") == 0
+    assert Notes.config["logger"]["token"] == "${oc.env:MINE}"
+    assert "sesame" not in str(Notes.config)
+
+
+def test_the_environment_names_what_was_used(in_tmp: Path) -> None:
+    assert train(*SMALL, "steps=2", "run.dir=a", "backend.threads=1") == 0
+    environment = json.loads(Path("a/environment.json").read_text())
+    assert (environment["device"], environment["threads"], environment["ranks"]) == ("cpu", 1, 1)
 
 
 def test_a_signal_in_an_evaluation_ends_the_run_soon_after(in_tmp: Path) -> None:

@@ -13,7 +13,10 @@ import pytest
 import torch
 from conftest import RunPtfast
 from running import WITH_TESTS, records, same_bits, summary, train, training_state, weights
+from test_loop import blobs
+from torch.utils.data import TensorDataset
 
+from ptfast import run_folder
 from ptfast.run import Callback
 from ptfast.saving import list_states
 
@@ -35,6 +38,12 @@ class Armed(Callback):
             number = signal.Signals[file.read_text()]
             file.unlink()
             os.kill(os.getpid(), number)
+
+
+def guarded(api_key: str) -> TensorDataset:
+    """Data behind a password."""
+    assert api_key == "open sesame"
+    return blobs()
 
 
 def arm(name: str) -> None:
@@ -196,6 +205,40 @@ def test_a_changed_config_names_the_keys(in_tmp: Path, capsys: pytest.CaptureFix
     assert "log_every" not in line
 
 
+def test_a_strangers_config_is_compared_and_not_imported(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(in_tmp)
+    Path("stranger.py").write_text("from pathlib import Path\nPath('imported').touch()\nclass Armed: ...\n")
+    arm("SIGTERM")
+    assert train(*BASE, "run.dir=a") == 75
+    file = Path("a/config.yaml")
+    file.write_text(file.read_text().replace("test_resume.Armed", "stranger.Armed"))
+    capsys.readouterr()
+    for words in (("run.resume=a",), ("run.dir=a",)):
+        assert train(*BASE, *words) == 6
+        assert "callbacks" in capsys.readouterr().err
+    assert not Path("imported").exists()
+
+
+def test_a_secret_in_clear_is_written_nowhere_and_hinders_no_resuming(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ("data=custom", "data._target_=test_resume.guarded", "+data.api_key=open sesame")
+    words = (*BASE[5:], *data, "batch_size=4", "run.dir=a")
+    assert train(*words, "parallel=ddp", "parallel.nproc=2") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error[C011]: data.api_key=<secret> (command line)" in line
+    assert "${oc.env:NAME}" in line
+    assert not Path("a").exists()
+    arm("SIGTERM")
+    assert train(*words) == 75
+    assert train(*words) == 0
+    assert summary(Path("a"))["status"] == "finished"
+    files = [path.read_bytes() for path in Path("a").rglob("*") if path.is_file()]
+    assert not any(b"sesame" in content for content in files)
+
+
 def test_a_damaged_state_is_passed_over(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (*BASE, "saving.keep=3", "run.dir=a")
     assert train(*BASE, "saving.keep=3", "run.dir=whole") == 0
@@ -296,11 +339,19 @@ def test_micro_batches_outlive_the_ranks_they_came_from(in_tmp: Path) -> None:
     assert json.loads(Path("a/resolved.json").read_text()) == resolved | {"micro_batches": 4}
 
 
-def test_a_directory_in_use_is_refused(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ptfast.run_folder import hold
+def test_who_made_a_directory_is_known(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    assert run_folder.create_folder(folder) == [folder, tmp_path / "runs"]
+    assert run_folder.create_folder(folder) == []
 
+
+def test_a_directory_in_use_is_refused(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("a").mkdir()
-    with hold(Path("a")):
+    with run_folder.hold(Path("a")), monkeypatch.context() as patch:
+        # Both found no such directory, and each made it, as far as it knows.
+        patch.setattr(run_folder, "create_folder", lambda folder: [folder])
         assert train(*BASE, "run.dir=a") == 4
     (line,) = capsys.readouterr().err.splitlines()
     assert "error[E003]" in line

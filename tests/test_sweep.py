@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ptfast import sweep
 from ptfast.cli import run as run_cli
+from ptfast.config.compose import compose
 from ptfast.errors import ConfigError
 
 SMALL = ("steps=4", "log_every=2", "schedule=constant")
@@ -141,3 +142,12 @@ def test_a_signal_lets_the_job_save_and_starts_no_other(in_tmp: Path) -> None:
     assert json.loads((folder / "0/summary.json").read_text())["status"] == "preempted"
     assert (folder / "0/saved/last").exists()
     assert "1 jobs" in out
+
+
+def test_a_failed_job_leaves_no_secret_behind(in_tmp: Path) -> None:
+    composed = compose(["optimizer.lr=0.5", "+data.api_key=sesame"])
+    sweep.record_failure(Path("0"), composed, 1, "mine")
+    assert json.loads(Path("0/summary.json").read_text())["arguments"] == [
+        "optimizer.lr=0.5",
+        "+data.api_key=<secret>",
+    ]

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from ptfast.config.jsonschema import schema
 from ptfast.config.schema import FREE_KEYS, Config, changed_keys
 from ptfast.config.targets import Target
-from ptfast.config.validate import TASKS, check_batch, check_name, validate
+from ptfast.config.validate import TASKS, check_batch, validate
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError, render
 
@@ -156,7 +156,6 @@ def test_what_is_written_reads_back_equal(changes: Tree) -> None:
     again = validate(config.to_tree(), in_file)
     assert again == config
     assert again.to_tree() == config.to_tree()
-    assert again.fingerprint() == config.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -302,8 +301,6 @@ def test_an_unsafe_name(name: str) -> None:
     error = refused(run__name=name)
     assert (error.code, error.key) == ("C013", "run.name")
     assert "\x1b" not in str(error)
-    with pytest.raises(ConfigError, match=r"safe name|longer"):
-        check_name(name)
 
 
 @pytest.mark.parametrize("name", ["first", "lr=0.1,wd=5e-4", "Größe 3", "v1.2-b_c+d@e", 20240131])
@@ -476,8 +473,13 @@ def test_packages_that_the_caller_trusts() -> None:
 )
 def test_what_changed_since(changes: Tree, keys: list[str]) -> None:
     old, new = check(), check(**changes)
-    assert changed_keys(old, new) == keys
-    assert (old.fingerprint() == new.fingerprint()) is (not keys)
+    assert changed_keys(old.to_tree(), new.to_tree()) == keys
+
+
+def test_a_secret_is_no_change() -> None:
+    assert changed_keys({"data": {"api_key": "<secret>", "root": "a"}}, {"data": {"api_key": "x"}}) == [
+        "data.root"
+    ]
 
 
 def test_free_keys_exist() -> None:

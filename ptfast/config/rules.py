@@ -48,17 +48,6 @@ def check_batch(
     return micro_batches or ranks * accumulate
 
 
-def check_name(name: str, key: str = "run.name", place: str | None = None) -> None:
-    """Refuse a name that is not safe as a folder's.
-
-    Raises:
-        ConfigError: C013.
-    """
-    problem = _name_problem(name, key)
-    if problem is not None:
-        raise problem.error(place)
-
-
 def _one_length(config: Config, place: Place) -> tuple[Config, Problem | None]:
     """Keep one of epochs and steps: the command line over a file, and steps over the default epochs."""
     if config.epochs is None and config.steps is None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -12,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from ptfast.config.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
 from ptfast.config.targets import Target, plain
 from ptfast.durations import Duration
+from ptfast.errors import is_secret
 
 Count = Annotated[int, AT_LEAST_ONE]
 OrAuto = Literal["auto"]
@@ -68,16 +66,22 @@ class TargetSection(Section):
 
 
 class Eval(Section):
+    """When the held-out splits are evaluated."""
+
     every: Every = Duration(1, "epochs")
     batch_size: Count | None = None
 
 
 class Stop(Section):
+    """When training ends before its last step."""
+
     patience: Count | None = None
     metric: str | None = None
 
 
 class RunOptions(Section):
+    """Where the run lies, what it goes on from, how long it may take."""
+
     name: str | None = None
     root: str = "runs"
     dir: str | None = None
@@ -86,21 +90,29 @@ class RunOptions(Section):
 
 
 class Sweep(Section):
+    """What the runs of a sweep are ranked by."""
+
     metric: str = "auto"
     mode: Literal["auto", "min", "max"] = "auto"
 
 
 class Data(TargetSection):
+    """The data set, and what of it is held out."""
+
     val: Annotated[Duration, InUnit("samples", ("percent", "samples"))] = Duration(10, "percent")
     normalize: bool = True
 
 
 class Model(TargetSection):
+    """The model and the weights it starts from."""
+
     weights: str | None = None
     replace_head: bool = False
 
 
 class Dataloader(Section):
+    """How samples reach the training loop."""
+
     kind: Literal["auto", "plain", "workers", "memory"] = "auto"
     workers: Annotated[int, NOT_NEGATIVE] | OrAuto = "auto"
     prefetch: Count = 2
@@ -109,29 +121,39 @@ class Dataloader(Section):
 
 
 class Augment(Section):
+    """Random changes to training images."""
+
     crop_padding: Annotated[int, NOT_NEGATIVE] = 0
     flip: bool = False
 
 
 class Precision(Section):
+    """The number format that forward and backward compute in."""
+
     mode: Literal["fp32", "amp", "bf16", "amp_fp16"] = "fp32"
 
 
 class Optimizer(TargetSection):
-    pass
+    """What changes the weights."""
 
 
 class Schedule(TargetSection):
+    """How the learning rate moves over the run."""
+
     warmup: Annotated[Duration, InUnit("steps")] = Duration(0, "steps")
 
 
 class Gradients(Section):
+    """What happens to gradients between backward and the optimizer's step."""
+
     accumulate: Count = 1
     clip_norm: Annotated[float, POSITIVE] | None = None
     clip_value: Annotated[float, POSITIVE] | None = None
 
 
 class Parallel(Section):
+    """The processes that train together."""
+
     strategy: Literal["single", "ddp"] = "single"
     nproc: Count | OrAuto = "auto"
     nnodes: Count = 1
@@ -139,38 +161,54 @@ class Parallel(Section):
 
 
 class Checkpointing(Section):
+    """Activations that backward computes again."""
+
     mode: Literal["none"] = "none"
 
 
 class Rewrites(Section):
+    """Rewrites of the model that leave its formula as it is."""
+
     channels_last: bool | OrAuto = "auto"
 
 
 class Compile(Section):
+    """What `torch.compile` takes."""
+
     mode: Literal["none", "model"] = "none"
 
 
 class Ema(Section):
+    """The moving average of the weights."""
+
     decay: float | None = None
 
 
 class Backend(Section):
+    """Threads and kernels."""
+
     threads: Count | OrAuto = "auto"
     cudnn_benchmark: bool = True
     deterministic: bool = False
 
 
 class Debug(Section):
+    """Checks that slow training down."""
+
     mode: Literal["none", "anomaly"] = "none"
 
 
 class Saving(Section):
+    """When states are saved, and how many are kept."""
+
     every: Every = Duration(1, "epochs")
     keep: Count = 1
     best: bool = True
 
 
 class Logger(Section):
+    """Where figures go besides metrics.jsonl."""
+
     target: Target | None = None
 
 
@@ -211,22 +249,25 @@ class Config(Section):
     saving: Saving = Field(default_factory=Saving)
     logger: Logger = Field(default_factory=Logger)
 
-    def fingerprint(self, exclude: Iterable[str] = FREE_KEYS) -> str:
-        """16 hex digits, the same for two configs that differ in no key or section but those of `exclude`."""
-        flat = _without(flatten(self.to_tree()), tuple(exclude))
-        return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
-
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The section that a field of `Config` holds, or None for a plain value."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
-def changed_keys(old: Config, new: Config, exclude: Iterable[str] = FREE_KEYS) -> list[str]:
-    """The dotted keys in which two configs differ, but for the keys or sections of `exclude`, sorted."""
-    before = _without(flatten(old.to_tree()), tuple(exclude))
-    after = _without(flatten(new.to_tree()), tuple(exclude))
-    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The dotted keys in which two whole configs, as plain values, differ, sorted.
+
+    Those that may change (`FREE_KEYS`) are left out, and secrets, which are not written down.
+    """
+    before, after = flatten(old), flatten(new)
+    return sorted(
+        key
+        for key in before.keys() | after.keys()
+        if before.get(key) != after.get(key)
+        and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        and not any(is_secret(name) for name in key.split("."))
+    )
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -238,11 +279,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _without(flat: dict[str, Any], exclude: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in flat.items()
-        if not any(key == name or key.startswith(f"{name}.") for name in exclude)
-    }

@@ -10,13 +10,13 @@ from pydantic import ValidationError
 from ptfast import run
 from ptfast.config.kinds import check_target
 from ptfast.config.problem import Problem
-from ptfast.config.rules import Place, across_keys, check_batch, check_name
+from ptfast.config.rules import Place, across_keys, check_batch
 from ptfast.config.schema import Config, Section, flatten, section_of
 from ptfast.config.suggest import did_you_mean, nearest
 from ptfast.config.targets import Target, locate, parse_target
 from ptfast.config.trust import Trust
 
-__all__ = ["check_batch", "check_name", "validate"]
+__all__ = ["check_batch", "validate"]
 
 REQUIRED = "???"
 TASKS = ("auto", *run.TASKS)
