@@ -22,9 +22,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ptfast.config import paths, presets
+from ptfast.config.inherited import drop_inherited
 from ptfast.config.overrides import Argument, parse
 from ptfast.config.paths import shown
 from ptfast.config.resolve import resolve
+from ptfast.config.schema import flatten
 from ptfast.config.source import PRIMARY, PtfastSource, search_path
 from ptfast.config.yaml_file import YamlFile, read_yaml
 from ptfast.errors import COMMAND_LINE, ConfigError, PtfastError
@@ -127,6 +129,10 @@ class Loader(ConfigLoaderImpl):
             }
         return result
 
+    def option_places(self) -> set[str]:
+        """`file:line` of every key that an option file sets; recipes are the user's own word."""
+        return {place for package, file in self.files if package for place in file.places.values()}
+
     def warnings(self) -> list[str]:
         """What reading the files gave rise to, each line once."""
         return list(dict.fromkeys(line for _, file in self.files for line in file.warnings))
@@ -160,9 +166,12 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
             _set_place(places, key, place)
     for argument in given:
         if argument.kind == "value":
-            _set_place(places, argument.key, COMMAND_LINE)
+            for key in _keys(argument):
+                _set_place(places, key, COMMAND_LINE)
         elif argument.kind == "group":
             places[argument.key] = COMMAND_LINE
+    of_options = loader.option_places() | set(preset_places.values())
+    drop_inherited(tree, lambda key: places.get(key) in of_options)
     return finish(
         tree,
         places,
@@ -202,9 +211,11 @@ def apply(
                 OmegaConf.update(config, argument.key, value, merge=True, force_add=True)
             except OmegaConfBaseException as error:
                 raise translate(error) from error
-            _set_place(places, argument.key, COMMAND_LINE)
+            for key in _keys(argument):
+                _set_place(places, key, COMMAND_LINE)
     result = OmegaConf.to_container(config, resolve=False)
     assert isinstance(result, dict)
+    drop_inherited(result, lambda key: place_of(key, places) != COMMAND_LINE)
     return {str(key): value for key, value in result.items()}, places
 
 
@@ -263,6 +274,13 @@ def _set_place(places: dict[str, str], key: str, place: str) -> None:
     for below in [k for k in places if k.startswith(f"{key}.")]:
         del places[below]
     places[key] = place
+
+
+def _keys(argument: Argument) -> list[str]:
+    """The dotted keys that a `key=value` argument sets: those inside where the value is a mapping."""
+    value = OverridesParser.create().parse_override(argument.text).value()
+    inside = flatten({argument.key: value} if isinstance(value, dict) else {})
+    return [str(key) for key in inside] or [argument.key]
 
 
 def _delete(tree: dict[Any, Any], key: str) -> None:
