@@ -14,7 +14,7 @@ from ptfast.config.compose import Composed, apply, finish
 from ptfast.config.resolve import ENV, resolve_keeping_env
 from ptfast.config.rules import losing_length
 from ptfast.config.yaml_file import read_yaml
-from ptfast.errors import SECRET, is_secret
+from ptfast.errors import SECRET, ConfigError, is_secret
 
 
 def freeze(composed: Composed, path: Path) -> list[str]:
@@ -26,43 +26,48 @@ def freeze(composed: Composed, path: Path) -> list[str]:
     Returns:
         A warning for each secret left out.
     """
-    tree, warnings = frozen_tree(composed)
+    tree, hidden = frozen_tree(composed)
     text = OmegaConf.to_yaml(OmegaConf.create(tree))
     path.write_text(
         f"# The whole config of this run. Repeat it: ptfast train --config {path.name}\n{text}", "utf-8"
     )
-    return warnings
+    return [
+        f"{key} ({composed.place(key)}): not written to the run's files. "
+        f"Give it as {key}='${{oc.env:NAME}}' so that the run can be repeated"
+        for key in hidden
+    ]
+
+
+def check_no_secrets(composed: Composed) -> None:
+    """Refuse a secret given in clear where several processes read the frozen config, which leaves it out.
+
+    Raises:
+        ConfigError: C011, naming the key.
+    """
+    _, hidden = frozen_tree(composed)
+    for key in hidden:
+        what = "the ranks read the run's config.yaml, and a secret is not written there"
+        hint = f"Give it as {key}='${{oc.env:NAME}}'"
+        raise ConfigError("C011", what, key=key, value=SECRET, place=composed.place(key), suggestion=hint)
 
 
 def frozen_tree(composed: Composed) -> tuple[dict[str, Any], list[str]]:
-    """What `freeze` writes, and its warnings."""
-    warnings: list[str] = []
+    """What `freeze` writes, and the keys of the secrets that it leaves out."""
+    hidden: list[str] = []
 
     def hide(key: str, value: Any) -> Any:
         if not is_secret(key) or value in (None, "") or isinstance(value, bool):
             return value
         if isinstance(value, str) and (value == SECRET or ENV.fullmatch(value)):
             return value
-        warnings.append(
-            f"{key} ({composed.place(key)}): not written to the run's files. "
-            f"Give it as {key}='${{oc.env:NAME}}' so that the run can be repeated"
-        )
+        hidden.append(key)
         return SECRET
 
     tree = resolve_keeping_env(composed.tree, composed.tree_unresolved)
     if tree.get("epochs") is not None and tree.get("steps") is not None:
         # Once in one file, it no longer shows which of the two was meant.
         tree |= {loser: None} if (loser := losing_length(composed.place)) else {}
-    return _map(copy.deepcopy(tree), "", hide), warnings
-
-
-def without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
-    """Plain settings for what leaves this machine, such as a tracking service: secrets hidden."""
-    return _map(
-        copy.deepcopy(tree),
-        "",
-        lambda key, value: SECRET if value not in (None, "") and is_secret(key) else value,
-    )
+    return _map(copy.deepcopy(tree), "", hide), hidden
 
 
 def load(path: Path, arguments: Sequence[str] = (), *, complete: bool = True) -> Composed:
