@@ -140,10 +140,12 @@ def test_a_recipe_can_be_copied_and_trained(in_tmp: Path, capsys: pytest.Capture
     assert run(["copy", "resnet_digits", "mine.yaml"]) != 0
 
 
-def test_a_frozen_config_repeats_the_run(in_tmp: Path) -> None:
-    assert train(*TINY, "run.dir=a", "seed=3") == 0
-    assert run(["train", "--config", "a/config.yaml", "run.dir=b"]) == 0
-    assert records(Path("a")) == records(Path("b"))
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_frozen_config_repeats_the_run(resume: str, in_tmp: Path) -> None:
+    assert train(*TINY, "run.dir=a", "seed=3", f"run.resume={resume}") == 0
+    assert run(["train", "--config", "a/config.yaml"]) == 0
+    (again,) = Path("runs/train").iterdir()
+    assert records(again) == records(Path("a"))
 
 
 def test_views_of_the_config(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

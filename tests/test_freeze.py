@@ -34,10 +34,17 @@ def test_a_frozen_config_reads_back_as_the_same_tree() -> None:
     composed = compose(["+recipe=resnet_digits", *HARD_VALUES])
     assert freeze(composed, Path("config.yaml")) == []
     again = load(Path("config.yaml"))
-    assert again.tree == composed.tree
+    assert again.tree == composed.tree | {"run": composed.tree["run"] | {"dir": None}}
     assert again.recipe == "resnet_digits"
     freeze(again, Path("again.yaml"))
-    assert load(Path("again.yaml")).tree == composed.tree
+    assert load(Path("again.yaml")).tree == again.tree
+
+
+def test_the_folder_of_a_run_is_not_that_of_its_repetition() -> None:
+    composed = compose(["run.dir=a", "run.resume=auto", "run.max_time=1h", "run.name=b"])
+    freeze(composed, Path("config.yaml"))
+    run = load(Path("config.yaml")).tree["run"]
+    assert run == {"name": "b", "root": "runs", "dir": None, "resume": "never", "max_time": "1h"}
 
 
 @pytest.mark.parametrize("length", ["epochs=3", "steps=20"])
@@ -79,7 +86,7 @@ def test_values_from_the_environment_stay_references(monkeypatch: pytest.MonkeyP
         [
             "run.root=${oc.env:SOMEWHERE}/runs",
             "run.name=${run.root}/x",
-            "run.dir=${oc.env:UNSET_ONE,here}",
+            "stop.metric=${oc.env:UNSET_ONE,here}",
             "task=${run.resume}",
         ]
     )
@@ -90,8 +97,8 @@ def test_values_from_the_environment_stay_references(monkeypatch: pytest.MonkeyP
     written = yaml.safe_load(text)
     assert written["run"]["root"] == "${oc.env:SOMEWHERE}/runs"
     assert written["run"]["name"] == "${oc.env:SOMEWHERE}/runs/x"
-    assert written["run"]["dir"] == "${oc.env:UNSET_ONE,here}"
-    assert written["task"] == "never"
+    assert written["stop"]["metric"] == "${oc.env:UNSET_ONE,here}"
+    assert written["task"] == {"name": "never"}
     assert load(Path("config.yaml")).tree == composed.tree
     monkeypatch.setenv("SOMEWHERE", "/elsewhere")
     assert load(Path("config.yaml")).tree["run"]["name"] == "/elsewhere/runs/x"

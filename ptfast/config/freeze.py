@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from ptfast.config.compose import Composed, apply, finish
 from ptfast.config.resolve import ENV, resolve_keeping_env
 from ptfast.config.rules import losing_length
+from ptfast.config.schema import RunOptions
 from ptfast.config.yaml_file import read_yaml
 from ptfast.errors import SECRET, ConfigError, is_secret
 
@@ -21,12 +22,15 @@ def freeze(composed: Composed, path: Path) -> list[str]:
     """Write the config with which `ptfast train --config PATH` repeats the run.
 
     Interpolations are replaced by their values, except that `${oc.env:X}` stays as it is. A secret that is no
-    such reference is not written.
+    such reference is not written, nor is what held for this run alone: its folder and what it was resumed
+    from.
 
     Returns:
         A warning for each secret left out.
     """
     tree, hidden = frozen_tree(composed)
+    ours = {key: RunOptions.model_fields[key].default for key in ("dir", "resume")}
+    tree["run"] = {**tree.get("run", {}), **ours}
     text = OmegaConf.to_yaml(OmegaConf.create(tree))
     path.write_text(
         f"# The whole config of this run. Repeat it: ptfast train --config {path.name}\n{text}", "utf-8"
