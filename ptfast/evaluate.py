@@ -64,7 +64,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         averaged.load_state_dict(state.training["ema"])
         averaged.copy_to_model()
     model.eval()
-    task = build_task(config.task, info)
+    task = build_task(config.task.name, info, **config.task.build_options())
     precision = build_precision(config.precision.mode, device)
     return SavedModel(
         model, task, info, device, precision, channels_last, int(state.facts["progress"]["step"])

@@ -83,7 +83,7 @@ def build(
     with display.status("loading the data"):
         data = load_data(config)
     info = data.info
-    task = build_task(config.task, info)
+    task = build_task(config.task.name, info, **config.task.build_options())
     seed_everything(config.seed)
     model = _build_model(config, info, fresh=state is None, display=display)
     channels_last = resolved.get("channels_last")
@@ -101,7 +101,7 @@ def build(
     sharding = {"rank": ranks.rank, "num_ranks": ranks.num_ranks}
     train_loader = build_train_loader(
         data,
-        task_name=config.task,
+        task_name=config.task.name,
         batch_size=config.batch_size,
         micro_batches=micro_batches,
         seed=config.seed,
@@ -214,7 +214,7 @@ def load_data(config: Config) -> Data:
         section.target.build(),
         val=section.val,
         seed=config.seed,
-        task=config.task,
+        task=config.task.name,
         normalize=section.normalize,
     )
 

@@ -238,34 +238,11 @@ def test_adapted_losses_of_single_items_are_summed() -> None:
     torch.testing.assert_close(adapted(outputs, targets, 5), (outputs - targets).square().sum())
 
 
-class Target:
-    """A target as the config gives it."""
-
-    def __init__(self, factory: Any, **kwargs: Any) -> None:
-        self.factory, self.kwargs = factory, kwargs
-
-    def resolve(self) -> Any:
-        return self.factory
-
-    def build(self, **facts: Any) -> Any:
-        return self.factory(**self.kwargs)
-
-
-@pytest.mark.parametrize(
-    "target",
-    [Target(nn.CrossEntropyLoss, label_smoothing=0.3), Target(F.cross_entropy, label_smoothing=0.3)],
-)
-def test_a_loss_by_import_path_is_a_class_or_a_function(target: Target) -> None:
-    _, outputs, targets = draw("classification", 5)
-    loss, _ = build_task("auto", CLASSES, loss=target).loss(Fixed(), (outputs, targets))
-    torch.testing.assert_close(loss, 5 * F.cross_entropy(outputs, targets, label_smoothing=0.3))
-
-
 def test_tasks_by_name_and_import_path() -> None:
     for name in TASKS:
         task = build_task(name, CLASSES)
         assert task.mode in ("min", "max")
-    by_path = build_task("ptfast.tasks.classification.Classification", CLASSES, loss=None)
+    by_path = build_task("ptfast.tasks.classification.Classification", CLASSES)
     assert by_path.metric == "accuracy"
     cases = [
         ("clasification", "C003", "Did you mean classification"),

@@ -418,7 +418,7 @@ def test_the_tasks_are_those_that_can_be_built() -> None:
     from ptfast import tasks
 
     assert set(TASKS) == {"auto", *tasks.TASKS}
-    assert check(task="ptfast.tasks.classification.Classification").task.endswith("Classification")
+    assert check(task="ptfast.tasks.classification.Classification").task.name.endswith("Classification")
 
 
 def untrusted(extra_trust: tuple[str, ...] = (), **changes: Any) -> ConfigError | None:

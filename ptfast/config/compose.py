@@ -166,8 +166,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
             _set_place(places, key, place)
     for argument in given:
         if argument.kind == "value":
-            for key in _keys(argument):
-                _set_place(places, key, COMMAND_LINE)
+            _set_places(places, argument)
         elif argument.kind == "group":
             places[argument.key] = COMMAND_LINE
     of_options = loader.option_places() | set(preset_places.values())
@@ -206,13 +205,12 @@ def apply(
             )
             raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE)
         if argument.kind == "value":
-            value = parser.parse_override(argument.text).value()
+            override = parser.parse_override(argument.text)
             try:
-                OmegaConf.update(config, argument.key, value, merge=True, force_add=True)
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
             except OmegaConfBaseException as error:
                 raise translate(error) from error
-            for key in _keys(argument):
-                _set_place(places, key, COMMAND_LINE)
+            _set_places(places, argument)
     result = OmegaConf.to_container(config, resolve=False)
     assert isinstance(result, dict)
     drop_inherited(result, lambda key: place_of(key, places) != COMMAND_LINE)
@@ -276,11 +274,14 @@ def _set_place(places: dict[str, str], key: str, place: str) -> None:
     places[key] = place
 
 
-def _keys(argument: Argument) -> list[str]:
-    """The dotted keys that a `key=value` argument sets: those inside where the value is a mapping."""
-    value = OverridesParser.create().parse_override(argument.text).value()
-    inside = flatten({argument.key: value} if isinstance(value, dict) else {})
-    return [str(key) for key in inside] or [argument.key]
+def _set_places(places: dict[str, str], argument: Argument) -> None:
+    """Note what a `key=value` argument sets: the keys inside where the value is a mapping."""
+    override = OverridesParser.create().parse_override(argument.text)
+    key, value = override.key_or_group, override.value()
+    for inside in flatten({key: value}) if isinstance(value, dict) and value else [key]:
+        _set_place(places, str(inside), COMMAND_LINE)
+    if key != argument.key:
+        places[argument.key] = COMMAND_LINE
 
 
 def _delete(tree: dict[Any, Any], key: str) -> None:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from ptfast.config.compose import Composed, apply, finish
 from ptfast.config.resolve import ENV, resolve_keeping_env
 from ptfast.config.rules import losing_length
+from ptfast.config.source import with_sections
 from ptfast.config.schema import RunOptions
 from ptfast.config.yaml_file import read_yaml
 from ptfast.errors import SECRET, ConfigError, is_secret
@@ -86,7 +87,7 @@ def load(path: Path, arguments: Sequence[str] = (), *, complete: bool = True) ->
         ConfigError: C007 for a file that cannot be read; otherwise as `compose`.
     """
     content = read_yaml(path)
-    tree, places = apply(content.data, content.places, arguments)
+    tree, places = apply(with_sections(content.data), content.places, arguments)
     return finish(
         tree, places, recipe=None, warnings=content.warnings, arguments=arguments, complete=complete
     )

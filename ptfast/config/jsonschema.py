@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ptfast.config.coerce import Range
 from ptfast.config.paths import PRESETS, groups, options
-from ptfast.config.schema import Config, Section, section_of
+from ptfast.config.schema import Config, Section, Task, section_of
 from ptfast.config.targets import Target
 from ptfast.config.yaml_file import read_yaml
 from ptfast.durations import Duration
@@ -65,7 +65,15 @@ def _defaults(known: list[str]) -> dict[str, Any]:
 
 
 def _section(name: str, annotation: type[Section]) -> dict[str, Any]:
-    fields = {key: _field(field) for key, field in annotation.model_fields.items() if key != "target"}
+    fields = {
+        key: _field(field)
+        for key, field in annotation.model_fields.items()
+        if key not in ("target", "options")
+    }
+    if annotation is Task:
+        # The tasks themselves know their other keywords.
+        named = {"type": "object", "properties": {"name": fields["name"]}}
+        return {"anyOf": [*fields["name"]["anyOf"], named], "default": fields["name"]["default"]}
     if "target" not in annotation.model_fields:
         return {"type": "object", "properties": fields, "additionalProperties": False}
     target = {"type": ["string", "null"], "description": "import path of a class or function"}

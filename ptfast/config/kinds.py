@@ -71,9 +71,9 @@ def check_target(
 
 
 def _own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
-    """The keywords that a config may set: all but an optimizer's first, which is the parameters."""
+    """The keywords that a config may set: not the first one of those that are given parameters or facts."""
     parameters = keywords(function)
-    if section == "optimizer" and parameters:
+    if section in ("optimizer", "task") and parameters:
         parameters.pop(next(iter(parameters)))
     return parameters
 
@@ -93,9 +93,7 @@ def _missing(
     section: str,
     prefix: str,
 ) -> list[Problem]:
-    supplied = (
-        (_DATA_FACTS | _MODEL_SWITCHES) if section == "model" else {"info"} if section == "task" else set()
-    )
+    supplied = (_DATA_FACTS | _MODEL_SWITCHES) if section == "model" else set()
     return [
         Problem("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
         for name, parameter in parameters.items()

@@ -22,7 +22,7 @@ class Argument:
 
     Args:
         kind: `value`, `group`, `recipe`, `delete` or `hydra`.
-        key: the dotted key or the group, without prefix.
+        key: the dotted key or the group, without prefix; `task` for its name too.
         values: the value, or each point of a sweep, as text that Hydra can read.
         is_sweep: whether it is swept over.
         text: the whole argument in Hydra's grammar.
@@ -114,6 +114,8 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
             return Argument("value", key, values, is_sweep, f"++{key}={value}")
         own = not (paths.builtin_root().conf / key).is_dir()
         return Argument("group", key, values, is_sweep, f"{'+' * own}{key}={value}")
+    if key in ("task", "task.name") and not isinstance(override.value(), dict):
+        return Argument("value", "task", values, is_sweep, f"++task.name={value}")
     return Argument("value", key, values, is_sweep, f"++{key}={value}")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ptfast.config.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
-from ptfast.config.targets import Target, plain
+from ptfast.config.targets import Target, built, plain
 from ptfast.durations import Duration
 from ptfast.errors import is_secret
 
@@ -54,6 +54,8 @@ class Section(BaseModel):
                 tree[name] = value.to_tree()
             elif name == "target":
                 tree.update(value.to_tree() if value else {"_target_": None})
+            elif name == "options":
+                tree.update(plain(value))
             else:
                 tree[name] = plain(value)
         return tree
@@ -63,6 +65,17 @@ class TargetSection(Section):
     """A section with `_target_`: the target's keywords and fixed keys side by side."""
 
     target: Target
+
+
+class Task(Section):
+    """What a batch is and what its loss means: a name or import path, and the task's keywords beside it."""
+
+    name: str = "auto"
+    options: dict[str, Any] = {}
+
+    def build_options(self) -> dict[str, Any]:
+        """Keywords of the task's constructor; what they name by import path is built."""
+        return built(self.options)
 
 
 class Eval(Section):
@@ -217,7 +230,7 @@ class Config(Section):
 
     recipe: str | None = None
     preset: str = "safe"
-    task: str = "auto"
+    task: Task = Field(default_factory=Task)
     epochs: Count | None = None
     steps: Count | None = None
     batch_size: Count

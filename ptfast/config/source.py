@@ -35,7 +35,7 @@ class PtfastSource(ConfigSource):
             raise ConfigLoadError(f"no such option: {config_path}")
         content = read_yaml(file)
         header = self._get_header_dict(content.text)
-        data = content.data
+        data = with_sections(content.data)
         if _is_recipe(config_path):
             header["package"] = "_global_"
             data = data | {"defaults": _recipe_defaults(content)}
@@ -103,6 +103,12 @@ def search_path() -> ConfigSearchPathImpl:
         plugin().manipulate_search_path(result)  # pyright: ignore[reportAttributeAccessIssue]
     result.append("schema", "structured://")
     return result
+
+
+def with_sections(tree: dict[str, Any]) -> dict[str, Any]:
+    """A config in which `task: NAME` is written out as the section that it is short for."""
+    task = tree.get("task")
+    return tree if task is None or isinstance(task, dict) else {**tree, "task": {"name": task}}
 
 
 def _is_recipe(config_path: str) -> bool:

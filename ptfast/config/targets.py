@@ -56,7 +56,7 @@ class Target:
         function = self.resolve()
         takes = keywords(function)
         filled = {name: fact for name, fact in facts.items() if name in takes and fact is not None}
-        kwargs = {**filled, **{name: _built(value) for name, value in self.kwargs.items()}}
+        kwargs = {**filled, **built(self.kwargs)}
         if self.partial:
             return functools.partial(function, *args, **kwargs)
         return function(*args, **kwargs)
@@ -91,22 +91,27 @@ def parse_target(tree: dict[str, Any]) -> Target:
     kwargs = {}
     for key, value in tree.items():
         if key not in _DIRECTIVES:
-            kwargs[key] = _parse_value(value, key)
+            kwargs[key] = parse_value(value, key)
     return Target(path, kwargs, partial)
 
 
-def _parse_value(value: Any, key: str) -> Any:
+def parse_value(value: Any, key: str) -> Any:
+    """`value` with every mapping in it that has a `_target_` as a `Target`; `key` is for messages.
+
+    Raises:
+        Problem: as `parse_target`.
+    """
     if isinstance(value, dict):
         try:
             return (
                 parse_target(value)
                 if "_target_" in value
-                else {k: _parse_value(v, k) for k, v in value.items()}
+                else {k: parse_value(v, k) for k, v in value.items()}
             )
         except Problem as problem:
             raise problem.at(key) from None
     if isinstance(value, list):
-        return [_parse_value(item, key) for item in value]
+        return [parse_value(item, key) for item in value]
     return value
 
 
@@ -269,11 +274,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _built(value: Any) -> Any:
+def built(value: Any) -> Any:
+    """`value` with the targets in it built."""
     if isinstance(value, Target):
         return value.build()
     if isinstance(value, dict):
-        return {key: _built(item) for key, item in value.items()}
+        return {key: built(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_built(item) for item in value)
+        return type(value)(built(item) for item in value)
     return value

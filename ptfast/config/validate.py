@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +14,7 @@ from ptfast.config.problem import Problem
 from ptfast.config.rules import Place, across_keys, check_batch
 from ptfast.config.schema import Config, Section, flatten, section_of
 from ptfast.config.suggest import did_you_mean, nearest
-from ptfast.config.targets import Target, locate, parse_target
+from ptfast.config.targets import Target, locate, parse_target, parse_value
 from ptfast.config.trust import Trust
 
 __all__ = ["check_batch", "validate"]
@@ -86,13 +87,14 @@ class _Checker:
             prepared["callbacks"] = [
                 self._callback(item, f"callbacks.{index}") for index, item in enumerate(prepared["callbacks"])
             ]
+        if "task" in prepared:
+            prepared["task"] = self._task(prepared["task"])
         try:
             config = Config.model_validate(prepared)
         except ValidationError as error:
             found = error.errors(include_url=False, include_input=True)
             self.problems += [self._of_pydantic(dict(item)) for item in found]
             return None
-        self._check_task(config.task)
         return config
 
     def _separate(self, name: str, given: dict[str, Any], section: type[Section]) -> dict[str, Any]:
@@ -127,19 +129,58 @@ class _Checker:
         )
         return Target("")
 
-    def _check_task(self, task: str) -> None:
-        if task in TASKS:
-            return
-        if "." not in task:
-            hint = did_you_mean(task, TASKS) or f"Known are {', '.join(TASKS)}, or an import path"
-            self.problems.append(Problem("C003", "unknown task", key="task", value=task, suggestion=hint))
-            return
-        _, found = check_target(Target(task), "task", locate=self.locate)
-        self.problems += [
-            Problem(p.code, p.what, key="task", value=task, suggestion=p.suggestion)
-            for p in found
-            if p.code == "C009"
+    def _task(self, given: Any) -> Any:
+        """The task's name, with its options checked and gathered under `options`."""
+        if not isinstance(given, dict):
+            given = {"name": given}
+        name = given.get("name", "auto")
+        if not isinstance(name, str):
+            problem = Problem("C004", "expected the name or import path of a task", key="task", value=name)
+            self.problems.append(problem)
+            return {}
+        if name not in TASKS and "." not in name:
+            hint = did_you_mean(name, TASKS) or f"Known are {', '.join(TASKS)}, or an import path"
+            self.problems.append(Problem("C003", "unknown task", key="task", value=name, suggestion=hint))
+            return {}
+        options = {key: value for key, value in given.items() if key != "name"}
+        try:
+            options = {key: parse_value(value, key) for key, value in options.items()}
+            if (loss := options.get("loss")) is not None:
+                options["loss"] = self._loss(loss)
+        except Problem as problem:
+            self.problems.append(problem.at("task"))
+            return {}
+        if options or name not in TASKS:
+            options = self._task_options(name, options)
+        return {"name": name, "options": options}
+
+    def _task_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The options as the task's signature wants them; for `auto`, as that of any built-in one does."""
+        paths = run.TASKS.values() if name == "auto" else [run.TASKS.get(name, name)]
+        attempts = [
+            check_target(Target(path, options), "task", fixed=("name",), locate=self.locate) for path in paths
         ]
+        target, found = min(attempts, key=lambda attempt: len(attempt[1]))
+        for problem in found:
+            of_name = problem.key == "task._target_"
+            self.problems.append(
+                Problem(problem.code, problem.what, key="task", value=name, suggestion=problem.suggestion)
+                if of_name
+                else problem
+            )
+        return target.kwargs
+
+    def _loss(self, given: Any) -> Target:
+        """A loss: an object of a class, or a function, which is not called before there is a batch."""
+        target = Target(given) if isinstance(given, str) else given
+        if not isinstance(target, Target):
+            raise Problem(
+                "C004", "expected an import path, or a mapping with _target_", key="loss", value=given
+            )
+        try:
+            return replace(target, partial=not isinstance(self.locate(target.path), type))
+        except Problem as problem:
+            raise problem.at("loss._target_", target.path) from None
 
     def _of_pydantic(self, item: dict[str, Any]) -> Problem:
         key, kind, value = ".".join(map(str, item["loc"])), item["type"], item["input"]
@@ -197,4 +238,4 @@ def _known_keys(section: str) -> list[str]:
         if inner is None:
             return []
         model = inner
-    return [name for name in model.model_fields if name != "target"]
+    return [name for name in model.model_fields if name not in ("target", "options")]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ptfast.errors import ConfigError
 from ptfast.run import TASKS, DataInfo, Task
-
-if TYPE_CHECKING:
-    from ptfast.tasks.supervised import LossFunction
 
 __all__ = ["TASKS", "build_task"]
 
@@ -24,8 +20,8 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
         name: a key of `TASKS`, `auto` for what the data is for, or the import path of a class that fulfils
             `Task`, constructed with `info` and the options.
         info: what the data says.
-        options: keywords of the task's constructor, such as `label_smoothing`; None leaves its default.
-            `loss` may be a function, or a target (with `resolve`, `build` and `kwargs`) of one or of a class.
+        options: keywords of the task's constructor, such as `label_smoothing`, or `loss`, a function of
+            outputs and targets.
 
     Raises:
         ConfigError: no such task (C003), one that cannot be imported or is none (C009), or an unknown option
@@ -33,14 +29,12 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
     """
     chosen = info.task if name == "auto" else name
     factory = _find(name, chosen)
-    options = {key: value for key, value in options.items() if value is not None}
-    if "loss" in options:
-        options["loss"] = _build_loss(options["loss"])
     parameters = inspect.signature(factory).parameters
-    for option in options:
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for option, value in options.items():
         if option not in parameters and not takes_any:
-            raise ConfigError("C002", f"the task `{chosen}` takes no such option", key=option)
+            what = f"the task {chosen} takes no such option"
+            raise ConfigError("C002", what, key=f"task.{option}", value=value)
     task = factory(info, **options)
     missing = [
         part for part in ("metric", "mode", "count", "loss", "metrics", "evaluate") if not hasattr(task, part)
@@ -60,10 +54,3 @@ def _find(name: str, chosen: str) -> Any:
         return getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError("C009", f"cannot be imported ({error})", key="task", value=name) from error
-
-
-def _build_loss(loss: Any) -> LossFunction:
-    if not hasattr(loss, "resolve"):
-        return loss
-    resolved = loss.resolve()
-    return loss.build() if isinstance(resolved, type) else functools.partial(resolved, **loss.kwargs)

@@ -31,7 +31,7 @@ class Classification(SupervisedTask):
     ) -> None:
         super().__init__(info, loss)
         if not 0 <= label_smoothing < 1:
-            raise ConfigError("C005", "must lie in [0, 1)", key="label_smoothing", value=label_smoothing)
+            raise ConfigError("C005", "must lie in [0, 1)", key="task.label_smoothing", value=label_smoothing)
         self.num_classes = known_classes(info)
         self.counts_samples = not info.ignores_labels
         self.label_smoothing = label_smoothing
