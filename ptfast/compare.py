@@ -13,12 +13,11 @@ from ptfast.report import chart_order, headline
 from ptfast.report.charts import Series, figure_title, is_logarithmic, line_chart, line_color, thin
 from ptfast.report.page import header, html_table, page
 from ptfast.report.runs import RunFiles, is_finite, read_run
-from ptfast.units import duration, figure, is_fraction
+from ptfast.units import better_mode, duration, figure, is_fraction
 
 SPLITS = ("best", "val", "test", "train")
 NOT_COMPARED = ("run", "sweep", "recipe", "trust")
 """Sections that say where a run lies and how it was started, not what it computes."""
-LOWER_IS_BETTER = {"loss", "perplexity", "bits", "error", "mae", "mse", "rmse", "bytes", "s"}
 
 Labels = Sequence[Mapping[str, str]]
 
@@ -111,7 +110,7 @@ def rank_runs(
     if metric is None or metric == "auto":
         metric = _default_metric(runs)
     if mode is None or mode == "auto":
-        mode = "min" if LOWER_IS_BETTER & set(_words(metric)) and not metric.endswith("_per_s") else "max"
+        mode = better_mode(metric)
     values = [None if run.status == "failed" else _value(run, metric) for run in runs]
     sign = -1.0 if mode == "max" else 1.0
 
@@ -155,10 +154,6 @@ def _value(run: RunFiles, metric: str) -> float | None:
 def _metric_names(run: RunFiles) -> list[str]:
     names = [f"{split}.{name}" for split in SPLITS for name in run.figures(split) if name != "step"]
     return names + [name for name, value in run.summary.items() if is_finite(value) and name != "exit_code"]
-
-
-def _words(metric: str) -> list[str]:
-    return metric.replace(".", "_").split("_")
 
 
 def _table(

@@ -15,6 +15,15 @@ NUMBER = re.compile(
 FRACTIONS = ("accuracy", "precision", "recall", "f1")
 """Figures between 0 and 1 that read best as a percentage, alone or as the last word of a longer name."""
 
+LOWER_IS_BETTER = ("loss", "perplexity", "bits", "error", "mae", "mse", "rmse", "bytes", "s")
+"""Words in the names of figures that are better when smaller, but for rates (`samples_per_s`)."""
+
+
+def better_mode(metric: str) -> str:
+    """Which way a figure of this name is better: `min` or `max`."""
+    words = re.split(r"[._/]", metric)
+    return "min" if set(words) & set(LOWER_IS_BETTER) and not metric.endswith("_per_s") else "max"
+
 
 def grouped(number: float) -> str:
     """`number` rounded to a whole and grouped by thousands: `3,412`."""

@@ -25,7 +25,8 @@ from ptfast.config.compose import Composed, Loader, compose, translate
 from ptfast.config.freeze import frozen_tree, load
 from ptfast.config.overrides import Argument, parse
 from ptfast.config.source import PRIMARY
-from ptfast.errors import ConfigError, PtfastError
+from ptfast.errors import COMMAND_LINE, ConfigError, PtfastError
+from ptfast.units import better_mode
 
 # Hydra writes nothing of its own: its files hold the command line in clear, secrets included.
 _QUIET = ("hydra.mode=MULTIRUN", "hydra.output_subdir=null", "hydra.sweep.subdir=.")
@@ -88,19 +89,54 @@ def sweep(
         The results in order, as far as the sweeper hands them out (optuna does not).
 
     Raises:
-        ConfigError: a point that does not compose or that `check` refuses, an empty sweep.
+        ConfigError: a point that does not compose or that `check` refuses, an empty sweep, one folder for all
+            jobs, a sweeper that cannot tell which way is better.
     """
     given = parse(arguments, sweep=True)
-    for point in sample_points(given):
-        composed = compose(point)
+    points = [compose(point) for point in sample_points(given)]
+    for point in points:
+        _check_folder(point)
         if check:
-            check(composed)
+            check(point)
     quoted_dir = QuotedString(str(sweep_dir.absolute()), Quote.single).with_quotes()
     overrides = [*_QUIET, *_QUIET_LOGS, f"hydra.sweep.dir={quoted_dir}", *(a.text for a in given)]
-    hydra = Hydra(task_name="ptfast", config_loader=Loader())
+    with _translated():
+        loader = Loader()
+        overrides += _direction(loader, overrides, points[0])
+        hydra = Hydra(task_name="ptfast", config_loader=loader)
     with _without_multirun_file(sweep_dir), _translated():
         returned = hydra.multirun(config_name=PRIMARY, task_function=_Task(job), overrides=overrides)
     return [_result(number, one) for number, one in enumerate(_flat(returned))]
+
+
+def _check_folder(point: Composed) -> None:
+    """Refuse what says where a run lies or what it goes on from: each job has a folder of its own."""
+    for key in ("run.dir", "run.resume"):
+        if point.places.get(key) == COMMAND_LINE:
+            hint = "Leave it out; run.root moves the whole sweep"
+            what = "each job of a sweep is a new run in a folder of its own"
+            value = point.tree["run"][key.partition(".")[2]]
+            raise ConfigError("C014", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)
+
+
+def _direction(loader: Loader, overrides: list[str], point: Composed) -> list[str]:
+    """What tells a sweeper that optimises which way the sweep's metric is better, unless the user does.
+
+    Raises:
+        ConfigError: C014 where neither `sweep.mode` nor the metric's name tells it.
+    """
+    key = "hydra.sweeper.direction"
+    sweeper = loader.load_configuration(PRIMARY, overrides, RunMode.MULTIRUN).hydra.sweeper
+    if "direction" not in sweeper or key in loader.places() or any(o.startswith(key) for o in overrides):
+        return []
+    metric, mode = point.tree["sweep"]["metric"], point.tree["sweep"]["mode"]
+    if mode == "auto":
+        if metric == "auto":
+            hint = "Set sweep.metric=val.accuracy, say, or sweep.mode=max"
+            what = "the sweeper has to know which way is better before the first run"
+            raise ConfigError("C014", what, key="sweep.metric", value=metric, suggestion=hint)
+        mode = better_mode(metric)
+    return [f"{key}={mode}imize"]
 
 
 def sample_points(given: Sequence[Argument]) -> Iterator[list[str]]:
