@@ -307,9 +307,9 @@ def _copy(flags: dict[str, Any], arguments: list[str]) -> int:
     name, rest = _first(arguments, "copy", "NAME FILE")
     from ptfast.config.help import copy_recipe
 
-    target = copy_recipe(name, Path(rest[0] if rest else f"{name}.yaml"))
-    shown = target if target.is_absolute() else f"./{target}"
-    print(f"wrote {target}; run it with: ptfast train +recipe={shown}")
+    file = Path(rest[0] if rest else f"{name}.yaml")
+    called = copy_recipe(name, file)
+    print(f"wrote {file}; run it with: ptfast train +recipe={called}")
     return EXIT_OK
 
 

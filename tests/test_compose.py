@@ -363,6 +363,11 @@ def test_copied_recipes_run_and_are_not_overwritten() -> None:
         compose(["+recipe=new/mine.yaml"]).tree["batch_size"]
         == compose(["+recipe=resnet_digits"]).tree["batch_size"]
     )
+    assert config_help.copy_recipe("resnet_cifar", Path("mine.yaml")) == "./mine.yaml"
+    assert "ptfast train +recipe=./mine.yaml data=imagefolder" in Path("mine.yaml").read_text()
+    assert config_help.copy_recipe("resnet_digits", Path("recipes/mine.yaml")) == "mine"
+    (listed,) = (entry for entry in config_help.recipes() if entry.name == "mine")
+    assert listed.command == "ptfast train +recipe=mine"
     with pytest.raises(MachineError, match="not overwritten"):
         config_help.copy_recipe("resnet_digits", Path("new/mine.yaml"))
     with pytest.raises(ConfigError, match="Did you mean resnet_digits"):

@@ -5,7 +5,7 @@ Imports neither Hydra nor YAML, so that help is quick.
 
 from __future__ import annotations
 
-import shutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +62,11 @@ def groups_text(width: int = 24) -> str:
     return "\n".join(lines)
 
 
-def copy_recipe(name: str, file: Path) -> Path:
-    """Copy a recipe to a file of the user's own.
+def copy_recipe(name: str, file: Path) -> str:
+    """Copy a recipe to a file of the user's own, whose comment then names that file.
+
+    Returns:
+        What `+recipe=` takes for the copy: its name in `./recipes`, its path elsewhere.
 
     Raises:
         ConfigError: there is no such recipe (C003), or `file` is not named `.yaml` (C001).
@@ -82,15 +85,18 @@ def copy_recipe(name: str, file: Path) -> Path:
         )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("xb") as target, known[name].open("rb") as source:
-            shutil.copyfileobj(source, target)
+        with file.open("x", encoding="utf-8") as target:
+            copied = {path.resolve(): own for own, path in paths.options(paths.RECIPES).items()}
+            called = copied.get(file.resolve()) or str(file if file.is_absolute() else f"./{file}")
+            text = known[name].read_text(encoding="utf-8")
+            target.write(re.sub(rf"\+recipe={re.escape(name)}(?=\s|$)", lambda _: f"+recipe={called}", text))
     except FileExistsError:
         raise MachineError(
             "E001", "exists already and is not overwritten", key=str(file), suggestion="Choose another name"
         ) from None
     except OSError as error:
         raise MachineError("E001", f"cannot be written: {error.strerror}", key=str(file)) from None
-    return file
+    return called
 
 
 def _opening_comment(file: Path) -> tuple[str, ...]:
