@@ -234,6 +234,32 @@ def test_an_absent_package_is_named_with_its_extra(package: str, monkeypatch: py
     assert caught.value.code == "E004"
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "remedy"),
+    [
+        ({"kind": "words", "entries": []}, "data.tokenizer=distilbert-base-uncased"),
+        ({"kind": "hub", "source": "gpt2"}, "data.tokenizer=distilbert-base-uncased"),
+        ({"kind": "hub", "source": "distilbert-base-uncased"}, None),
+        ({"kind": "hub", "source": "mine/tokenizer.json"}, None),
+        (None, None),
+    ],
+)
+def test_published_weights_need_their_own_tokenizer(
+    tokenizer: dict[str, Any] | None, remedy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ptfast.models import hf
+
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    info = DataInfo("text", "classification", 2, vocab_size=9, extra={"tokenizer": tokenizer})
+    target = Stub(hf.build, name="distilbert-base-uncased")
+    with pytest.raises(ConfigError if remedy else MachineError) as caught:
+        build_model(target, info, pretrained=True)
+    assert caught.value.code == ("C011" if remedy else "E004")
+    assert not remedy or remedy in str(caught.value)
+    with pytest.raises(MachineError):
+        build_model(target, info)
+
+
 def test_transformers_models_take_and_give_tensors() -> None:
     pytest.importorskip("transformers", reason="needs the package transformers")
     from ptfast.models.hf import build

@@ -103,7 +103,7 @@ class HubTokenizer:
 
     def describe(self) -> dict[str, Any]:
         """JSON-serialisable; `read_tokenizer` makes it a tokenizer again."""
-        return {"kind": "hub", "content": self._tokenizer.to_str()}
+        return {"kind": "hub", "source": self.source, "content": self._tokenizer.to_str()}
 
 
 def read_tokenizer(description: dict[str, Any]) -> Vocabulary | HubTokenizer:

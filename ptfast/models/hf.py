@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ def build(
     vocab_size: int | None = None,
     pad_id: int | None = None,
     pretrained: bool = False,
+    extra: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> HfModel:
     """Construct a transformers model with the head that the task needs.
@@ -64,12 +66,16 @@ def build(
         vocab_size: number of token ids, filled from the data; a model whose own is larger keeps it.
         pad_id: token id of padding, filled from the data.
         pretrained: start from the published weights, with a fresh head.
+        extra: how the data was read, filled from the data: published weights know one tokenizer's numbers.
         kwargs: fields of the model's config, such as `num_hidden_layers`.
 
     Raises:
         MachineError: transformers is not installed (E004), or the model cannot be fetched (E005).
-        ConfigError: a field that the model's config does not have (C002), a task without a head (C011).
+        ConfigError: a field that the model's config does not have (C002), a task without a head or, with
+            published weights, the tokenizer of another model (C011).
     """
+    if pretrained:
+        _check_tokenizer(name, (extra or {}).get("tokenizer"))
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -101,6 +107,21 @@ def build(
     else:
         model = head.from_config(config)
     return HfModel(model, kind, pad_id)
+
+
+def _check_tokenizer(name: str, tokenizer: dict[str, Any] | None) -> None:
+    """Refuse texts numbered otherwise than the published weights were trained on.
+
+    Args:
+        tokenizer: as the data describes it; None for data without one. A `tokenizer.json` is taken at its
+            user's word.
+    """
+    used = tokenizer and str(tokenizer.get("source", tokenizer["kind"]))
+    if used and used != name and not used.endswith(".json"):
+        own = f"{name}/tokenizer.json" if Path(name).is_dir() else name
+        what = f"the weights of {name} know the tokens of its own tokenizer alone"
+        hint = f"Set data.tokenizer={own}"
+        raise ConfigError("C011", what, key="data.tokenizer", value=used, suggestion=hint)
 
 
 def _config(transformers: Any, name: str) -> Any:
