@@ -28,8 +28,9 @@ def dry_run(config: Config) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    from ptfast.loop import Trainer, evaluate
+    from ptfast.loop import evaluate
     from ptfast.runner import build
+    from ptfast.trainer import Trainer
     from ptfast.worker import peak_memory_bytes
 
     display = build_display()

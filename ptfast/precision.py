@@ -22,8 +22,6 @@ class Precision:
     step.
     """
 
-    dtype: torch.dtype
-    """Type that matrix products and convolutions run in; weights stay float32."""
     enabled: bool
     """Whether there is an autocast to enter at all."""
     scaler: torch.amp.GradScaler | None
@@ -55,7 +53,7 @@ def build_precision(mode: Mode, device: torch.device) -> Precision:
         ConfigError: C012 where the device cannot run `mode`.
     """
     if mode == "fp32":
-        return Precision(torch.float32, False, None, nullcontext(), "fp32")
+        return Precision(False, None, nullcontext(), "fp32")
     if mode == "amp_fp16" and device.type != "cuda":
         hint = "Use precision=bf16, or precision=amp to have it chosen"
         what = f"needs a CUDA device, not {device.type}"
@@ -63,10 +61,10 @@ def build_precision(mode: Mode, device: torch.device) -> Precision:
     if mode == "amp_fp16" or (mode == "amp" and device.type == "cuda"):
         context = torch.autocast(device.type, dtype=torch.float16)
         scaler = torch.amp.GradScaler(device.type)
-        return Precision(torch.float16, True, scaler, context, "fp16 autocast with gradient scaling")
+        return Precision(True, scaler, context, "fp16 autocast with gradient scaling")
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         what = f"{torch.cuda.get_device_name(device)} has no bf16"
         raise ConfigError("C012", what, key="precision", value=mode, suggestion="Use precision=amp")
     context = torch.autocast(device.type, dtype=torch.bfloat16)
     note = "bf16 autocast" if mode == "bf16" else f"bf16 autocast (amp on {device.type})"
-    return Precision(torch.bfloat16, True, None, context, note)
+    return Precision(True, None, context, note)

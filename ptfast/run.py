@@ -148,7 +148,8 @@ class Callback:
     """A user's own code in the loop: subclass it, name it under `callbacks`, override either method.
 
     Runs on every rank, on the host, between steps: reading a tensor's value here makes the host wait for
-    the device.
+    the device. What it remembers is saved with the run, and restored on every rank, if it has `state_dict()`
+    (of tensors and plain values; asked for on the first rank) and `load_state_dict(state)`.
     """
 
     def on_step(self, run: Any, step: int) -> None:
@@ -175,6 +176,8 @@ class Progress:
     epoch_loss: float = 0.0
     """Sum of the item losses since the last evaluation, without the open window."""
     epoch_items: float = 0.0
+    evaluation_due: bool = False
+    """Whether the evaluation of this step is still to be made."""
 
 
 @dataclass

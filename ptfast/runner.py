@@ -21,16 +21,18 @@ from ptfast.data.sampler import smallest_micro_batch
 from ptfast.distributed import Ranks, broadcast_object
 from ptfast.durations import Duration
 from ptfast.ema import Ema
-from ptfast.errors import ConfigError, DataError, SavedStateError
+from ptfast.errors import ConfigError, DataError
 from ptfast.gradients import build_clipper
 from ptfast.logger import NoLogger
 from ptfast.models import build_model
 from ptfast.models.weights import load_weights
-from ptfast.optim import apply_lr, build_optimizer
+from ptfast.optim import apply_lr, build_optimizer, start_momentum
+from ptfast.parallel import wrap_for_ranks
 from ptfast.precision import build_precision
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
-from ptfast.run import Cadence, Clock, DataInfo, EvalLoader, Progress, Run, Task
-from ptfast.saving import State, check_length, point, prune, read_state, write_state
+from ptfast.run import Cadence, Clock, DataInfo, EvalLoader, Run, Task
+from ptfast.run_state import build_saver, restore_model, restore_training
+from ptfast.saving import read_state
 from ptfast.schedule import build_schedule
 from ptfast.seeding import build_seeder, seed_everything
 from ptfast.tasks import build_task
@@ -95,7 +97,7 @@ def build(
     if state is not None:
         restore_model(model, state)
     apply_compile(model, config.compile.mode)
-    forward = wrap_for_ranks(model, ranks, device)
+    forward = wrap_for_ranks(model, ranks)
 
     loading = {"normalize": config.data.normalize, "device": device, "channels_last": channels_last}
     sharding = {"rank": ranks.rank, "num_ranks": ranks.num_ranks}
@@ -117,6 +119,8 @@ def build(
     eval_loaders = build_eval_loaders(config, data, **sharding, **loading)
 
     optimizer, stepping = build_optimizer(config.optimizer.target, model, device)
+    if precision.scaler is not None:
+        start_momentum(optimizer)
     ema = Ema(model, config.ema.decay) if config.ema.decay is not None else None
     total_steps = count_steps(config, train_loader.steps_per_epoch)
     _check_last_batch(config, data, model, micro_batches)
@@ -186,7 +190,7 @@ def build(
         callbacks=[target.build() for target in config.callbacks],
         display=display,
         logger=logger or NoLogger(),
-        save=_saver(config, info, resolved),
+        save=build_saver(config.saving.keep),
         clock=clock or Clock(),
         resolved=resolved,
         data_note=data.note,
@@ -196,7 +200,7 @@ def build(
     base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
     apply_lr(optimizer, base_lrs, schedule.lr_factors(0, 1)[0], momenta[0] if momenta else None)
     if state is not None:
-        _restore_training(run, state)
+        restore_training(run, state)
     if ranks.is_first:
         run_folder.write_json(folder / run_folder.RESOLVED, resolved)
     return run
@@ -259,14 +263,6 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
     return torch.device(name)
 
 
-def wrap_for_ranks(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
-    """The model as the loop calls it: in DistributedDataParallel where there are several ranks."""
-    if not ranks.distributed:
-        return model
-    devices = [device] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-
-
 def count_steps(config: Config, steps_per_epoch: int | None) -> int:
     """Optimizer steps of the whole run.
 
@@ -327,60 +323,3 @@ def _check_last_batch(config: Config, data: Data, model: nn.Module, micro_batche
         )
         hint = "Set dataloader.last=drop or another batch_size"
         raise DataError("D006", what, key="batch_size", value=config.batch_size, suggestion=hint)
-
-
-def _saver(config: Config, info: DataInfo, resolved: dict[str, Any]) -> Any:
-    keep = config.saving.keep
-
-    def save(run: Run, is_best: bool) -> None:
-        if not run.ranks.is_first:
-            return
-        training: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
-        if run.precision.scaler is not None:
-            training["scaler"] = run.precision.scaler.state_dict()
-        if run.ema is not None:
-            training["ema"] = run.ema.state_dict()
-        facts = {
-            "progress": asdict(run.progress),
-            "best_figures": run.best_figures,
-            "figures": run.figures,
-            "info": asdict(info),
-            "resolved": resolved,
-        }
-        saved = run.folder / "saved"
-        state_folder = write_state(saved, run.progress.step, State(run.model.state_dict(), training, facts))
-        if is_best:
-            point(saved, "best", state_folder)
-        prune(saved, keep)
-
-    return save
-
-
-def restore_model(model: nn.Module, state: State) -> None:
-    """Put a saved state's weights into `model`.
-
-    Raises:
-        SavedStateError: S002 when they are of another model.
-    """
-    try:
-        model.load_state_dict(state.model)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
-        hint = "Resume with the config it was saved with, or warm-start with model.weights"
-        raise SavedStateError(
-            "S002", f"it is of another model: {reason}", key="run.resume", suggestion=hint
-        ) from error
-
-
-def _restore_training(run: Run, state: State) -> None:
-    run.optimizer.load_state_dict(state.training["optimizer"])
-    if run.precision.scaler is not None and "scaler" in state.training:
-        run.precision.scaler.load_state_dict(state.training["scaler"])
-    if run.ema is not None and "ema" in state.training:
-        run.ema.load_state_dict(state.training["ema"])
-    run.progress = Progress(**state.facts["progress"])
-    run.best_figures = state.facts["best_figures"]
-    run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
-    check_length(
-        run.progress.step, state.facts["resolved"]["total_steps"], run.total_steps, run.schedule.extendable
-    )

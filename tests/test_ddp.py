@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from running import WITH_TESTS, records, summary, train
+import torch
+from running import WITH_TESTS, records, same_bits, summary, train, weights
+from torch import nn
 
 from ptfast.config.compose import compose
 from ptfast.config.read import read_config
 from ptfast.distributed import Ranks
 from ptfast.errors import ConfigError, DataError, MachineError, ParallelError, ReportedError
 from ptfast.launch import _check_torchrun, _outcome
+from ptfast.parallel import RunningStatistics
 from ptfast.run_folder import write_json
 from ptfast.worker import report_failure
 
@@ -102,6 +105,36 @@ def test_two_processes_give_the_figures_of_one(
     assert out.count("finished after") == 1
     assert "2 ranks" in out
     assert [path.name for path in (folder / "saved").iterdir() if path.name.startswith(".")] == []
+
+
+def test_running_statistics_are_those_of_one_process(in_tmp: Path) -> None:
+    words = ("model=resnet_digits", "model.width=4", "micro_batches=4", "batch_size=120", "epochs=1")
+    words = (*words, "eval.every=5steps", "optimizer=sgd", "dataloader.last=drop")
+    process = a_run(*words, *DDP, "run.dir=two")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert train(*words, "run.dir=one") == 0
+    one, two = records(Path("one")), records(Path("two"))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
+    left, right = weights(Path("one")), weights(Path("two"))
+    for name, value in left.items():
+        if "running" in name:
+            torch.testing.assert_close(right[name], value, rtol=1e-3, atol=1e-4)
+        if "num_batches" in name:
+            assert (int(value), int(right[name])) == (4 * 13, 4 * 13)
+
+
+def test_a_stand_in_leaves_the_statistics_alone() -> None:
+    norm = nn.BatchNorm1d(3)
+    frozen = nn.BatchNorm1d(3).eval()
+    statistics = RunningStatistics(nn.Sequential(norm, frozen), Ranks())
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    with statistics.untouched():
+        # In training mode, one sample would be refused.
+        norm(torch.ones(1, 3)).sum().backward()
+    assert same_bits(dict(norm.state_dict()), before)
+    assert (norm.training, frozen.training) == (True, False)
+    assert norm.weight.grad is not None
 
 
 def test_a_killed_rank_is_named_once(in_tmp: Path) -> None:

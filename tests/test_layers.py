@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "1 pages": (("report",), ("compare",)),
-    "2 loop": (("loop",),),
+    "2 loop": (("trainer", "run_state"), ("loop",)),
     "3 build": (("runner",), ("evaluate",), ("predict",)),
     "4 processes": (("worker", "place"), ("launch", "dry_run")),
     "5 tools": (("find", "measure", "sweep"),),

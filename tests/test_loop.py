@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,8 +21,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 from ptfast.errors import DataError, NumericsError
 from ptfast.loop import LOOK_S, evaluate, fit
 from ptfast.models.mlp import Mlp
+from ptfast.optim import start_momentum
 from ptfast.precision import build_precision
-from ptfast.run import Callback, MicroBatch, StepBatch
+from ptfast.run import Callback, MicroBatch, Run, StepBatch
+from ptfast.tasks.classification import Classification
 
 SMALL = ("model.hidden=[16]", "log_every=5", "saving.every=1000steps", "schedule=constant")
 
@@ -126,13 +129,13 @@ class Signals(Callback):
 class Worse(Callback):
     """Spoils the weights after a step, so that no evaluation gains on the one before."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, by: str = "10") -> None:
+        self.step, self.by = step, float(by)
 
     def on_step(self, run: Any, step: int) -> None:
         if step >= self.step:
             with torch.no_grad():
-                next(run.model.parameters()).add_(step * 10)
+                next(run.model.parameters()).add_(step * self.by)
 
 
 def interrupted_blobs(name: str) -> TensorDataset:
@@ -426,9 +429,108 @@ def test_a_signal_in_an_evaluation_ends_the_run_soon_after(in_tmp: Path) -> None
     assert summary(Path("a"))["steps"] <= 6
 
 
-def test_a_signal_in_the_last_step_changes_nothing(in_tmp: Path) -> None:
-    assert train(*SMALL, "steps=6", "run.dir=a", callback("Signals", step=6)) == 0
-    assert "reason" not in summary(Path("a"))
+@pytest.mark.parametrize("step", [4, 8])
+def test_an_evaluation_that_is_cut_short_is_made_again(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    words = (*SMALL, "steps=8", "eval.every=4steps", "data.val=600samples", "eval.batch_size=100")
+    assert train(*words, "run.dir=whole") == 0
+    evaluated, batches = Classification.evaluate, []
+
+    def evaluate_until(self: Classification, *arguments: Any) -> Any:
+        batches.append(1)
+        if len(batches) == 6 * step // 4 - 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluated(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Classification, "evaluate", evaluate_until)
+        assert train(*words, "run.dir=a", "run.resume=auto") == 75
+    assert len(batches) == 6 * step // 4 - 3
+    assert (summary(Path("a"))["status"], summary(Path("a"))["steps"]) == ("preempted", step)
+    assert train(*words, "run.dir=a", "run.resume=auto") == 0
+    assert records(Path("a")) == records(Path("whole"))
+    assert same_bits(weights(Path("a")), weights(Path("whole")))
+    assert (Path("a/saved/best")).resolve().name == (Path("whole/saved/best")).resolve().name
+
+
+def test_an_evaluation_that_fails_costs_no_training(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    words = (*SMALL, "steps=8", "eval.every=4steps", "run.resume=auto")
+    assert train(*words, "run.dir=whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Classification, "evaluate", fail)
+        assert train(*words, "run.dir=a") == 1
+    assert (Path("a/saved/last")).resolve().name == "step-4"
+    assert train(*words, "run.dir=a") == 0
+    assert records(Path("a")) == records(Path("whole"))
+
+
+def test_a_signal_in_the_last_step_leaves_the_evaluation_for_later(in_tmp: Path) -> None:
+    words = (*SMALL, "steps=6", "run.dir=a", "run.resume=auto")
+    assert train(*words, callback("Signals", step=6)) == 75
+    assert (summary(Path("a"))["steps"], "val" in summary(Path("a"))) == (6, False)
+    assert train(*words, callback("Signals", step=6)) == 0
+    assert (summary(Path("a"))["status"], summary(Path("a"))["best"]["step"]) == ("finished", 6)
+
+
+def test_weights_that_are_not_finite_are_not_saved(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "steps=20", "saving.every=5steps", "run.dir=a")
+    assert train(*words, callback("Worse", step=10, by="'nan'")) == 5
+    assert "error[N001]" in capsys.readouterr().err
+    assert (Path("a/saved/last")).resolve().name == "step-5"
+
+
+class Overflowing(nn.Module):
+    """Its gradients are not finite in some of its forward passes, counted from 1."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.layer, self.calls, self.count = nn.Linear(4, 2), calls, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += self.training
+        return self.layer(inputs) * (math.inf if self.training and self.count in self.calls else 1.0)
+
+
+class Lines(list[dict[str, Any]]):
+    """A logger that keeps what it is given."""
+
+    log = list.append
+
+
+def scaled(folder: Path, calls: list[int], *words: str) -> Run:
+    """A run that scales its losses, as fp16 does, with gradients that overflow."""
+    data = ("data=custom", "data._target_=test_loop.blobs", "data.val=0", "batch_size=10", "log_every=5")
+    model = ("model=custom", "model._target_=test_loop.Overflowing", f"+model.calls={calls}")
+    run = build_run(folder, *data, *model, "optimizer=sgd", "schedule=constant", *words)
+    run.precision = replace(run.precision, scaler=torch.amp.GradScaler("cpu"))
+    start_momentum(run.optimizer)
+    run.logger = Lines()
+    return run
+
+
+def test_a_step_that_overflows_is_left_out_and_counted(tmp_path: Path) -> None:
+    run = scaled(tmp_path, [7, 8], "steps=15")
+    assert fit(run) == "finished"
+    lines = run.logger
+    assert [line.get("skipped_steps") for line in lines] == [None, 2, None]
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert all(bool(p.isfinite().all()) for p in run.model.parameters())
+
+
+def test_a_window_of_nothing_but_overflows_has_no_loss(tmp_path: Path) -> None:
+    run = scaled(tmp_path, [1, 2, 3, 4, 5], "steps=10")
+    assert fit(run) == "finished"
+    assert [math.isnan(line["loss"]) for line in run.logger] == [True, False]
+    assert run.logger[1]["loss"] < 2
+
+
+def test_steps_that_overflow_without_end_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NumericsError, match="in a row"):
+        fit(scaled(tmp_path, list(range(1, 100)), "steps=100"))
 
 
 def test_a_second_ctrl_c_leaves_at_once(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

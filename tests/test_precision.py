@@ -16,7 +16,6 @@ def test_fp32_enters_nothing():
     precision = build_precision("fp32", CPU)
     assert not precision.enabled
     assert precision.scaler is None
-    assert precision.dtype is torch.float32
     with precision.autocast():
         assert not torch.is_autocast_enabled("cpu")
     assert precision.describe() == "fp32"
@@ -27,7 +26,6 @@ def test_cpu_runs_bf16(mode):
     precision = build_precision(mode, CPU)
     assert precision.enabled
     assert precision.scaler is None
-    assert precision.dtype is torch.bfloat16
     with precision.autocast():
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import RunPtfast
-from running import WITH_TESTS, records, same_bits, summary, train, training_state, weights
+from running import WITH_TESTS, build_run, records, same_bits, summary, train, training_state, weights
 from test_loop import blobs
 from torch.utils.data import TensorDataset
 
 from ptfast import run_folder
 from ptfast.run import Callback
-from ptfast.saving import list_states
+from ptfast.saving import list_states, point
 
 MODEL = ("model.hidden=[16]", "model.dropout=0.3", "augment.crop_padding=1", "augment.flip=true")
 RHYTHM = ("epochs=2", "batch_size=128", "log_every=5", "saving.every=4steps", "eval.every=6steps")
@@ -38,6 +38,22 @@ class Armed(Callback):
             number = signal.Signals[file.read_text()]
             file.unlink()
             os.kill(os.getpid(), number)
+
+
+class Counter(Callback):
+    """Remembers how many steps it has seen."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(())
+
+    def on_step(self, run: Any, step: int) -> None:
+        self.seen += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen.copy_(state["seen"])
 
 
 def guarded(api_key: str) -> TensorDataset:
@@ -237,6 +253,26 @@ def test_a_secret_in_clear_is_written_nowhere_and_hinders_no_resuming(
     assert summary(Path("a"))["status"] == "finished"
     files = [path.read_bytes() for path in Path("a").rglob("*") if path.is_file()]
     assert not any(b"sesame" in content for content in files)
+
+
+def test_a_callback_remembers(in_tmp: Path) -> None:
+    both = "callbacks=[{_target_: test_resume.Armed, step: 17},{_target_: test_resume.Counter}]"
+    arm("SIGTERM")
+    assert train(*BASE, both, "run.dir=a") == 75
+    assert train(*BASE, both, "run.dir=a") == 0
+    assert training_state(Path("a"))["callbacks"] == [None, {"seen": torch.tensor(26.0)}]
+
+
+def test_a_link_that_a_kill_left_behind_is_put_right(in_tmp: Path) -> None:
+    arm("SIGTERM")
+    words = (*BASE, "saving.keep=9", "run.dir=a")
+    assert train(*words) == 75
+    best = json.loads(Path("a/saved/last/state.json").read_text())["progress"]["best_step"]
+    assert best == 12
+    point(Path("a/saved"), "best", Path("step-6"))
+    run = build_run(Path("a"), *words, state_folder=Path("a/saved/step-17"))
+    assert run.progress.best_step == 12
+    assert Path("a/saved/best").resolve().name == "step-12"
 
 
 def test_a_damaged_state_is_passed_over(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

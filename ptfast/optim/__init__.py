@@ -16,7 +16,7 @@ from ptfast.optim.lean import build_step, keep_compiler_unimported
 if TYPE_CHECKING:
     from ptfast.config.targets import Target
 
-__all__ = ["apply_lr", "build_optimizer", "build_step"]
+__all__ = ["apply_lr", "build_optimizer", "build_step", "start_momentum"]
 
 FOREACH_DEVICES = ("cuda", "xpu")
 """Where torch's optimizers take the foreach path of themselves."""
@@ -63,6 +63,19 @@ def build_optimizer(
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
     return optimizer, "fused" if fused else _unfused_note(optimizer, device)
+
+
+def start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Have fused SGD's momentum start at zero, before its first step.
+
+    It makes its buffers in its first step without filling them; where that step is left out because scaled
+    gradients overflow, the next one would read whatever the memory held. (With `dampening`, the first step is
+    damped like all others.)
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def apply_lr(

@@ -1,0 +1,106 @@
+"""What is saved of a run, and how it is put back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ptfast.errors import NumericsError, SavedStateError
+from ptfast.run import Progress, Run
+from ptfast.saving import State, check_length, point, prune, write_state
+
+
+def build_saver(keep: int) -> Callable[[Run, bool], None]:
+    """What writes a run's state of now, as the best so far or not, and keeps the newest `keep`.
+
+    Raises:
+        NumericsError: N001 when the weights are not finite; the state before stays as it is.
+    """
+
+    def save(run: Run, is_best: bool) -> None:
+        if not run.ranks.is_first:
+            return
+        _check_finite(run)
+        callbacks: list[Any] = run.callbacks
+        training: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
+        if run.precision.scaler is not None:
+            training["scaler"] = run.precision.scaler.state_dict()
+        if run.ema is not None:
+            training["ema"] = run.ema.state_dict()
+        training["callbacks"] = [
+            callback.state_dict() if hasattr(callback, "state_dict") else None for callback in callbacks
+        ]
+        facts = {
+            "progress": asdict(run.progress),
+            "best_figures": run.best_figures,
+            "figures": run.figures,
+            "info": asdict(run.info),
+            "resolved": run.resolved,
+        }
+        saved = run.folder / "saved"
+        state_folder = write_state(saved, run.progress.step, State(run.model.state_dict(), training, facts))
+        if is_best:
+            point(saved, "best", state_folder)
+        prune(saved, keep)
+
+    return save
+
+
+def _check_finite(run: Run) -> None:
+    trained = [p.detach() for p in run.model.parameters() if p.requires_grad and p.numel()]
+    # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
+    largest = torch.stack([norm.double() for norm in torch._foreach_norm(trained, math.inf)])
+    if not bool(largest.isfinite().all()):
+        what = f"the weights are not finite after step {run.progress.step}"
+        hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is of before"
+        raise NumericsError("N001", what, suggestion=hint)
+
+
+def restore_model(model: nn.Module, state: State) -> None:
+    """Put a saved state's weights into `model`.
+
+    Raises:
+        SavedStateError: S002 when they are of another model.
+    """
+    try:
+        model.load_state_dict(state.model)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        hint = "Resume with the config it was saved with, or warm-start with model.weights"
+        raise SavedStateError(
+            "S002", f"it is of another model: {reason}", key="run.resume", suggestion=hint
+        ) from error
+
+
+def restore_training(run: Run, state: State) -> None:
+    """Put everything but the weights back: the run stands where it was saved.
+
+    Raises:
+        SavedStateError: S002 when the state is of another model, S003 when it has a length this run cannot go
+            on from.
+    """
+    run.optimizer.load_state_dict(state.training["optimizer"])
+    if run.precision.scaler is not None and "scaler" in state.training:
+        run.precision.scaler.load_state_dict(state.training["scaler"])
+    if run.ema is not None and "ema" in state.training:
+        run.ema.load_state_dict(state.training["ema"])
+    callbacks: list[Any] = run.callbacks
+    for callback, callback_state in zip(callbacks, state.training["callbacks"], strict=True):
+        if callback_state is not None:
+            callback.load_state_dict(callback_state)
+    run.progress = Progress(**state.facts["progress"])
+    run.best_figures = state.facts["best_figures"]
+    run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
+    check_length(
+        run.progress.step, state.facts["resolved"]["total_steps"], run.total_steps, run.schedule.extendable
+    )
+    # A kill between a state and the link to it leaves the link behind.
+    saved = run.folder / "saved"
+    best = saved / f"step-{run.progress.best_step}"
+    if run.ranks.is_first and run.keep_best and best.is_dir():
+        point(saved, "best", best)

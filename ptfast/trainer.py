@@ -1,0 +1,236 @@
+"""The hot loop: optimizer steps back to back, during which the host reads nothing from the device."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.distributed import Ranks, sum_over_ranks
+from ptfast.errors import DataError, NumericsError
+from ptfast.optim import apply_lr, build_step
+from ptfast.parallel import RunningStatistics
+from ptfast.run import Run, StepBatch
+
+MOST_SKIPPED = 30
+"""Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""
+_nothing = contextlib.nullcontext()
+
+
+class Trainer:
+    """Takes optimizer steps; holds what they share, so that a step looks nothing up twice."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+        self.base_lrs = [group["initial_lr"] for group in run.optimizer.param_groups]
+        self.dtype = (
+            torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        )
+        self.take_step = build_step(run.optimizer)
+        self.weights: dict[int, Tensor] = {}
+        self.counts_samples = getattr(run.task, "counts_samples", False)
+        self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
+        # A resumed window was summed over all ranks; one of them carries it on.
+        restored = (run.progress.window_loss, run.progress.window_items) if run.ranks.is_first else (0.0, 0.0)
+        self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=self.dtype)
+        self.num_items: Any = int(restored[1])
+        self.logged_samples, self.logged_s, self.logged_step = run.progress.samples, run.progress.train_s, -1
+        self.statistics = RunningStatistics(run.model, run.ranks) if run.ranks.distributed else None
+        if run.precision.scaler is not None:
+            self.one = torch.ones((), device=run.device)
+            self.scale = run.precision.scaler.scale(self.one)
+            self.skipped = self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=run.device)
+
+    def rehearse(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """Where several ranks resume, run the next step's backward once for nothing; returns all batches.
+
+        DistributedDataParallel regroups its buckets after the first backward of a process. Among three ranks
+        or more that changes the order of sums, which would tell a resumed run from one never killed.
+        """
+        run = self.run
+        if not run.ranks.distributed or not 0 < run.progress.step < run.total_steps:
+            return batches
+        first = next(batches, None)
+        if first is None:
+            return batches
+        buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
+        sums = self.loss_sum.clone(), self.num_items
+        run.forward.train()
+        self._accumulate_gradients(first, run.progress.step)
+        for parameter in self.parameters:
+            parameter.grad = None
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        self.loss_sum, self.num_items = sums
+        return chain([first], batches)
+
+    def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
+        """Take optimizer steps up to `last_step`, or up to a signal."""
+        run, progress, optimizer = self.run, self.run.progress, self.run.optimizer
+        scaler, clip, ema, callbacks = run.precision.scaler, run.clip, run.ema, run.callbacks
+        factors = run.schedule.lr_factors(progress.step, last_step)
+        momenta = run.schedule.momenta(progress.step, last_step)
+        first_step, take_step, statistics = progress.step, self.take_step, self.statistics
+        run.forward.train()
+        for index, batch in enumerate(islice(batches, last_step - first_step)):
+            apply_lr(optimizer, self.base_lrs, factors[index], momenta[index] if momenta else None)
+            self._accumulate_gradients(batch, first_step + index)
+            if clip is not None:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                clip()
+            if scaler is None:
+                take_step()
+            else:
+                self._take_scaled_step(scaler)
+            for parameter in self.parameters:
+                parameter.grad = None
+            if statistics is not None:
+                statistics.merge()
+            if ema is not None:
+                ema.update()
+            progress.step += 1
+            progress.samples += batch.num_samples
+            for callback in callbacks:
+                callback.on_step(run, progress.step)
+            if run.stop_signal is not None and not run.ranks.distributed:
+                break
+        else:
+            if progress.step < last_step:
+                raise _data_ended(run)
+
+    def _accumulate_gradients(self, batch: StepBatch, step: int) -> None:
+        """Forward and backward of this rank's micro-batches: the gradient of the mean loss of the step."""
+        run, loss_of, precision = self.run, self.run.task.loss, self.run.precision
+        weight, statistics = self._item_weight(batch), self.statistics
+        last = len(batch.micro_batches) - 1
+        if precision.scaler is not None:
+            self.sums_before = self.loss_sum.clone(), self.num_items
+        for index, (data, num_samples) in enumerate(batch.micro_batches):
+            if not num_samples and statistics is None:
+                continue
+            run.seed_step(run.seed, step, self.first_micro_batch + index)
+            # Gradients cross the ranks once, with the last micro-batch.
+            together = run.forward.no_sync() if statistics is not None and index < last else _nothing
+            with together, _nothing if num_samples or statistics is None else statistics.untouched():
+                if precision.enabled:
+                    with precision.autocast():
+                        loss, count = loss_of(run.forward, data)
+                else:
+                    loss, count = loss_of(run.forward, data)
+                # The stand-in of an empty share keeps the collectives in step and counts for nothing.
+                loss.backward(weight if num_samples else weight * 0)
+            if num_samples:
+                self.loss_sum += loss.detach()
+                self.num_items = self.num_items + count
+
+    def _take_scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        """A step that is left out where the scaled gradients overflow; its loss then counts for nothing.
+
+        Whether it was is read off the scale, which falls, and stays on the device. Fused optimizers are told
+        there, too; torch's others make the host wait for it.
+        """
+        scaler.step(self.run.optimizer)
+        scaler.update()
+        scale = scaler.scale(self.one)
+        skipped, self.scale = scale < self.scale, scale
+        self.skipped = self.skipped + skipped
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skipped
+        loss_before, items_before = self.sums_before
+        self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
+        self.num_items = torch.where(skipped, items_before, self.num_items)
+
+    def _item_weight(self, batch: StepBatch) -> Tensor:
+        """What one item's loss weighs: one over the items of the step, times the ranks DDP averages over.
+
+        Scaling by the number of micro-batches instead is wrong wherever they differ in size.
+        """
+        run = self.run
+        num_items: Any = batch.num_samples
+        if not self.counts_samples:
+            num_items = sum(run.task.count(data, n) for data, n in batch.micro_batches if n)
+            if run.ranks.distributed:
+                num_items = sum_over_ranks(torch.zeros((), device=run.device) + num_items, run.ranks)
+        if isinstance(num_items, Tensor):
+            weight = run.ranks.num_ranks / num_items.clamp(min=1).to(self.dtype)
+        elif (weight := self.weights.get(num_items)) is None:
+            value = run.ranks.num_ranks / max(num_items, 1)
+            weight = self.weights[num_items] = torch.tensor(value, device=run.device, dtype=self.dtype)
+        return weight if run.precision.scaler is None else run.precision.scaler.scale(weight)
+
+    def read_loss(self) -> float:
+        """Mean item loss since the last log line, over all ranks. Makes the host wait for the device.
+
+        Raises:
+            NumericsError: N001 when it is not finite, or when fp16 gradients overflow step after step.
+        """
+        run, progress = self.run, self.run.progress
+        sums = sum_and_read([self.loss_sum, self.num_items], run.device, run.ranks)
+        progress.window_loss, progress.window_items = sums
+        in_a_row = int(self.skipped_in_a_row) if run.precision.scaler is not None else 0
+        progress.train_s += run.clock.charge("training")
+        loss = progress.window_loss / max(progress.window_items, 1)
+        if math.isfinite(loss) and in_a_row < MOST_SKIPPED:
+            return loss if progress.window_items or not in_a_row else math.nan
+        what = f"the loss is {loss} by step {progress.step}"
+        if in_a_row >= MOST_SKIPPED:
+            what = f"fp16 gradients overflowed in {in_a_row} steps in a row, by step {progress.step}"
+        lr = run.optimizer.param_groups[0]["lr"]
+        hint = (
+            f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1, look with debug=anomaly"
+        )
+        raise NumericsError("N001", what, suggestion=hint)
+
+    def log(self, loss: float) -> None:
+        """Write one line of training figures and open the next window."""
+        run, progress = self.run, self.run.progress
+        if self.logged_step == progress.step:
+            return
+        seconds = progress.train_s - self.logged_s
+        figures = {
+            "loss": loss,
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "samples_per_s": (progress.samples - self.logged_samples) / seconds if seconds > 0 else 0.0,
+        }
+        if run.precision.scaler is not None and (skipped := int(self.skipped)):
+            figures["skipped_steps"] = skipped
+            self.skipped = torch.zeros_like(self.skipped)
+        run.logger.log({"step": progress.step, "epoch": round(run.epoch, 4), "split": "train", **figures})
+        run.display.progress(progress.step, run.epoch, figures)
+        run.figures["train"] = figures
+        progress.epoch_loss += progress.window_loss
+        progress.epoch_items += progress.window_items
+        progress.window_loss = progress.window_items = 0.0
+        self.loss_sum.zero_()
+        self.num_items = 0
+        self.logged_samples, self.logged_s, self.logged_step = (
+            progress.samples,
+            progress.train_s,
+            progress.step,
+        )
+        run.clock.charge("logging")
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What sums over many batches are kept in: float64, except on Apple's GPUs, which do not have it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:
+    """Scalars of this rank, summed over all ranks. Makes the host wait for the device."""
+    dtype = sum_dtype(device)
+    scalars = [torch.as_tensor(value).to(device, dtype) for value in values]
+    return sum_over_ranks(torch.stack(scalars), ranks).tolist()
+
+
+def _data_ended(run: Run) -> DataError:
+    what = f"the data ended after step {run.progress.step} of {run.total_steps}"
+    return DataError(
+        "D006", what, key="steps", value=run.total_steps, suggestion="Set steps to what the data has"
+    )
