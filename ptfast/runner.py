@@ -36,6 +36,7 @@ from ptfast.saving import read_state
 from ptfast.schedule import build_schedule
 from ptfast.seeding import build_seeder, seed_everything
 from ptfast.tasks import build_task
+from ptfast.units import better_mode
 
 
 def build(
@@ -182,7 +183,7 @@ def build(
             steps_of("saving.every", config.saving.every),
         ),
         best_metric=metric,
-        best_mode=best_mode(metric, task),
+        best_mode=stop.mode if stop.mode != "auto" else best_mode(metric, task),
         patience=stop.patience,
         max_time_s=config.run.max_time.seconds if config.run.max_time is not None else None,
         keep_best=config.saving.best,
@@ -291,10 +292,7 @@ def _check_metric(metric: str | None, task: Task, has_val: bool) -> None:
 
 def best_mode(metric: str, task: Task) -> str:
     """Whether `metric` is better when larger (`max`) or smaller (`min`)."""
-    if metric == task.metric:
-        return task.mode
-    smaller = ("loss", "error", "perplexity", "bits", "mse", "mae")
-    return "min" if any(word in metric for word in smaller) else "max"
+    return task.mode if metric == task.metric else better_mode(metric)
 
 
 def _build_model(config: Config, info: DataInfo, *, fresh: bool, display: Any) -> nn.Module:

@@ -22,7 +22,8 @@ LOWER_IS_BETTER = ("loss", "perplexity", "bits", "error", "mae", "mse", "rmse", 
 def better_mode(metric: str) -> str:
     """Which way a figure of this name is better: `min` or `max`."""
     words = re.split(r"[._/]", metric)
-    return "min" if set(words) & set(LOWER_IS_BETTER) and not metric.endswith("_per_s") else "max"
+    is_lower = any(word in LOWER_IS_BETTER or word.endswith(("loss", "error")) for word in words)
+    return "min" if is_lower and not metric.endswith("_per_s") else "max"
 
 
 def grouped(number: float) -> str:

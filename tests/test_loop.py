@@ -365,6 +365,25 @@ def test_not_a_number_is_never_the_best(tmp_path: Path) -> None:
     assert (run.progress.best_step, run.progress.best_value) == (6, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("words", "mode", "best_step"),
+    [
+        (("stop.metric=loss",), "min", 6),
+        (("stop.metric=loss", "stop.mode=max"), "max", 4),
+        (("stop.mode=min",), "min", 2),
+        ((), "max", 4),
+    ],
+)
+def test_the_best_is_the_largest_or_the_smallest(
+    words: tuple[str, ...], mode: str, best_step: int, tmp_path: Path
+) -> None:
+    run = build_run(tmp_path, *SMALL, "steps=6", "eval.every=2steps", *words)
+    figures = iter([{"loss": 2, "accuracy": 0.1}, {"loss": 3, "accuracy": 0.9}, {"loss": 1, "accuracy": 0.2}])
+    run.task.figures = lambda loss, values: next(figures)  # type: ignore[method-assign]
+    fit(run)
+    assert (run.best_mode, run.progress.best_step) == (mode, best_step)
+
+
 def test_the_time_given_is_kept_and_the_run_goes_on_later(in_tmp: Path) -> None:
     words = (*SMALL, "steps=20", "run.dir=a", "run.resume=auto")
     assert train(*words, "run.max_time=0.001s") == 0

@@ -90,6 +90,7 @@ class Stop(Section):
 
     patience: Count | None = None
     metric: str | None = None
+    mode: Literal["auto", "min", "max"] = "auto"
 
 
 class RunOptions(Section):
