@@ -268,8 +268,10 @@ def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
     state_folder, composed, config = _saved_run(path, overrides)
     from ptfast.evaluate import evaluate_saved
 
+    named = [key for key, place in composed.places.items() if place == COMMAND_LINE]
+    other_data = any(key.split(".")[0] == "data" for key in named)
     with composed.naming_places():
-        return evaluate_saved(config, state_folder, split=flags.get("--split"))
+        return evaluate_saved(config, state_folder, flags.get("--split"), other_data=other_data)
 
 
 def _predict(flags: dict[str, Any], arguments: list[str]) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,11 @@ def broadcast_object(value: Any, ranks: Ranks) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
+    """What `compute` gives on the first rank, on every rank. Waits for all."""
+    return broadcast_object(compute() if ranks.is_first else None, ranks)
 
 
 def tell_ranks(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> str:

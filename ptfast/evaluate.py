@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from ptfast.backend import apply_backend
 from ptfast.config.schema import Config
+from ptfast.data import check_same_data, read_info
 from ptfast.distributed import Ranks
 from ptfast.ema import Ema
 from ptfast.errors import EXIT_OK, ConfigError
@@ -71,25 +71,27 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
     )
 
 
-def read_info(facts: dict[str, Any]) -> DataInfo:
-    """The data's facts as they were saved; JSON's lists become tuples again."""
-    names = {field.name for field in fields(DataInfo)}
-    kept: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in facts.items()
-        if name in names
-    }
-    return DataInfo(**kept)
-
-
-def evaluate_saved(config: Config, state_folder: Path, split: str | None = None) -> int:
+def evaluate_saved(
+    config: Config, state_folder: Path, split: str | None = None, *, other_data: bool = False
+) -> int:
     """Evaluate a saved state on every split its data has besides `train`, or on one, and print the figures.
+
+    Args:
+        other_data: whether the config names other data than the model was trained on. It is read by the
+            vocabulary, the statistics and the classes of training.
 
     Raises:
         ConfigError: C005 when the data has no such split.
+        DataError: D003, D004 or D005 when the model cannot read the other data.
+        SavedStateError: S003 when the data of training has changed.
     """
     saved = load_saved(config, state_folder)
-    data = load_data(config)
+    if other_data:
+        data = load_data(config, known=saved.info)
+    else:
+        data = load_data(config, measured=saved.info.extra.get("normalize"))
+        check_same_data(saved.info, data.info)
+    task = build_task(config.task.name, data.info, **config.task.build_options())
     loaders = build_eval_loaders(
         config,
         data,
@@ -108,7 +110,7 @@ def evaluate_saved(config: Config, state_folder: Path, split: str | None = None)
     for name in [split] if split else loaders:
         figures = evaluate(
             saved.model,
-            saved.task,
+            task,
             loaders[name],
             device=saved.device,
             ranks=Ranks(),

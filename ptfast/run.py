@@ -52,6 +52,8 @@ class DataInfo:
     """Whether there may be labels that do not count (`IGNORE_INDEX`): items then have to be counted."""
     token_bytes: float | None = None
     """Mean bytes of text per token; turns nats per token into bits per byte or character."""
+    num_train: int | None = None
+    """Training samples; None for data of unknown length."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What `predict` needs to read new inputs the same way (vocabulary, normalisation), JSON-serialisable."""
 

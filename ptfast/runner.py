@@ -16,9 +16,16 @@ from ptfast.compile import apply_compile
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.config.targets import check_constructs
-from ptfast.data import Data, build_data, build_eval_loader, build_train_loader
+from ptfast.data import (
+    Data,
+    build_data,
+    build_eval_loader,
+    build_train_loader,
+    check_same_data,
+    read_info,
+)
 from ptfast.data.sampler import smallest_micro_batch
-from ptfast.distributed import Ranks, broadcast_object
+from ptfast.distributed import Ranks, broadcast_object, on_first_rank
 from ptfast.durations import Duration
 from ptfast.ema import Ema
 from ptfast.errors import ConfigError, DataError
@@ -84,8 +91,12 @@ def build(
     state = read_state(state_folder) if state_folder is not None else None
 
     with display.status("loading the data"):
-        data = load_data(config)
+        saved_info = read_info(state.facts["info"]) if state is not None else None
+        measured = saved_info.extra.get("normalize") if saved_info is not None else None
+        data = load_data(config, ranks, measured=measured)
     info = data.info
+    if saved_info is not None:
+        check_same_data(saved_info, info)
     task = build_task(config.task.name, info, **config.task.build_options())
     seed_everything(config.seed)
     model = _build_model(config, info, fresh=state is None, display=display)
@@ -212,15 +223,23 @@ def _unless_auto(wanted: Any, resolved: dict[str, Any], name: str) -> Any:
     return resolved.get(name, wanted) if wanted == "auto" else wanted
 
 
-def load_data(config: Config) -> Data:
-    """The splits that the config names, and the facts about them."""
+def load_data(config: Config, ranks: Ranks | None = None, **saved: Any) -> Data:
+    """The splits that the config names, and the facts about them.
+
+    Args:
+        ranks: that load together; statistics are computed by the first of them.
+        saved: what is known from before: keywords of `build_data`.
+    """
     section = config.data
+    ranks = ranks or Ranks()
     return build_data(
         section.target.build(),
         val=section.val,
         seed=config.seed,
         task=config.task.name,
         normalize=section.normalize,
+        once=lambda compute: on_first_rank(compute, ranks),
+        **saved,
     )
 
 

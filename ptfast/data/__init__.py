@@ -9,14 +9,15 @@ from ptfast.data.evaluation import build_eval_loader
 from ptfast.data.iterable import IterableSource
 from ptfast.data.labels import check_labels
 from ptfast.data.loaders import build_train_loader
-from ptfast.data.normalize import statistics
+from ptfast.data.normalize import Statistics, statistics
 from ptfast.data.sampler import smallest_micro_batch
-from ptfast.data.source import Data, DataSet, Source, Splits, TensorSource, take
+from ptfast.data.saved import as_known, check_same_data, read_info
+from ptfast.data.source import Data, DataSet, ReadsAsKnown, Source, Splits, TensorSource, take
 from ptfast.data.split import split_indices
 from ptfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -29,6 +30,8 @@ __all__ = [
     "build_data",
     "build_eval_loader",
     "build_train_loader",
+    "check_same_data",
+    "read_info",
     "read_inputs",
     "smallest_micro_batch",
 ]
@@ -43,7 +46,17 @@ _LABELS_OF = {
 """Whose labels each task can train on."""
 
 
-def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: bool = True) -> Data:
+def build_data(
+    source: Any,
+    *,
+    val: Duration,
+    seed: int,
+    task: str,
+    normalize: bool = True,
+    known: DataInfo | None = None,
+    measured: Statistics | None = None,
+    once: Callable[[Callable[[], Statistics]], Statistics] = lambda compute: compute(),
+) -> Data:
     """The splits of a run and the facts about them.
 
     Args:
@@ -52,26 +65,36 @@ def build_data(source: Any, *, val: Duration, seed: int, task: str, normalize: b
         seed: decides which samples are held out.
         task: `auto`, or the task that the labels are for.
         normalize: compute the statistics that the loaders normalise by.
+        known: the facts to read the data by where a model was trained on other data: its vocabulary,
+            statistics and classes.
+        measured: the statistics, where they are known.
+        once: calls what computes the statistics, on one rank for all where there are several.
 
     Raises:
         ConfigError: C011 for a task that the labels are not for.
         DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
     """
     if isinstance(source, DataSet):
+        if known is not None and isinstance(source, ReadsAsKnown):
+            source.read_as(known)
         name, splits = source.name, source.load(val=val, seed=seed)
     else:
         from ptfast.data.custom import adapt
 
-        name, splits = type(source).__name__, adapt(source, seed=seed, task=task)
+        name, splits = type(source).__name__, adapt(source, seed=seed, task=task, known=known)
     splits = _hold_out(_for_task(splits, task), val, seed)
     _check(splits)
     train = splits.train
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
-    info = replace(splits.info, ignores_labels=ignores_labels)
+    num_train = None if isinstance(train, IterableSource) else len(train)
+    info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
+    if known is not None:
+        info = as_known(known, info)
     # Which samples are held out changes the statistics of the rest.
     cache_key = f"{key} {val} {seed}" if (key := info.extra.get("cache_key")) else None
-    if normalize and "normalize" not in info.extra and _has_statistics(splits):
-        info = replace(info, extra={**info.extra, "normalize": statistics(train, cache_key)})
+    if normalize and known is None and "normalize" not in info.extra and _has_statistics(splits):
+        found = measured or once(lambda: statistics(train, cache_key))
+        info = replace(info, extra={**info.extra, "normalize": found})
     if info.input_shape is not None:
         info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
     return Data(info, train, splits.val, splits.test, _describe(name, splits))

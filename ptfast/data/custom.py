@@ -81,11 +81,15 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(before[2])
 
 
-def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
+def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) -> Splits:
     """The splits of a user's data set: training samples and what they look like.
 
     Class count and names come from its attributes `num_classes` and `classes`, else from `targets`, else from
-    2,000 of its labels; the input shape from its first sample.
+    2,000 of its labels; the input shape from its first sample. How many tokens there are comes from its
+    attribute `vocab_size`, or from all of them where it is held in memory or has at most 2,000 samples.
+
+    Args:
+        known: of a model's own data, for what this data set does not say itself.
 
     Raises:
         DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no data set
@@ -94,8 +98,9 @@ def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
     if isinstance(dataset, IterableDataset):
         source = IterableSource(dataset)
         sample = next(source.samples())
-        info = _info(dataset, sample, None, task)
-        stated = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
+        info = _info(dataset, sample, None, task, known)
+        named = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
+        stated = named or (known is not None and known.num_classes is not None)
         if info.num_classes and info.task == "classification" and not stated:
             hint = "Give it an attribute num_classes"
             raise DataError(
@@ -113,20 +118,21 @@ def adapt(dataset: Any, *, seed: int, task: str) -> Splits:
         inputs, targets = dataset.tensors
         images = _is_image(inputs[0])
         inputs = inputs.permute(0, 2, 3, 1).contiguous() if images else inputs
-        info = _info(dataset, dataset[0], targets, task)
+        info = _info(dataset, dataset[0], targets, task, known, inputs)
         return Splits(info, TensorSource(inputs, targets, images=images))
     source = MapSource(dataset, seed, images=False)
     first = source.fetch(np.zeros(1, np.int64))
     if not (isinstance(first, (tuple, list)) and len(first) == 2 and isinstance(first[0], Tensor)):
-        return Splits(_info(dataset, None, None, task), source)
+        return Splits(_info(dataset, None, None, task, known), source)
     sample = first[0][0], first[1][0]
     source.images = _is_image(sample[0])
     labels = _labels(dataset, source)
     source.all_count = len(labels) == len(dataset) and not bool((labels == IGNORE_INDEX).any())
-    info = _info(dataset, sample, labels, task)
+    few = len(dataset) <= _SCAN_LIMIT and _is_tokens(sample[0])
+    info = _info(dataset, sample, labels, task, known, _scan(source)[0] if few else None)
     if info.task in _WITH_CLASSES and info.num_classes:
         if bool((labels == IGNORE_INDEX).all()):
-            labels = _scan(source)
+            labels = _scan(source)[1]
         check_labels(labels, max(1, info.num_classes), "train")
         source.num_classes = info.num_classes
     return Splits(info, source)
@@ -144,19 +150,31 @@ def _labels(dataset: Any, source: MapSource) -> Tensor:
             return torch.as_tensor(targets)
     if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
         return source.fetch(np.zeros(1, np.int64))[1]
-    return _scan(source)
+    return _scan(source)[1]
 
 
-def _scan(source: MapSource) -> Tensor:
-    """Labels of up to 2,000 samples, spread over the whole, because many data sets are sorted by class."""
+def _scan(source: MapSource) -> Any:
+    """Up to 2,000 samples, spread over the whole, because many data sets are sorted by class."""
     places = np.linspace(0, len(source) - 1, min(len(source), _SCAN_LIMIT)).astype(np.int64)
-    return source.fetch(places)[1]
+    return source.fetch(places)
 
 
-def _info(dataset: Any, sample: Any, labels: Tensor | None, task: str) -> DataInfo:
-    """What can be told from one sample `(input, target)` and the labels."""
+def _is_tokens(sample: Tensor) -> bool:
+    return sample.dim() == 1 and not sample.is_floating_point()
+
+
+def _info(
+    dataset: Any,
+    sample: Any,
+    labels: Tensor | None,
+    task: str,
+    trained_on: DataInfo | None,
+    all_inputs: Tensor | None = None,
+) -> DataInfo:
+    """What can be told from one sample `(input, target)`, the labels, and the inputs where there are all."""
+    learnt_classes = trained_on.num_classes if trained_on is not None else None
     if not (isinstance(sample, (tuple, list)) and len(sample) == 2 and isinstance(sample[0], Tensor)):
-        num_classes = getattr(dataset, "num_classes", None)
+        num_classes = getattr(dataset, "num_classes", None) or learnt_classes
         return DataInfo(
             kind="other", task=task if task != "auto" else "classification", num_classes=num_classes
         )
@@ -170,15 +188,22 @@ def _info(dataset: Any, sample: Any, labels: Tensor | None, task: str) -> DataIn
         kind = "features" if inputs.dim() == 1 else "other"
     else:
         kind, facts["context_length"] = ("tokens" if target.shape == inputs.shape else "text"), shape[0]
-        facts["vocab_size"] = getattr(dataset, "vocab_size", None) or int(inputs.max()) + 1
+        facts["vocab_size"] = getattr(dataset, "vocab_size", None)
     if task == "auto":
         task = _guess_task(known, kind)
+    if facts.get("vocab_size", 0) is None:
+        if trained_on is not None:
+            facts["vocab_size"] = trained_on.vocab_size
+        elif all_inputs is not None:
+            # One sample shows some of the tokens only; what is predicted are tokens too.
+            seen = [all_inputs, known] if task == "language_modelling" else [all_inputs]
+            facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
     names = getattr(dataset, "classes", None)
     names = tuple(map(str, names)) if names is not None else None
     if task in ("regression", "multilabel"):
         facts["num_classes"] = known.shape[1] if known.dim() > 1 else 1
     elif kind != "tokens" or task == "token_classification":
-        stated = getattr(dataset, "num_classes", None) or (len(names) if names else None)
+        stated = getattr(dataset, "num_classes", None) or (len(names) if names else learnt_classes)
         facts["num_classes"] = stated or int(known.max()) + 1
     return DataInfo(kind=kind, task=task, class_names=names, **facts)
 

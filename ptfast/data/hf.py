@@ -12,7 +12,7 @@ from ptfast.data.images import fit
 from ptfast.data.labels import check_labels
 from ptfast.data.source import Source, Splits, TensorSource
 from ptfast.data.text import TextSource
-from ptfast.data.tokens import BUILT_IN, PAD_ID, HubTokenizer, Vocabulary
+from ptfast.data.tokens import PAD_ID, HubTokenizer, learn_tokenizer, tokenizer_of
 from ptfast.errors import DataError, MachineError
 from ptfast.run import DataInfo
 
@@ -59,6 +59,11 @@ class HfDataset:
         self.path, self.config = path, name
         self.columns = {"text": text, "image": image, "label": label}
         self.tokenizer, self.max_length, self.image_size = tokenizer, max_length, image_size
+        self._known: DataInfo | None = None
+
+    def read_as(self, known: DataInfo) -> None:
+        """Take the vocabulary from `known`, and not from the training texts."""
+        self._known, self.max_length = known, known.context_length or self.max_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         splits = self._splits()
@@ -126,9 +131,8 @@ class HfDataset:
         self, splits: dict[str, Any], labels: dict[str, Any], column: str, known: dict[str, Any]
     ) -> tuple[DataInfo, dict[str, Source]]:
         texts = {split: list(part[column]) for split, part in splits.items()}
-        built_in = self.tokenizer in BUILT_IN
         tokenizer = (
-            Vocabulary.of(self.tokenizer, texts["train"], 1) if built_in else HubTokenizer(self.tokenizer)
+            tokenizer_of(self._known) if self._known else learn_tokenizer(self.tokenizer, texts["train"])
         )
         pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
         sources: dict[str, Source] = {

@@ -16,6 +16,7 @@ from torch import Tensor
 from ptfast.data.source import Source, TensorSource
 from ptfast.errors import DataError
 
+Statistics = dict[str, list[float]]
 _SAMPLE_LIMIT = 10_000
 """Samples that statistics are taken from where each must be read from disk."""
 
@@ -58,7 +59,7 @@ class Normalizer:
         return self._expanded[1], self._expanded[2]
 
 
-def statistics(source: Source, cache_key: str | None = None) -> dict[str, list[float]]:
+def statistics(source: Source, cache_key: str | None = None) -> Statistics:
     """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
 
     Exact where the samples are in memory. Otherwise from at most 10,000 samples, evenly spaced, and
@@ -109,7 +110,7 @@ def _sums(inputs: Tensor) -> tuple[int, Any, Any]:
     return inputs.numel() // columns, total.view(-1, columns).sum(0), squares.view(-1, columns).sum(0)
 
 
-def _finish(count: int, total: Tensor, squares: Tensor) -> dict[str, list[float]]:
+def _finish(count: int, total: Tensor, squares: Tensor) -> Statistics:
     mean = total / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
     if not bool(torch.isfinite(std).all()):

@@ -141,6 +141,15 @@ class DataSet(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsAsKnown(Protocol):
+    """A data set whose reading depends on what its training split holds: a vocabulary, the classes."""
+
+    def read_as(self, known: DataInfo) -> None:
+        """Take vocabulary and classes from `known` instead; to be called before `load`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Data:
     """The splits of a run and the facts about them."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ptfast.data import draws
 from ptfast.data.source import Source, Splits, as_tensor
 from ptfast.data.split import held_out
-from ptfast.data.tokens import BUILT_IN, PAD_ID, HubTokenizer, Vocabulary
+from ptfast.data.tokens import BUILT_IN, PAD_ID, HubTokenizer, Vocabulary, learn_tokenizer, tokenizer_of
 from ptfast.errors import DataError
 from ptfast.run import DataInfo
 
@@ -53,16 +53,21 @@ class TextTsv:
     ) -> None:
         self.root, self.path = root, path
         self.tokenizer, self.max_length, self.min_count = tokenizer, max_length, min_count
+        self._known: DataInfo | None = None
+
+    def read_as(self, known: DataInfo) -> None:
+        """Take vocabulary and classes from `known`, and not from the training texts."""
+        self._known, self.max_length = known, known.context_length or self.max_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         rows = {split: read_tsv(path) for split, path in self._files().items()}
         texts, labels = rows["train"]
         tokenizer = (
-            Vocabulary.of(self.tokenizer, texts, self.min_count)
-            if self.tokenizer in BUILT_IN
-            else HubTokenizer(self.tokenizer)
+            tokenizer_of(self._known)
+            if self._known
+            else learn_tokenizer(self.tokenizer, texts, self.min_count)
         )
-        names = sort_labels(labels)
+        names = (self._known.class_names if self._known else None) or sort_labels(labels)
         pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
         sources: dict[str, Source] = {
             split: TextSource(
@@ -146,10 +151,17 @@ class TextFile:
 
     def __init__(self, path: str, tokenizer: str = "characters", context_length: int = 128) -> None:
         self.path, self.tokenizer, self.context_length = Path(path).expanduser(), tokenizer, context_length
+        self._known: DataInfo | None = None
+
+    def read_as(self, known: DataInfo) -> None:
+        """Take the vocabulary from `known`, and not from the text."""
+        self._known, self.context_length = known, known.context_length or self.context_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         text = read_text(self.path)
-        if self.tokenizer in BUILT_IN:
+        if self._known is not None:
+            tokenizer = tokenizer_of(self._known)
+        elif self.tokenizer in BUILT_IN:
             entries = sorted(set(text.split() if self.tokenizer == "words" else text))
             tokenizer = Vocabulary(self.tokenizer, entries, None)
         else:

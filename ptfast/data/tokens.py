@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.errors import DataError, MachineError
+from ptfast.run import DataInfo
 
 BUILT_IN = ("words", "characters")
 PAD_ID, UNKNOWN_ID = 0, 1
@@ -116,6 +117,22 @@ def read_tokenizer(description: dict[str, Any]) -> Vocabulary | HubTokenizer:
         file.write(description["content"])
         file.flush()
         return HubTokenizer(file.name)
+
+
+def learn_tokenizer(name: str, texts: list[str], min_count: int = 1) -> Vocabulary | HubTokenizer:
+    """The built-in tokenizer `name` with the vocabulary of `texts`, or the one that `name` leads to."""
+    return Vocabulary.of(name, texts, min_count) if name in BUILT_IN else HubTokenizer(name)
+
+
+def tokenizer_of(info: DataInfo) -> Vocabulary | HubTokenizer:
+    """The tokenizer that the data of `info` was read with.
+
+    Raises:
+        DataError: D004 where it was not text.
+    """
+    if "tokenizer" not in info.extra:
+        raise DataError("D004", f"is text; the model was trained on {info.kind} data", key="data")
+    return read_tokenizer(info.extra["tokenizer"])
 
 
 def _cut(kind: str, text: str) -> Iterable[str]:

@@ -97,10 +97,11 @@ def _check_facts(
         missing.append("in_channels")
     if missing:
         keys = " and ".join(missing)
+        attribute = ", give your data set an attribute vocab_size" if missing[0] == "vocab_size" else ""
         raise ConfigError(
             "C011",
             f"needs {keys}, which data of the kind `{info.kind}` does not tell",
             key="model._target_",
             value=target.path,
-            suggestion=f"Set model.{missing[0]}, or choose a model that fits the data",
+            suggestion=f"Set model.{missing[0]}{attribute}, or choose a model that fits the data",
         )
