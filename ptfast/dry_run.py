@@ -60,7 +60,8 @@ def dry_run(config: Config) -> int:
                 ema=run.ema,
             )
         run.save(run, False)
-        run.train_loader.close()
+        for loader in (run.train_loader, *run.eval_loaders.values()):
+            loader.close()
         state_bytes = sum(
             path.stat().st_size
             for path in (folder / "saved").rglob("*")

@@ -100,6 +100,7 @@ def evaluate_saved(
         normalize=config.data.normalize,
         device=saved.device,
         channels_last=saved.channels_last,
+        **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
     )
     if not loaders:
         hint = "Hold some out with data.val=10%"
@@ -117,4 +118,6 @@ def evaluate_saved(
             precision=saved.precision,
         )
         print(json.dumps({"step": saved.step, "split": name, **figures}))
+    for loader in loaders.values():
+        loader.close()
     return EXIT_OK

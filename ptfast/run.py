@@ -83,6 +83,8 @@ class TrainLoader(Protocol):
     """None for iterable data of unknown length."""
     kind: str
     """What `auto` was resolved to."""
+    reason: str
+    """Why, in a few words for the panel."""
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
@@ -101,6 +103,10 @@ class EvalLoader(Protocol):
     """Samples of the whole split, over all ranks."""
 
     def __iter__(self) -> Iterator[MicroBatch]: ...
+
+    def close(self) -> None:
+        """Stop worker processes."""
+        ...
 
 
 class Metrics(Protocol):

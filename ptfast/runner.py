@@ -111,7 +111,15 @@ def build(
     apply_compile(model, config.compile.mode)
     forward = wrap_for_ranks(model, ranks)
 
-    loading = {"normalize": config.data.normalize, "device": device, "channels_last": channels_last}
+    loading = {
+        "normalize": config.data.normalize,
+        "device": device,
+        "channels_last": channels_last,
+        "kind": _unless_auto(loader.kind, resolved, "dataloader"),
+        "workers": _unless_auto(loader.workers, resolved, "workers"),
+        "prefetch": loader.prefetch,
+        "pin": loader.pin,
+    }
     sharding = {"rank": ranks.rank, "num_ranks": ranks.num_ranks}
     train_loader = build_train_loader(
         data,
@@ -120,10 +128,6 @@ def build(
         micro_batches=micro_batches,
         seed=config.seed,
         augment=config.augment.model_dump(),
-        kind=_unless_auto(loader.kind, resolved, "dataloader"),
-        workers=_unless_auto(loader.workers, resolved, "workers"),
-        prefetch=loader.prefetch,
-        pin=loader.pin,
         last=loader.last,
         **sharding,
         **loading,

@@ -109,7 +109,8 @@ def train(
         finally:
             with contextlib.suppress(Exception):
                 if run is not None:
-                    run.train_loader.close()
+                    for loader in (run.train_loader, *run.eval_loaders.values()):
+                        loader.close()
             if ranks.is_first:
                 _close(folder, config, run, display, logger, clock, status, exit_code, error_line)
         # torchrun ends the ranks that are left as soon as one fails: none leaves before all is written.

@@ -10,6 +10,7 @@ import torch
 
 from ptfast.data.augment import Augment
 from ptfast.data.batches import RawBatches
+from ptfast.data.loaders import count_workers
 from ptfast.data.prepare import build_prepare
 from ptfast.data.sampler import Share
 from ptfast.data.source import Source, TensorSource
@@ -30,15 +31,17 @@ def build_eval_loader(
     device: torch.device,
     normalize: bool,
     channels_last: bool,
-    pin: bool | str = "auto",
-    workers: int = 0,
+    kind: str = "plain",
+    workers: int | str = 0,
     prefetch: int = 2,
+    pin: bool | str = "auto",
 ) -> EvalLoader:
     """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
 
     Args:
         batch_size: samples of one forward pass on this rank.
-        workers: processes that read samples which are not in memory; 0 reads them in this process.
+        kind, workers, prefetch, pin: as for the training loader. Samples that are not in memory are read by
+            worker processes for the kinds `auto` and `workers`.
     """
     prepare = build_prepare(
         source, info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
@@ -51,7 +54,7 @@ def build_eval_loader(
         rank * size // num_ranks,
         (rank + 1) * size // num_ranks,
         batch_size,
-        workers,
+        count_workers(workers) if kind in ("auto", "workers") and not source.in_memory else 0,
         prefetch,
     )
 
@@ -75,7 +78,7 @@ class _EvalLoader:
             for i in range(start, stop, batch_size)
         ]
         self._pool: WorkerPool | None = None
-        if workers and not isinstance(source, TensorSource):
+        if workers:
             self._pool = WorkerPool(RawBatches(source, Augment(), 0), workers, prefetch, pin=prepare.pin)
         self._keep = isinstance(source, TensorSource) and source.prepared_bytes <= KEEP_LIMIT_BYTES
         self._kept: list[MicroBatch] | None = None
@@ -89,6 +92,11 @@ class _EvalLoader:
                 self._kept = list(self._batches())
             return iter(self._kept)
         return self._batches()
+
+    def close(self) -> None:
+        """Stop the worker processes of an evaluation that was broken off."""
+        if self._pool is not None:
+            self._pool.close()
 
     def _batches(self) -> Iterator[MicroBatch]:
         source = self._source

@@ -78,13 +78,15 @@ def build_train_loader(
         seed=seed,
         last=last,
     )
-    num_workers = max(0, spare_cores() - 1) if workers == "auto" else int(workers)
+    num_workers = count_workers(workers)
     reason = "as the config says"
     if kind == "auto":
         kind, reason = _resolve(source, num_workers)
     if kind == "workers" and num_workers > 0:
         pool = WorkerPool(RawBatches(source, wanted, seed), num_workers, prefetch, pin=prepare.pin)
-        return WorkerLoader(sampler, prepare, pool, f"{reason}: {num_workers} workers")
+        return WorkerLoader(
+            sampler, prepare, pool, f"{num_workers} process{'es' * (num_workers > 1)}, {reason}"
+        )
     if kind == "memory":
         source = source if source.in_memory else into_memory(source)
     if kind == "memory" and isinstance(source, TensorSource):
@@ -214,6 +216,11 @@ def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:
         [size for part_size in sizes for size in (part_size, -part_size % 16)],
         2,
     )
+
+
+def count_workers(workers: int | str) -> int:
+    """Worker processes of this rank; `auto` is one for each core to spare besides its own."""
+    return max(0, spare_cores() - 1) if workers == "auto" else int(workers)
 
 
 def _resolve(source: Source, num_workers: int) -> tuple[str, str]:
