@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from ptfast.data import draws
+from ptfast.data.generators import seeded
 from ptfast.data.iterable import IterableSource
 from ptfast.data.labels import check_labels, check_range
 from ptfast.data.sampler import Indices
@@ -66,21 +65,6 @@ class MapSource(Source):
         return raw
 
 
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of torch (CPU), numpy and random inside, and put them back after."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
-    np.random.seed(seed & 0xFFFF_FFFF)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
-
-
 def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) -> Splits:
     """The splits of a user's data set: training samples and what they look like.
 
@@ -96,8 +80,8 @@ def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) 
             or its first sample cannot be read.
     """
     if isinstance(dataset, IterableDataset):
-        source = IterableSource(dataset)
-        sample = next(source.samples())
+        source = IterableSource(dataset, seed)
+        sample = source.first()
         info = _info(dataset, sample, None, task, known)
         named = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
         stated = named or (known is not None and known.num_classes is not None)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate
 
+from ptfast.data import draws
+from ptfast.data.generators import OwnGenerators, seed_all
 from ptfast.data.labels import check_range
 from ptfast.data.prepare import Prepare
 from ptfast.data.sampler import Indices, micro_batch_bounds
@@ -18,10 +20,13 @@ from ptfast.run import MicroBatch, StepBatch
 
 
 class IterableSource(Source):
-    """A torch `IterableDataset`: samples one after another, again from the start when it ends."""
+    """A torch `IterableDataset`: samples one after another, again from the start when it ends.
 
-    def __init__(self, dataset: IterableDataset[Any]) -> None:
-        self.dataset = dataset
+    What it draws from the global generators (torch, numpy, random) is seeded by the pass.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
         self.num_classes: int | None = None
         """Labels are checked against it as they are read."""
 
@@ -35,13 +40,20 @@ class IterableSource(Source):
         # Nobody has seen the labels yet.
         return True
 
+    def first(self) -> Any:
+        """The first sample, for a look at it."""
+        with OwnGenerators().in_place():
+            return next(self.samples())
+
     def samples(self) -> Iterator[Any]:
         """Samples without end, pass after pass.
 
-        A data set with a method `set_epoch` is told the number of the pass, so that it can shuffle.
+        A data set with a method `set_epoch` is told the number of the pass, so that it can shuffle. Seeds the
+        global generators: to be advanced inside `OwnGenerators.in_place`.
         """
         epoch = 0
         while True:
+            seed_all(draws.key(self.seed, epoch, draws.GLOBAL))
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
             count = 0
@@ -87,10 +99,12 @@ class StreamLoader:
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` up to, not including, `last_step`; fewer if data ends."""
-        samples = self._source.samples()
-        next(islice(samples, first_step * self._batch_size, first_step * self._batch_size), None)
+        samples, generators = self._source.samples(), OwnGenerators()
+        with generators.in_place():
+            next(islice(samples, first_step * self._batch_size, first_step * self._batch_size), None)
         for step in range(first_step, last_step):
-            batch = list(islice(samples, self._batch_size))
+            with generators.in_place():
+                batch = list(islice(samples, self._batch_size))
             if len(batch) < self._batch_size:
                 return
             first = step * self._batch_size
