@@ -207,7 +207,7 @@ def _look_up(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
     over = run.progress.step >= run.total_steps
     code = float(run.stop_signal or 0) or (0.5 if late and not over else 0.0)
     if run.ranks.distributed:
-        votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=torch.float64)
+        votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=sum_dtype(run.device))
         votes[run.ranks.rank], votes[-1] = code, seconds_per_step
         *codes, seconds = sum_over_ranks(votes, run.ranks).tolist()
         code, seconds_per_step = max(codes), seconds / run.ranks.num_ranks

@@ -54,8 +54,8 @@ def build_saver(keep: int) -> Callable[[Run, bool], None]:
 def _check_finite(run: Run) -> None:
     trained = [p.detach() for p in run.model.parameters() if p.requires_grad and p.numel()]
     # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
-    largest = torch.stack([norm.double() for norm in torch._foreach_norm(trained, math.inf)])
-    if not bool(largest.isfinite().all()):
+    finite = [norm.isfinite() for norm in torch._foreach_norm(trained, math.inf)]
+    if not bool(torch.stack(finite).all()):
         what = f"the weights are not finite after step {run.progress.step}"
         hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is of before"
         raise NumericsError("N001", what, suggestion=hint)

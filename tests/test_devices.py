@@ -10,7 +10,7 @@ import torch
 from running import build_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptfast import loop
+from ptfast import loop, trainer
 from ptfast.data.prepare import Prepare
 
 
@@ -32,7 +32,8 @@ def test_the_loop_keeps_all_sums_in_the_type_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = build_run(tmp_path, "steps=3", "model.hidden=[8]", "eval.every=1steps", "batch_size=16")
-    monkeypatch.setattr(loop, "sum_dtype", lambda device: torch.float32)
+    for module in (loop, trainer):
+        monkeypatch.setattr(module, "sum_dtype", lambda device: torch.float32)
     with NoFloat64():
         assert loop.fit(run) == "finished"
     assert 0 < run.figures["val"]["loss"] < 10
