@@ -35,6 +35,8 @@ class SavedModel:
     device: torch.device
     precision: Precision
     channels_last: bool
+    micro_batches: int
+    """That a batch was cut into in training: what is known to fit into memory."""
     step: int
 
 
@@ -66,9 +68,8 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
     model.eval()
     task = build_task(config.task.name, info, **config.task.build_options())
     precision = build_precision(config.precision.mode, device)
-    return SavedModel(
-        model, task, info, device, precision, channels_last, int(state.facts["progress"]["step"])
-    )
+    micro_batches, step = int(resolved["micro_batches"]), int(state.facts["progress"]["step"])
+    return SavedModel(model, task, info, device, precision, channels_last, micro_batches, step)
 
 
 def evaluate_saved(
@@ -95,6 +96,7 @@ def evaluate_saved(
     loaders = build_eval_loaders(
         config,
         data,
+        micro_batches=saved.micro_batches,
         rank=0,
         num_ranks=1,
         normalize=config.data.normalize,

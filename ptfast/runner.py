@@ -45,6 +45,9 @@ from ptfast.seeding import build_seeder, seed_everything
 from ptfast.tasks import build_task
 from ptfast.units import better_mode
 
+SMALL_SAMPLE_BYTES = 64 * 2**10
+"""A sample that takes no more as float32 is small: an image of 72 x 72, say."""
+
 
 def build(
     config: Config,
@@ -132,7 +135,7 @@ def build(
         **sharding,
         **loading,
     )
-    eval_loaders = build_eval_loaders(config, data, **sharding, **loading)
+    eval_loaders = build_eval_loaders(config, data, micro_batches=micro_batches, **sharding, **loading)
 
     optimizer, stepping = build_optimizer(config.optimizer.target, model, device)
     if precision.scaler is not None:
@@ -248,10 +251,21 @@ def load_data(config: Config, ranks: Ranks | None = None, **saved: Any) -> Data:
 
 
 def build_eval_loaders(
-    config: Config, data: Data, *, rank: int, num_ranks: int, **loading: Any
+    config: Config,
+    data: Data,
+    *,
+    micro_batches: int | None = None,
+    rank: int,
+    num_ranks: int,
+    **loading: Any,
 ) -> dict[str, EvalLoader]:
-    """Loaders of the splits that the data has besides `train`, by name."""
-    batch_size = config.eval.batch_size or max(config.batch_size // num_ranks, 256)
+    """Loaders of the splits that the data has besides `train`, by name.
+
+    Args:
+        micro_batches: that a batch is cut into in training; None for what the config says.
+    """
+    micro_batches = micro_batches or config.micro_batches or num_ranks * config.gradients.accumulate
+    batch_size = config.eval.batch_size or eval_batch_size(data.info, config.batch_size // micro_batches)
     splits = {"val": data.val, "test": data.test}
     return {
         split: build_eval_loader(
@@ -260,6 +274,17 @@ def build_eval_loaders(
         for split, source in splits.items()
         if source is not None
     }
+
+
+def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:
+    """Samples of a forward pass in evaluation: what training has shown to fit into memory, or little more.
+
+    Small samples go through by hundreds. Sequences take twice a micro-batch: there are no gradients.
+    """
+    if info.kind in ("image", "features") and info.input_shape is not None:
+        small = 4 * math.prod(info.input_shape) <= SMALL_SAMPLE_BYTES
+        return max(micro_batch_size, 256) if small else micro_batch_size
+    return 2 * micro_batch_size if info.kind in ("text", "tokens") else micro_batch_size
 
 
 def resolve_device(name: str, ranks: Ranks) -> torch.device:

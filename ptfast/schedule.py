@@ -18,7 +18,7 @@ NEARLY_HALF = Duration(45, "percent")
 
 
 @dataclass(frozen=True)
-class Clock:
+class Span:
     """What durations are measured with: the steps a schedule spans, and what an epoch and a batch are."""
 
     total_steps: int
@@ -58,11 +58,11 @@ class Shape:
         """Whether a longer run begins like a shorter one, so that epochs can be added later."""
         return not self.spans_run
 
-    def factor(self, clock: Clock) -> Curve:
+    def factor(self, span: Span) -> Curve:
         """The factor on every parameter group's base rate, by step."""
         raise NotImplementedError
 
-    def momentum(self, clock: Clock) -> Curve | None:
+    def momentum(self, span: Span) -> Curve | None:
         """The momentum (beta1 for Adam's family) by step, or None where the optimizer keeps its own."""
         return None
 
@@ -70,7 +70,7 @@ class Shape:
 class Constant(Shape):
     """The base rate throughout."""
 
-    def factor(self, clock: Clock) -> Curve:
+    def factor(self, span: Span) -> Curve:
         return lambda step: 1.0
 
 
@@ -88,8 +88,8 @@ class Step(Shape):
     def extendable(self) -> bool:
         return self.every.unit != "percent"
 
-    def factor(self, clock: Clock) -> Curve:
-        every_steps, gamma = clock.steps(self.every), self.gamma
+    def factor(self, span: Span) -> Curve:
+        every_steps, gamma = span.steps(self.every), self.gamma
         if every_steps < 1:
             raise ConfigError("C005", "less than one step", key="schedule.every", value=self.every)
         return lambda step: gamma ** (step // every_steps)
@@ -97,7 +97,7 @@ class Step(Shape):
 
 @dataclass
 class MultiStep(Shape):
-    """Multiply the rate by `gamma` at each milestone (as torch's MultiStepLR); bare numbers count epochs."""
+    """Multiply the rate by `gamma` at each of `milestones`, as torch's MultiStepLR; numbers count epochs."""
 
     milestones: list[Duration]
     gamma: float = 0.1
@@ -111,8 +111,8 @@ class MultiStep(Shape):
     def extendable(self) -> bool:
         return all(milestone.unit != "percent" for milestone in self.milestones)
 
-    def factor(self, clock: Clock) -> Curve:
-        at_steps = [clock.steps(milestone) for milestone in self.milestones]
+    def factor(self, span: Span) -> Curve:
+        at_steps = [span.steps(milestone) for milestone in self.milestones]
         self._require_sorted(at_steps)
         gamma = self.gamma
         return lambda step: gamma ** bisect_right(at_steps, step)
@@ -130,8 +130,8 @@ class Linear(Shape):
     end: float = 0.0
     spans_run: ClassVar[bool] = True
 
-    def factor(self, clock: Clock) -> Curve:
-        return _to_end(clock.total_steps, self.end, lambda left: left)
+    def factor(self, span: Span) -> Curve:
+        return _to_end(span.total_steps, self.end, lambda left: left)
 
 
 @dataclass
@@ -141,8 +141,8 @@ class Cosine(Shape):
     end: float = 0.0
     spans_run: ClassVar[bool] = True
 
-    def factor(self, clock: Clock) -> Curve:
-        return _to_end(clock.total_steps, self.end, lambda left: (1 - math.cos(math.pi * left)) / 2)
+    def factor(self, span: Span) -> Curve:
+        return _to_end(span.total_steps, self.end, lambda left: (1 - math.cos(math.pi * left)) / 2)
 
 
 @dataclass
@@ -153,9 +153,9 @@ class Polynomial(Shape):
     end: float = 0.0
     spans_run: ClassVar[bool] = True
 
-    def factor(self, clock: Clock) -> Curve:
+    def factor(self, span: Span) -> Curve:
         power = self.power
-        return _to_end(clock.total_steps, self.end, lambda left: left**power)
+        return _to_end(span.total_steps, self.end, lambda left: left**power)
 
 
 @dataclass
@@ -198,21 +198,21 @@ class OneCycle(Shape):
         if (self.momentum_max is None) != (self.momentum_min is None):
             raise ConfigError("C011", "give both schedule.momentum_max and schedule.momentum_min, or neither")
 
-    def factor(self, clock: Clock) -> Curve:
-        return self._phases(clock, self.start, 1.0, self.start, self.end)
+    def factor(self, span: Span) -> Curve:
+        return self._phases(span, self.start, 1.0, self.start, self.end)
 
-    def momentum(self, clock: Clock) -> Curve | None:
+    def momentum(self, span: Span) -> Curve | None:
         high, low = self.momentum_max, self.momentum_min
-        return None if high is None or low is None else self._phases(clock, high, low, high, high)
+        return None if high is None or low is None else self._phases(span, high, low, high, high)
 
-    def _phases(self, clock: Clock, first: float, peak: float, back: float, last: float) -> Curve:
-        rise_steps = clock.position(self.rise)
-        fall_steps = clock.position(self.fall) if self.fall else 0.0
-        if rise_steps + fall_steps > clock.total_steps + 1e-6:
+    def _phases(self, span: Span, first: float, peak: float, back: float, last: float) -> Curve:
+        rise_steps = span.position(self.rise)
+        fall_steps = span.position(self.fall) if self.fall else 0.0
+        if rise_steps + fall_steps > span.total_steps + 1e-6:
             what = f"schedule.rise={self.rise} and schedule.fall={self.fall} are longer than the run"
             raise ConfigError("C011", what)
         # Phases end on steps counted from 0, as in torch's OneCycleLR, which the figures equal.
-        ends = [rise_steps - 1, clock.total_steps - 1.0]
+        ends = [rise_steps - 1, span.total_steps - 1.0]
         values = [first, peak, last]
         if self.fall:
             ends.insert(1, rise_steps + fall_steps - 2)
@@ -220,7 +220,7 @@ class OneCycle(Shape):
         starts, anneal = [0.0, *ends], _linear if self.anneal == "linear" else _cosine
 
         def curve(step: int) -> float:
-            step = min(step, clock.total_steps - 1)
+            step = min(step, span.total_steps - 1)
             phase = bisect_left(ends, step, hi=len(ends) - 1)
             length = ends[phase] - starts[phase]
             done = (step - starts[phase]) / length if length else 1.0
@@ -271,16 +271,16 @@ def build_schedule(
     Raises:
         ConfigError: C011 for a warm-up longer than the run.
     """
-    clock = Clock(total_steps, steps_per_epoch, batch_size)
-    warmup_steps = clock.steps(warmup)
+    span = Span(total_steps, steps_per_epoch, batch_size)
+    warmup_steps = span.steps(warmup)
     if warmup_steps > total_steps:
         what = f"the warm-up of {warmup_steps:,} steps is longer than the run of {total_steps:,}"
         raise ConfigError("C011", what, key="schedule.warmup", value=warmup)
     delay_steps = warmup_steps if shape.spans_run else 0
-    clock = Clock(max(total_steps - delay_steps, 1), steps_per_epoch, batch_size)
+    span = Span(max(total_steps - delay_steps, 1), steps_per_epoch, batch_size)
     return Schedule(
-        shape.factor(clock),
-        shape.momentum(clock),
+        shape.factor(span),
+        shape.momentum(span),
         warmup_steps=warmup_steps,
         delay_steps=delay_steps,
         extendable=shape.extendable and (warmup.unit != "percent" or not warmup_steps),

@@ -107,6 +107,23 @@ def test_two_processes_give_the_figures_of_one(
     assert [path.name for path in (folder / "saved").iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
+def test_three_processes_go_on_to_the_same_bits(in_tmp: Path) -> None:
+    words = ("model.hidden=[300,300]", "batch_size=96", "steps=24", "log_every=4", "parallel=ddp")
+    words = (*words, "parallel.nproc=3", "callbacks=[{_target_: callbacks.Misfortune}]", "run.resume=auto")
+    for name, misfortune, code in (
+        ("whole", "1 1000 SIGTERM", 0),
+        ("stopped", "1 9 SIGTERM", 75),
+        ("stopped", "1 1000 SIGTERM", 0),
+    ):
+        Path("misfortune").write_text(misfortune)
+        process = a_run(*words, f"run.dir={name}")
+        _, err = process.communicate(timeout=200)
+        assert (process.returncode, err) == (code, "")
+    assert same_bits(weights(Path("stopped")), weights(Path("whole")))
+    assert records(Path("stopped")) == records(Path("whole"))
+
+
 def test_running_statistics_are_those_of_one_process(in_tmp: Path) -> None:
     words = ("model=resnet_digits", "model.width=4", "micro_batches=4", "batch_size=120", "epochs=1")
     words = (*words, "eval.every=5steps", "optimizer=sgd", "dataloader.last=drop")

@@ -18,12 +18,13 @@ from running import build_run, records, same_bits, summary, train, weights
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from ptfast.errors import DataError, NumericsError
+from ptfast.errors import ConfigError, DataError, NumericsError
 from ptfast.loop import LOOK_S, evaluate, fit
 from ptfast.models.mlp import Mlp
 from ptfast.optim import start_momentum
 from ptfast.precision import build_precision
-from ptfast.run import Callback, MicroBatch, Run, StepBatch
+from ptfast.run import Callback, DataInfo, MicroBatch, Run, StepBatch
+from ptfast.runner import eval_batch_size
 from ptfast.tasks.classification import Classification
 
 SMALL = ("model.hidden=[16]", "log_every=5", "saving.every=1000steps", "schedule=constant")
@@ -595,6 +596,35 @@ def test_iterable_data_trains_for_so_many_steps(in_tmp: Path) -> None:
     result = summary(Path("a"))
     assert (result["steps"], result["samples"]) == (30, 300)
     assert result["best_metric"] == "train.loss"
+
+
+def test_iterable_data_has_no_other_loader(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("data=custom", "data._target_=test_loop.Stream", "batch_size=10", "steps=3", "run.dir=a")
+    assert train(*words, "dataloader.kind=workers") == 2
+    assert "error[C011]: dataloader.kind=workers (command line)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("info", "size"),
+    [
+        (DataInfo("image", "classification", input_shape=(3, 32, 32)), 256),
+        (DataInfo("image", "classification", input_shape=(3, 224, 224)), 8),
+        (DataInfo("features", "regression", input_shape=(100,)), 256),
+        (DataInfo("tokens", "language_modelling", context_length=1024), 16),
+        (DataInfo("other", "hf"), 8),
+    ],
+)
+def test_evaluation_takes_what_fits_into_memory(info: DataInfo, size: int) -> None:
+    assert eval_batch_size(info, 8) == size
+    assert eval_batch_size(info, 1000) == (2000 if info.kind == "tokens" else 1000)
+
+
+def test_a_figure_that_no_language_model_has_is_refused_at_once(in_tmp: Path) -> None:
+    Path("text.txt").write_text("so it goes. " * 200)
+    words = ("data=text_file", "data.path=text.txt", "data.context_length=16", "model=gpt", "steps=5")
+    with pytest.raises(ConfigError, match="loss, perplexity") as caught:
+        build_run(in_tmp / "a", *words, "stop.metric=accuracy")
+    assert (caught.value.code, caught.value.key) == ("C005", "stop.metric")
 
 
 def test_iterable_data_has_to_say_how_many_classes_it_has(

@@ -12,7 +12,7 @@ from torch import nn
 
 from ptfast.config.targets import Target
 from ptfast.errors import ConfigError
-from ptfast.optim import apply_lr, build_optimizer, build_step
+from ptfast.optim import apply_lr, build_optimizer, build_step, start_momentum
 
 CPU = torch.device("cpu")
 
@@ -185,6 +185,26 @@ def test_lean_steps_heed_hooks_added_later():
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     step()
     assert calls == ["post"]
+
+
+def test_an_optimizer_that_runs_the_model_itself_is_refused():
+    with pytest.raises(ConfigError, match="forward and backward itself") as caught:
+        build_optimizer(Target("torch.optim.LBFGS", {"lr": 0.1}), net(), torch.device("cpu"))
+    assert (caught.value.code, caught.value.key) == ("C009", "optimizer._target_")
+
+
+def test_a_first_step_that_is_left_out_leaves_no_momentum():
+    model = net()
+    optimizer, _ = build_optimizer(
+        Target("torch.optim.SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}), model, torch.device("cpu")
+    )
+    start_momentum(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert all(not optimizer.state[parameter]["momentum_buffer"].any() for parameter in model.parameters())
 
 
 def test_training_does_not_import_the_compiler():

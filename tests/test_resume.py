@@ -275,6 +275,17 @@ def test_a_link_that_a_kill_left_behind_is_put_right(in_tmp: Path) -> None:
     assert Path("a/saved/best").resolve().name == "step-12"
 
 
+def test_a_warm_start_takes_the_averages(in_tmp: Path) -> None:
+    assert train(*BASE, "ema.decay=0.9", "run.dir=a") == 0
+    state = Path("a/saved/best").resolve()
+    averages = torch.load(state / "training.pt", weights_only=True)["ema"]["averages"]
+    start = ("model.hidden=[16]", "model.dropout=0.3", "steps=5")
+    assert same_bits(dict(build_run(Path("b"), *start, "model.weights=a").model.state_dict()), averages)
+    raw = build_run(Path("b"), *start, f"model.weights={state}/model.pt").model.state_dict()
+    assert same_bits(dict(raw), weights(Path("a"), "best"))
+    assert not same_bits(dict(raw), averages)
+
+
 def test_a_damaged_state_is_passed_over(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (*BASE, "saving.keep=3", "run.dir=a")
     assert train(*BASE, "saving.keep=3", "run.dir=whole") == 0

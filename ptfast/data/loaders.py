@@ -57,7 +57,8 @@ def build_train_loader(
         last: `keep` or `drop` a short last batch of an epoch.
 
     Raises:
-        ConfigError: C011 if images are to be augmented and the data has none.
+        ConfigError: C011 if images are to be augmented and the data has none, or for a kind that iterable
+            data cannot have.
         DataError: D002 or D006 if there are too few samples.
     """
     source, wanted = data.train, Augment(**dict(augment))
@@ -68,6 +69,9 @@ def build_train_loader(
         source, data.info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
     )
     if isinstance(source, IterableSource):
+        if kind not in ("auto", "plain"):
+            what, hint = "iterable data is read in order, in this process", "Use dataloader=auto"
+            raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
         return StreamLoader(source, prepare, batch_size, micro_batches, rank, num_ranks)
     sampler = Sampler(
         len(source),

@@ -24,7 +24,7 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
     Args:
         model: the plain model, on any device.
         source: a `.pt` or `.safetensors` file, a run directory (its best state, else its last), or a folder
-            of one state.
+            of one state; averaged weights (`ema`) are taken where the state has them.
         replace_head: leave layers that differ in their number of outputs only as they were initialised.
 
     Returns:
@@ -35,7 +35,10 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
             belongs to another model (S002).
     """
     path = find_file(Path(source))
-    weights = _plain_names(_read(path), model)
+    weights = _read(path)
+    # A run is known by its averages, where it made some; who names a file gets that file.
+    averages = {} if Path(source).is_file() else _read_averages(path.with_name("training.pt"))
+    weights = _plain_names(weights | averages, model)
     own = model.state_dict()
     differing = [name for name in own if name in weights and weights[name].shape != own[name].shape]
     head = [name for name in differing if _is_head(model, name, weights[name], own[name])]
@@ -49,7 +52,8 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
             remedy = "Set model.replace_head=true to start with a fresh head"
         raise _another_model(path, problems or fresh, remedy)
     model.load_state_dict({name: value for name, value in weights.items() if name not in head}, strict=False)
-    return [f"weights from {path}", *(f"fresh head: {line}" for line in fresh)]
+    kind = "averaged weights" if averages else "weights"
+    return [f"{kind} from {path}", *(f"fresh head: {line}" for line in fresh)]
 
 
 def find_file(source: Path) -> Path:
@@ -83,6 +87,11 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise SavedStateError("S002", "the file holds no named tensors", key=KEY, value=path)
     return content
+
+
+def _read_averages(path: Path) -> dict[str, Tensor]:
+    """The averaged weights in the training state beside a run's weights; none where there is none."""
+    return _read_pt(path).get("ema", {}).get("averages", {}) if path.is_file() else {}
 
 
 def _read_pt(path: Path) -> Any:

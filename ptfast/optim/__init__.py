@@ -43,7 +43,7 @@ def build_optimizer(
 
     Raises:
         ConfigError: C012 for `fused=true` where that does not run, C005 for a value the optimizer refuses,
-            C011 for a model without a parameter to train.
+            C009 for one whose step runs the model again, C011 for a model without a parameter to train.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -51,6 +51,7 @@ def build_optimizer(
             "C011", "the model has no parameter to train", key="model", value=type(model).__name__
         )
     keep_compiler_unimported()
+    _check_step(target)
     kwargs = dict(target.kwargs)
     wanted = kwargs.pop("fused", None)
     unfused = replace(target, kwargs=kwargs)
@@ -104,6 +105,14 @@ def _apply_momentum(group: dict[str, Any], momentum: float) -> None:
             key="schedule.momentum_max",
             suggestion="Set schedule.momentum_max=null schedule.momentum_min=null",
         )
+
+
+def _check_step(target: Target) -> None:
+    closure = inspect.signature(target.resolve().step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        what = "its step runs forward and backward itself, as often as it likes"
+        hint = "Choose one that steps by the gradients it is given, such as torch.optim.AdamW"
+        raise ConfigError("C009", what, key="optimizer._target_", value=target.path, suggestion=hint)
 
 
 def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:

@@ -91,6 +91,10 @@ class NoMetrics:
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to sum."""
 
+    def keys(self) -> tuple[str, ...]:
+        """No names."""
+        return ()
+
     def compute(self) -> dict[str, Any]:
         return {}
 
