@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ptfast.config.jsonschema import schema
 from ptfast.config.schema import FREE_KEYS, Config, changed_keys
 from ptfast.config.targets import Target
 from ptfast.config.validate import TASKS, check_batch, validate
@@ -487,17 +486,3 @@ def test_free_keys_exist() -> None:
         section, _, name = key.partition(".")
         assert section in Config.model_fields
         assert not name or name in type(getattr(check(), section)).model_fields
-
-
-def test_the_json_schema_covers_every_key() -> None:
-    found = schema()
-    assert set(found["properties"]) == {"defaults", *Config.model_fields} - {"recipe", "preset"}
-    assert found["properties"]["saving"]["additionalProperties"] is False
-    assert set(found["properties"]["saving"]["properties"]) == {"every", "keep", "best"}
-    assert {"enum": ["fp32", "amp", "bf16", "amp_fp16"]} in found["properties"]["precision"]["properties"][
-        "mode"
-    ]["anyOf"]
-    assert {"type": "integer", "minimum": 1} in found["properties"]["epochs"]["anyOf"]
-    options = found["properties"]["defaults"]["items"]["anyOf"][0]["properties"]
-    assert "sgd" in options["override /optimizer"]["enum"]
-    assert "lr" in found["properties"]["optimizer"]["properties"]

@@ -7,7 +7,6 @@ import inspect
 import math
 import re
 import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,7 +17,7 @@ from ptfast.durations import Duration, DurationRangeError, Unit
 
 EMPTY: Any = inspect.Parameter.empty
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-_SEQUENCES = (
+SEQUENCES = (
     list,
     tuple,
     set,
@@ -27,7 +26,7 @@ _SEQUENCES = (
     collections.abc.Iterable,
     collections.abc.Collection,
 )
-_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _SCALARS = (bool, int, float, str, Path, Duration)
 
 
@@ -96,35 +95,41 @@ def coerce(
     Raises:
         Problem: C004 or C005, without a key.
     """
-    if annotation is EMPTY or annotation is Any:
-        annotation = _annotation_of_default(name, default)
+    annotation, bounds = asked_for(annotation, name, default)
     result = _coerce(value, annotation, _unit_of_default(default, unit))
-    bounds = _RANGES.get(name)
-    if bounds is not None and _within(default, bounds):
+    if bounds is not None:
         _check_range(result, bounds)
     return result
 
 
+def asked_for(annotation: Any, name: str, default: Any) -> tuple[Any, Range | None]:
+    """The type that a value must have, and the range that its name calls for; arguments as for `coerce`."""
+    if annotation is EMPTY or annotation is Any:
+        annotation = _annotation_of_default(name, default)
+    bounds = _RANGES.get(name)
+    return annotation, bounds if bounds is not None and _within(default, bounds) else None
+
+
 def describe(annotation: Any) -> str:
     """What a value of this type is, for `expected ...`."""
-    annotation, _ = _strip(annotation)
-    if _is_union(annotation):
+    annotation, _ = strip(annotation)
+    if is_union(annotation):
         return _either([word for member in get_args(annotation) for word in _words(member)])
     return _either(_words(annotation))
 
 
 def _words(annotation: Any) -> list[str]:
-    annotation, metadata = _strip(annotation)
+    annotation, metadata = strip(annotation)
     origin = get_origin(annotation) or annotation
     if origin is Literal:
         return [str(choice) for choice in get_args(annotation)]
-    if origin in _SEQUENCES:
+    if origin in SEQUENCES:
         return ["a list"]
-    if origin in _MAPPINGS:
+    if origin in MAPPINGS:
         return ["a mapping"]
     if origin is Duration:
         return [
-            "a wall time such as 10m" if _in_unit(metadata, "steps").default == "seconds" else "a duration"
+            "a wall time such as 10m" if units_of(metadata, "steps").default == "seconds" else "a duration"
         ]
     names = {
         bool: ["true", "false"],
@@ -145,9 +150,9 @@ def _either(words: list[str]) -> str:
 
 
 def _coerce(value: Any, annotation: Any, unit: Unit = "steps") -> Any:
-    annotation, metadata = _strip(annotation)
+    annotation, metadata = strip(annotation)
     origin = get_origin(annotation) or annotation
-    if _is_union(annotation):
+    if is_union(annotation):
         result = _to_union(value, annotation, unit)
     elif origin is Literal:
         result = _to_literal(value, get_args(annotation))
@@ -156,12 +161,12 @@ def _coerce(value: Any, annotation: Any, unit: Unit = "steps") -> Any:
             raise Problem("C004", "expected null")
         return None
     elif origin is Duration:
-        result = _to_duration(value, _in_unit(metadata, unit))
+        result = _to_duration(value, units_of(metadata, unit))
     elif origin in _CONVERTERS:
         result = _CONVERTERS[origin](value)
-    elif origin in _SEQUENCES:
+    elif origin in SEQUENCES:
         result = _to_sequence(value, origin, get_args(annotation), unit)
-    elif origin in _MAPPINGS:
+    elif origin in MAPPINGS:
         result = _to_mapping(value, get_args(annotation), unit)
     else:
         _refuse_not_finite(value)
@@ -254,9 +259,9 @@ def _to_union(value: Any, annotation: Any, unit: Unit) -> Any:
     exact = [
         member
         for member in members
-        if get_origin(_strip(member)[0]) is None and _strip(member)[0] is type(value)
+        if get_origin(strip(member)[0]) is None and strip(member)[0] is type(value)
     ]
-    opaque = [member for member in members if not _is_known(member)]
+    opaque = [member for member in members if not is_known(member)]
     problem = None
     for member in [*exact, *(member for member in members if member not in exact and member not in opaque)]:
         try:
@@ -362,36 +367,30 @@ def _unit_of_default(default: Any, unit: Unit) -> Unit:
     return first.unit if isinstance(first, Duration) else unit
 
 
-def _in_unit(metadata: tuple[Any, ...], unit: Unit) -> InUnit:
+def units_of(metadata: tuple[Any, ...], unit: Unit) -> InUnit:
+    """What an annotation's metadata says of a duration's units; `unit` is that of a bare number otherwise."""
     for item in metadata:
         if isinstance(item, InUnit):
             return item
     return InUnit(unit, ("seconds",)) if unit == "seconds" else InUnit(unit)
 
 
-def _strip(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+def strip(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """An annotation without `Annotated`, and its metadata."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         return inner, tuple(metadata)
     return annotation, ()
 
 
-def _is_union(annotation: Any) -> bool:
+def is_union(annotation: Any) -> bool:
+    """Whether an annotation is one of several types."""
     return get_origin(annotation) in (Union, types.UnionType)
 
 
-def _is_known(annotation: Any) -> bool:
-    annotation, _ = _strip(annotation)
+def is_known(annotation: Any) -> bool:
+    """Whether values are coerced to a type, not taken as they are."""
+    annotation, _ = strip(annotation)
     origin = get_origin(annotation) or annotation
-    known = (
-        *_SCALARS,
-        *_SEQUENCES,
-        *_MAPPINGS,
-        type(None),
-        None,
-        Literal,
-        Any,
-        typing.Union,
-        types.UnionType,
-    )
+    known = (*_SCALARS, *SEQUENCES, *MAPPINGS, type(None), None, Literal, Any, Union, types.UnionType)
     return origin in known

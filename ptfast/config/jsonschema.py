@@ -1,143 +1,207 @@
-"""A JSON Schema of recipe files, with which editors complete keys and mark mistakes while one types."""
+"""A JSON Schema of recipe files, with which editors complete keys, explain them and mark mistakes."""
 
 from __future__ import annotations
 
-import math
-import types
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any
 
-from ptfast.config.coerce import Range
+from ptfast.config.docs import argument_docs, field_docs
+from ptfast.config.help import entries
+from ptfast.config.json_types import REFERENCE, Schema, json_type
+from ptfast.config.kinds import own_parameters
 from ptfast.config.paths import PRESETS, groups, options
+from ptfast.config.problem import Problem
 from ptfast.config.schema import Config, Section, Task, section_of
-from ptfast.config.targets import Target
+from ptfast.config.targets import locate, swallows_keywords
 from ptfast.config.yaml_file import read_yaml
 from ptfast.durations import Duration
-
-_REFERENCE = {
-    "type": "string",
-    "pattern": r"^\$\{.+\}$",
-    "description": "a reference, such as ${oc.env:HOME}",
-}
-_TYPES = {
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    type(None): "null",
-    list: "array",
-    dict: "object",
-}
+from ptfast.run import TASKS
 
 
-def schema() -> dict[str, Any]:
+@dataclass
+class _Keywords:
+    """What the targets that a group's option files name can be given.
+
+    Args:
+        types: keyword -> the alternatives that its value may be.
+        docs: keyword -> what it means.
+        open_options: options whose target takes keywords that its signature does not name.
+    """
+
+    types: dict[str, list[Schema]] = field(default_factory=dict)
+    docs: dict[str, str] = field(default_factory=dict)
+    open_options: list[str] = field(default_factory=list)
+
+    def add(self, function: Callable[..., Any], section: str) -> None:
+        docs = argument_docs(function)
+        for name, parameter in own_parameters(function, section).items():
+            found = self.types.setdefault(name, [])
+            given = json_type(parameter.annotation, name=name, default=parameter.default)
+            if (section, name) == ("optimizer", "fused"):
+                given.append({"const": "auto"})
+            found += [each for each in given if each not in found]
+            if name in docs:
+                self.docs.setdefault(name, docs[name])
+
+    def loose(self) -> Schema:
+        """The keywords by name only: what they mean, for a target that may take them otherwise."""
+        return {name: {"description": self.docs[name]} if name in self.docs else {} for name in self.types}
+
+    def strict(self, fixed: list[str]) -> Schema:
+        """No other keywords, and each of the right type."""
+        typed = {name: {"anyOf": found} for name, found in self.types.items() if name not in fixed}
+        return {"propertyNames": {"enum": sorted({*self.types, *fixed, "_target_"})}, "properties": typed}
+
+
+def schema() -> Schema:
     """The JSON Schema (draft 2020-12) of a recipe: its defaults list, and every key with its type and range.
 
-    Sections with `_target_` list the keywords that the option files use and accept others, which only the
-    target's signature knows.
+    Sections with `_target_` take the keywords, types and ranges of the targets that their options name; where
+    a recipe names a target of its own, its signature alone knows.
     """
-    known = [group for group in groups() if group != PRESETS]
-    properties = {
-        name: _section(name, part) if (part := section_of(field.annotation)) else _field(field)
-        for name, field in Config.model_fields.items()
-        if name not in ("recipe", "preset")
-    }
+    properties: Schema = {"defaults": _defaults(), "preset": _preset(), "hydra": {"type": "object"}}
+    rules: list[Schema] = []
+    docs = field_docs(Config)
+    for name, found in Config.model_fields.items():
+        part = section_of(found.annotation)
+        if part is Task:
+            properties[name] = _task(docs.get(name))
+        elif part and "target" in part.model_fields:
+            properties[name], rule = _target_section(name, part)
+            rules.append(rule)
+        elif part:
+            fields = _fields(part)
+            properties[name] = _described(part.__doc__, {"properties": fields, "additionalProperties": False})
+        elif name not in ("recipe", "preset"):
+            properties[name] = _field(name, found, docs.get(name))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ptfast recipe",
         "type": "object",
-        "properties": {"defaults": _defaults(known), **properties},
+        "properties": properties,
         "additionalProperties": False,
-        "$defs": {"reference": _REFERENCE},
+        "allOf": rules,
+        "$defs": {"reference": REFERENCE},
     }
 
 
-def _defaults(known: list[str]) -> dict[str, Any]:
-    """The list that chooses options: `- override /optimizer: sgd_cifar`."""
-    choices = {f"override /{group}": {"enum": list(options(group))} for group in known}
-    choice = {"type": "object", "properties": choices, "additionalProperties": False, "maxProperties": 1}
+def _described(text: str | None, section: Schema) -> Schema:
+    return {"description": " ".join((text or "").split()), "type": "object", **section}
+
+
+def _defaults() -> Schema:
+    """The list that chooses options: `optimizer: sgd_cifar`, with or without Hydra's `override /`."""
+    choices: Schema = {_choice(group): {"anyOf": _named(group)} for group in groups() if group != PRESETS}
+    choices[r"^(override )?/?hydra/"] = {"type": "string"}
+    choice = {
+        "type": "object",
+        "patternProperties": choices,
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 1,
+    }
     return {
-        "description": "which option of each group the recipe takes",
+        "description": "Which option of each group the recipe takes, and recipes that it builds on.",
         "type": "array",
         "items": {"anyOf": [choice, {"type": "string"}]},
     }
 
 
-def _section(name: str, annotation: type[Section]) -> dict[str, Any]:
-    fields = {
-        key: _field(field)
-        for key, field in annotation.model_fields.items()
-        if key not in ("target", "options")
+def _choice(group: str) -> str:
+    return f"^(override )?/?{group}$"
+
+
+def _named(group: str) -> list[Schema]:
+    """The options of a group, each with what its file says of it."""
+    return [{"const": entry.name, "description": entry.summary} for entry in entries(group)]
+
+
+def _preset() -> Schema:
+    return {"description": field_docs(Config)["preset"], "anyOf": _named(PRESETS)}
+
+
+def _fields(part: type[Section]) -> Schema:
+    docs = field_docs(part)
+    return {
+        name: _field(name, found, docs.get(name))
+        for name, found in part.model_fields.items()
+        if name not in ("target", "options")
     }
-    if annotation is Task:
-        # The tasks themselves know their other keywords.
-        named = {"type": "object", "properties": {"name": fields["name"]}}
-        return {"anyOf": [*fields["name"]["anyOf"], named], "default": fields["name"]["default"]}
-    if "target" not in annotation.model_fields:
-        return {"type": "object", "properties": fields, "additionalProperties": False}
-    target = {"type": ["string", "null"], "description": "import path of a class or function"}
-    keywords = {key: found for key, found in _keywords(name).items() if key not in fields}
-    return {"type": "object", "properties": {"_target_": target, **fields, **keywords}}
 
 
-def _keywords(group: str) -> dict[str, Any]:
-    """Keywords that the option files of a group set, each with the types of its values."""
-    seen: dict[str, set[str]] = {}
-    for file in options(group).values():
-        for key, value in _values(file).items():
-            seen.setdefault(key, set()).add(_TYPES.get(type(value), "string"))
-    return {key: {"type": _loosened(kinds)} for key, kinds in sorted(seen.items())}
-
-
-def _values(file: Path) -> dict[str, Any]:
-    values = read_yaml(file).data
-    return {key: value for key, value in values.items() if key not in ("defaults", "_target_")}
-
-
-def _loosened(kinds: set[str]) -> list[str]:
-    """The types of the examples, and what else fits: text for references, any number for a number."""
-    more = {"string", "null"} | ({"number"} if "integer" in kinds else set())
-    return sorted(kinds | more)
-
-
-def _field(field: Any) -> dict[str, Any]:
-    annotation = field.annotation
-    for metadata in field.metadata:
+def _field(name: str, found: Any, doc: str | None) -> Schema:
+    annotation = found.annotation
+    for metadata in found.metadata:
         annotation = Annotated[annotation, metadata]
-    found: dict[str, Any] = {"anyOf": [*_alternatives(annotation), {"$ref": "#/$defs/reference"}]}
-    default = field.get_default(call_default_factory=True)
-    if isinstance(default, (bool, int, float, str)):
-        found["default"] = default
-    elif isinstance(default, Duration):
-        found["default"] = str(default)
-    return found
+    described: Schema = {"description": doc} if doc else {}
+    default = found.get_default(call_default_factory=True)
+    if isinstance(default, (bool, int, float, str, Duration)):
+        described["default"] = str(default) if isinstance(default, Duration) else default
+    return {**described, "anyOf": json_type(annotation, name=name)}
 
 
-def _alternatives(annotation: Any) -> list[dict[str, Any]]:
-    """The JSON types that an annotation accepts."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        bounds = next((item for item in arguments[1:] if isinstance(item, Range)), None)
-        return list(map(partial(_bounded, bounds=bounds), _alternatives(arguments[0])))
-    if origin in (Union, types.UnionType):
-        return [alternative for member in arguments for alternative in _alternatives(member)]
-    if origin is Literal:
-        return [{"enum": list(arguments)}]
-    if origin is list:
-        return [{"type": "array", "items": {"anyOf": _alternatives(arguments[0])}}]
-    if annotation is Duration:
-        return [{"type": "number"}, {"type": "string", "pattern": r"^[0-9.]"}]
-    if annotation is Target:
-        return [{"type": "string"}, {"type": "object", "required": ["_target_"]}]
-    return [{"type": _TYPES[annotation]}]
+def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
+    """A section with `_target_`, and the rule that closes it where the recipe names no target of its own."""
+    fields, keywords = _fields(part), _Keywords()
+    for option, file in options(group).items():
+        path = _target_of(group, file)
+        if path is None:
+            continue
+        try:
+            function = locate(path)
+        except Problem:
+            keywords.open_options.append(option)
+            continue
+        keywords.add(function, group)
+        if swallows_keywords(function):
+            keywords.open_options.append(option)
+    target = {"description": "Import path of a class or function.", "type": ["string", "null"]}
+    section = _described(part.__doc__, {"properties": {"_target_": target, **keywords.loose(), **fields}})
+    named = {"properties": {group: {"required": ["_target_"]}}, "required": [group]}
+    open_choice = {
+        "type": "object",
+        "propertyNames": {"pattern": _choice(group)},
+        "additionalProperties": {"enum": keywords.open_options or [None]},
+        "minProperties": 1,
+    }
+    inherited = {"type": "string", "not": {"const": "_self_"}}
+    chosen = {
+        "properties": {"defaults": {"contains": {"anyOf": [open_choice, inherited]}}},
+        "required": ["defaults"],
+    }
+    rule = {
+        "if": {"not": {"anyOf": [named, chosen]}},
+        "then": {"properties": {group: keywords.strict(list(fields))}},
+    }
+    return section, rule
 
 
-def _bounded(alternative: dict[str, Any], bounds: Range | None) -> dict[str, Any]:
-    if bounds is None or alternative.get("type") not in ("integer", "number"):
-        return alternative
-    low = {"exclusiveMinimum" if bounds.open_low else "minimum": bounds.low} if bounds.low > -math.inf else {}
-    high = (
-        {"exclusiveMaximum" if bounds.open_high else "maximum": bounds.high} if bounds.high < math.inf else {}
-    )
-    return {**alternative, **low, **high}
+def _target_of(group: str, file: Path) -> str | None:
+    """The target that an option file names, or the option that it inherits from."""
+    data = read_yaml(file).data
+    if "_target_" in data:
+        return data["_target_"]
+    known = options(group)
+    inherited = [name for name in data.get("defaults", []) if name in known]
+    return _target_of(group, known[inherited[-1]]) if inherited else None
+
+
+def _task(doc: str | None) -> Schema:
+    """A task by name or import path, alone or with its keywords beside it."""
+    keywords = _Keywords()
+    for path in TASKS.values():
+        keywords.add(locate(path), "task")
+    own = {"type": "string", "pattern": r"\."}
+    name = {
+        "description": field_docs(Task)["name"],
+        "anyOf": [{"enum": ["auto", *TASKS]}, own, {"$ref": "#/$defs/reference"}],
+    }
+    section = {
+        "type": "object",
+        "properties": {**keywords.loose(), "name": name},
+        "if": {"properties": {"name": own}, "required": ["name"]},
+        "else": keywords.strict(["name"]),
+    }
+    return {"description": doc or " ".join((Task.__doc__ or "").split()), "anyOf": [name, section]}

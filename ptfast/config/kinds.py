@@ -48,7 +48,7 @@ def check_target(
         _check_kind(function, target.path, section)
     except Problem as problem:
         return target, [problem.at(f"{prefix}._target_", target.path)]
-    parameters = _own_parameters(function, section)
+    parameters = own_parameters(function, section)
     open_ended = swallows_keywords(function)
     kwargs: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -70,7 +70,7 @@ def check_target(
     return dataclasses.replace(target, kwargs=kwargs), problems
 
 
-def _own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
+def own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
     """The keywords that a config may set: not the first one of those that are given parameters or facts."""
     parameters = keywords(function)
     if section in ("optimizer", "task") and parameters:

@@ -89,7 +89,7 @@ def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -
 
 
 def _interpolations(config: DictConfig | ListConfig, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    names = range(len(config)) if isinstance(config, ListConfig) else list(config.keys())
+    names: list[Any] = list(range(len(config)) if isinstance(config, ListConfig) else config.keys())
     for name in names:
         if OmegaConf.is_interpolation(config, name):
             yield f"{prefix}{name}", config, name
