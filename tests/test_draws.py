@@ -8,6 +8,7 @@ import pytest
 from ptfast.data import draws
 
 INDICES = np.arange(100_000)
+MOST = 1 << 32
 
 
 def test_known_values_do_not_change():
@@ -21,17 +22,19 @@ def test_known_values_do_not_change():
 
 
 def test_a_draw_does_not_depend_on_the_batch_it_is_in():
-    whole = draws.uniform(1, 2, INDICES, draws.FLIP)
+    whole = draws.integers(1, 2, INDICES, draws.FLIP, MOST)
     some = np.array([5, 99_999, 0, 5])
-    assert np.array_equal(draws.uniform(1, 2, some, draws.FLIP), whole[some])
-    assert np.array_equal(draws.uniform(1, 2, some.reshape(2, 2), draws.FLIP), whole[some].reshape(2, 2))
+    assert np.array_equal(draws.integers(1, 2, some, draws.FLIP, MOST), whole[some])
+    assert np.array_equal(
+        draws.integers(1, 2, some.reshape(2, 2), draws.FLIP, MOST), whole[some].reshape(2, 2)
+    )
 
 
-def test_uniform_fills_the_unit_interval_evenly():
-    u = draws.uniform(3, 0, INDICES, draws.CROP_X)
-    assert u.min() >= 0
-    assert u.max() < 1
-    counts = np.histogram(u, 50, (0, 1))[0]
+def test_the_largest_range_is_filled_evenly():
+    drawn = draws.integers(3, 0, INDICES, draws.CROP_X, MOST)
+    assert drawn.min() >= 0
+    counts = np.histogram(drawn, 50, (0, MOST))[0]
+    assert counts.sum() == len(INDICES)
     assert np.abs(counts - 2000).max() < 5 * np.sqrt(2000)
 
 
@@ -46,12 +49,15 @@ def test_integers_take_every_value_equally_often():
 )
 def test_seed_epoch_and_stream_give_unrelated_draws(other: tuple[int, int, int]):
     seed, epoch, stream = other
-    one, two = draws.uniform(0, 0, INDICES, draws.CROP_X), draws.uniform(seed, epoch, INDICES, stream)
+    one, two = (
+        draws.integers(0, 0, INDICES, draws.CROP_X, MOST),
+        draws.integers(seed, epoch, INDICES, stream, MOST),
+    )
     assert abs(np.corrcoef(one, two)[0, 1]) < 0.015
 
 
 def test_neighbouring_indices_are_unrelated():
-    u = draws.uniform(0, 0, INDICES, draws.CROP_X)
+    u = draws.integers(0, 0, INDICES, draws.CROP_X, MOST)
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.015
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,23 +18,23 @@ PACKAGE = ROOT / "ptfast"
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "0 ground": (
         ("errors",),
-        ("durations", "techniques", "distributed", "units", "run_folder", "machine", "splitmix"),
+        ("durations", "distributed", "units", "run_folder", "machine", "splitmix"),
         ("run",),
         ("config",),
     ),
     "1 parts": (
         (
             *("data", "models", "optim", "tasks"),
-            *("precision", "schedule", "gradients", "parallel", "checkpointing", "compile", "rewrites"),
+            *("precision", "schedule", "gradients", "parallel", "compile", "rewrites"),
             *("backend", "debug", "ema", "seeding"),
-            *("saving", "metrics", "logger", "display"),
+            *("saving", "logger", "display"),
         ),
     ),
     "1 pages": (("report",), ("compare",)),
     "2 loop": (("trainer", "run_state"), ("loop",)),
     "3 build": (("runner",), ("evaluate",), ("predict",)),
     "4 processes": (("worker", "place"), ("launch", "dry_run")),
-    "5 tools": (("find", "measure", "sweep"),),
+    "5 tools": (("sweep",),),
     "6 commands": (("cli",), ("__main__",)),
 }
 ROWS = [row for rows in LAYERS.values() for row in rows]
@@ -41,7 +42,7 @@ RANK = {module: rank for rank, row in enumerate(ROWS) for module in row}
 
 # Importing these takes seconds; a config error or `--help` must not wait for them.
 HEAVY = {"torch", "torchvision", "torchmetrics", "matplotlib", "transformers"}
-LIGHT_MODULES = ("errors", "durations", "techniques", "run", "config", "cli", "__main__")
+LIGHT_MODULES = ("errors", "durations", "run", "config", "cli", "__main__")
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, bool]]:
@@ -99,6 +100,18 @@ def test_the_package_keeps_its_layers() -> None:
     assert violations(PACKAGE) == []
 
 
+def test_the_tables_name_what_there_is() -> None:
+    modules = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert set(RANK) == modules - {"__init__"}
+    table = re.findall(r"^\| [a-z]+ \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    named = {
+        word.rstrip("/") for row in table for cell in re.findall(r"`(.*?)`", row) for word in cell.split()
+    }
+    assert named == set(RANK)
+
+
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
@@ -145,12 +158,9 @@ def test_a_right_import_is_let_through(tmp_path: Path, path: str, source: str) -
 
 
 def test_light_modules_load_without_heavy_ones() -> None:
-    present = [
-        name for name in LIGHT_MODULES if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
-    ]
     code = (
         "import importlib, sys\n"
-        f"for name in {present}:\n"
+        f"for name in {LIGHT_MODULES}:\n"
         "    importlib.import_module('ptfast.' + name)\n"
         f"    assert not (heavy := {HEAVY} & set(sys.modules)), f'{{name}} loads {{heavy}}'"
     )

@@ -39,11 +39,6 @@ def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> ND
     return z
 
 
-def uniform(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.float64]:
-    """Floats in [0, 1), one for each index; arguments as `bits`."""
-    return (bits(seed, epoch, indices, stream) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
-
-
 def integers(
     seed: int, epoch: int, indices: NDArray[np.integer], stream: int, high: int
 ) -> NDArray[np.int64]:
