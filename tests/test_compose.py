@@ -1,19 +1,16 @@
-"""Composing: arguments, presets, recipes, own folders, strict YAML, interpolations, sweeps, completion."""
+"""Composing: arguments, presets, recipes, own folders, strict YAML, interpolations."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ptfast.config import completion, multirun, paths
 from ptfast.config import help as config_help
-from ptfast.config.compose import Composed, compose
-from ptfast.config.overrides import parse
-from ptfast.errors import ConfigError, MachineError
+from ptfast.config import paths
+from ptfast.config.compose import compose
+from ptfast.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -276,142 +273,3 @@ def test_yaml_surprises_are_warned_of() -> None:
         assert what in warning
     assert composed.tree["d"] == 1e-3
     assert composed.tree["f"] == "2020-01-01"
-
-
-def test_a_sweep_runs_every_point_and_survives_a_failure(tmp_path: Path) -> None:
-    seen: list[tuple[int, float, str]] = []
-    checked: list[tuple[float, str]] = []
-
-    def job(composed: Composed, number: int) -> float:
-        lr, preset = composed.tree["optimizer"]["lr"], composed.tree["preset"]
-        assert composed.tree["precision"]["mode"] == ("amp" if preset == "fast" else "fp32")
-        seen.append((number, lr, preset))
-        if number == 1:
-            raise RuntimeError("out of memory")
-        return lr
-
-    results = multirun.sweep(
-        ["+recipe=resnet_digits", "optimizer.lr=0.1,0.2", "preset=plain,fast"],
-        job,
-        tmp_path / "a sweep",
-        lambda c: checked.append((c.tree["optimizer"]["lr"], c.tree["preset"])),
-    )
-    assert seen == [(0, 0.1, "plain"), (1, 0.1, "fast"), (2, 0.2, "plain"), (3, 0.2, "fast")]
-    assert checked == [(0.1, "plain"), (0.2, "plain"), (0.1, "fast")]
-    assert [r.objective for r in results] == [0.1, None, 0.2, 0.2]
-    assert str(results[1].error) == "out of memory"
-    assert list((tmp_path / "a sweep").iterdir()) == []
-    assert [p.name for p in tmp_path.iterdir()] == ["a sweep"]
-
-
-def test_a_bad_point_stops_a_sweep_before_its_first_job(tmp_path: Path) -> None:
-    def check(composed: Composed) -> None:
-        if composed.tree["optimizer"]["lr"] == "abc":
-            raise ConfigError("C004", "not a number", key="optimizer.lr")
-
-    started: list[int] = []
-    with pytest.raises(ConfigError, match="not a number"):
-        multirun.sweep(["optimizer.lr=0.1,abc"], lambda _, n: started.append(n), tmp_path / "s", check)
-    assert started == []
-
-
-@pytest.mark.parametrize(
-    "argument",
-    ["optimizer.lr=choice()", "optimizer.lr=range(0,0)", "seed=range(0,1,0)", "optimizer=glob(zz*)"],
-)
-def test_a_sweep_of_no_points(argument: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse([argument], sweep=True)
-    assert caught.value.code == "C014"
-
-
-def test_a_sweep_over_an_unknown_option() -> None:
-    with pytest.raises(ConfigError, match="Did you mean optimizer=adam"):
-        parse(["optimizer=sgd,adma"], sweep=True)
-
-
-def test_an_interval_needs_another_sweeper(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not support sweep type"):
-        multirun.sweep(["optimizer.lr=interval(0,1)"], lambda c, n: None, tmp_path / "s")
-
-
-def test_cfg_hides_secrets_and_keeps_references() -> None:
-    text = multirun.show_config(
-        "job", ["logger.api_key=abc", "run.name=${oc.env:NO_SUCH}", "data=imagefolder"]
-    )
-    tree = yaml.safe_load(text)
-    assert tree["logger"]["api_key"] == "<secret>"
-    assert tree["run"]["name"] == "${oc.env:NO_SUCH}"
-    assert "hydra" not in tree
-    assert "launcher" in yaml.safe_load(multirun.show_config("hydra", []))["hydra"]
-
-
-def test_info_prints_the_search_path(capsys: pytest.CaptureFixture[str]) -> None:
-    write("conf/optimizer/mine.yaml", "lr: 1\n")
-    multirun.show_info("searchpath", [])
-    printed = capsys.readouterr().out
-    assert printed.index(f"ptfast://{Path.cwd()}/conf") < printed.index(
-        f"ptfast://{paths.builtin_root().conf}"
-    )
-    with pytest.raises(ConfigError, match="no such view"):
-        multirun.show_info("evrything", [])
-
-
-def test_copied_recipes_run_and_are_not_overwritten() -> None:
-    config_help.copy_recipe("resnet_digits", Path("new/mine.yaml"))
-    assert (
-        compose(["+recipe=new/mine.yaml"]).tree["batch_size"]
-        == compose(["+recipe=resnet_digits"]).tree["batch_size"]
-    )
-    assert config_help.copy_recipe("resnet_cifar", Path("mine.yaml")) == "./mine.yaml"
-    assert "ptfast train +recipe=./mine.yaml data=imagefolder" in Path("mine.yaml").read_text()
-    assert config_help.copy_recipe("resnet_digits", Path("recipes/mine.yaml")) == "mine"
-    (listed,) = (entry for entry in config_help.recipes() if entry.name == "mine")
-    assert listed.command == "ptfast train +recipe=mine"
-    with pytest.raises(MachineError, match="not overwritten"):
-        config_help.copy_recipe("resnet_digits", Path("new/mine.yaml"))
-    with pytest.raises(ConfigError, match="Did you mean resnet_digits"):
-        config_help.copy_recipe("resnet_digit", Path("other.yaml"))
-    with pytest.raises(ConfigError, match=r"Write mine\.yaml"):
-        config_help.copy_recipe("resnet_digits", Path("mine"))
-
-
-COMMANDS = {"train": ["--config", "--dry-run"], "find": ["--budget"]}
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("tr", ["train"]),
-        ("train --d", ["--dry-run"]),
-        ("train optim", ["optimizer=", "optimizer."]),
-        ("train optimizer=sgd", ["optimizer=sgd", "optimizer=sgd_cifar"]),
-        ("train -m optimizer=adam,sgd_", ["optimizer=adam,sgd_cifar"]),
-        ("train optimizer.n", []),
-        ("train optimizer=sgd optimizer.n", ["optimizer.nesterov="]),
-        ("train +recipe=resnet_cifar optimizer.n", ["optimizer.nesterov="]),
-        ("train +rec", ["+recipe="]),
-        ("train +recipe=resnet_c", ["+recipe=resnet_cifar"]),
-        ("train +recipe=./mi", ["+recipe=./mine.yaml"]),
-        ("train run.na", ["run.name="]),
-        ("train batch", ["batch_size="]),
-    ],
-)
-def test_completion(line: str, found: list[str]) -> None:
-    write("mine.yaml", "epochs: 1\n")
-    assert completion.complete(line.split(" "), COMMANDS) == found
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts_call_the_hook(shell: str) -> None:
-    assert "ptfast __complete" in completion.script(shell)
-
-
-def test_help_and_completion_need_neither_hydra_nor_torch() -> None:
-    program = (
-        "import sys; from ptfast.config import help, completion; "
-        "assert 'optimizer=sgd' in help.groups_text(); help.recipes(); completion.complete(['optimizer.l']); "
-        "assert not {'hydra', 'omegaconf', 'torch', 'pydantic'} & set(sys.modules)"
-    )
-    root = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)

@@ -9,6 +9,8 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from ptfast.config import multirun
+from ptfast.config.compose import Composed
+from ptfast.config.overrides import parse
 from ptfast.errors import ConfigError
 
 
@@ -72,3 +74,60 @@ def test_what_no_sweep_can_do_is_refused_before_its_first_job(
         multirun.sweep([*words.split(), "seed=0,1"], lambda c, n: 0.0, Path("s"))
     assert (caught.value.code, caught.value.key, told) == ("C014", key, [])
     assert list(in_tmp.iterdir()) == []
+
+
+def test_a_sweep_runs_every_point_and_survives_a_failure(tmp_path: Path) -> None:
+    seen: list[tuple[int, float, str]] = []
+    checked: list[tuple[float, str]] = []
+
+    def job(composed: Composed, number: int) -> float:
+        lr, preset = composed.tree["optimizer"]["lr"], composed.tree["preset"]
+        assert composed.tree["precision"]["mode"] == ("amp" if preset == "fast" else "fp32")
+        seen.append((number, lr, preset))
+        if number == 1:
+            raise RuntimeError("out of memory")
+        return lr
+
+    results = multirun.sweep(
+        ["+recipe=resnet_digits", "optimizer.lr=0.1,0.2", "preset=plain,fast"],
+        job,
+        tmp_path / "a sweep",
+        lambda c: checked.append((c.tree["optimizer"]["lr"], c.tree["preset"])),
+    )
+    assert seen == [(0, 0.1, "plain"), (1, 0.1, "fast"), (2, 0.2, "plain"), (3, 0.2, "fast")]
+    assert checked == [(0.1, "plain"), (0.2, "plain"), (0.1, "fast")]
+    assert [r.objective for r in results] == [0.1, None, 0.2, 0.2]
+    assert str(results[1].error) == "out of memory"
+    assert list((tmp_path / "a sweep").iterdir()) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["a sweep"]
+
+
+def test_a_bad_point_stops_a_sweep_before_its_first_job(tmp_path: Path) -> None:
+    def check(composed: Composed) -> None:
+        if composed.tree["optimizer"]["lr"] == "abc":
+            raise ConfigError("C004", "not a number", key="optimizer.lr")
+
+    started: list[int] = []
+    with pytest.raises(ConfigError, match="not a number"):
+        multirun.sweep(["optimizer.lr=0.1,abc"], lambda _, n: started.append(n), tmp_path / "s", check)
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["optimizer.lr=choice()", "optimizer.lr=range(0,0)", "seed=range(0,1,0)", "optimizer=glob(zz*)"],
+)
+def test_a_sweep_of_no_points(argument: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([argument], sweep=True)
+    assert caught.value.code == "C014"
+
+
+def test_a_sweep_over_an_unknown_option() -> None:
+    with pytest.raises(ConfigError, match="Did you mean optimizer=adam"):
+        parse(["optimizer=sgd,adma"], sweep=True)
+
+
+def test_an_interval_needs_another_sweeper(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not support sweep type"):
+        multirun.sweep(["optimizer.lr=interval(0,1)"], lambda c, n: None, tmp_path / "s")

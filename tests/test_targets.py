@@ -1,4 +1,4 @@
-"""Targets by import path: found, built, checked against their signature, and trusted or not."""
+"""Targets by import path: found, built and checked against their signature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 from ptfast.config.kinds import check_target
 from ptfast.config.suggest import did_you_mean, nearest
 from ptfast.config.targets import Target, check_constructs, parse_target
-from ptfast.config.trust import Trust
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError
 
@@ -357,56 +356,6 @@ def test_torchvision_typos_surface_without_a_download() -> None:
         check_constructs(
             Target("torchvision.models.resnet18", {"num_clases": 5, "weights": "DEFAULT"}), {"num_classes": 5}
         )
-
-
-UNTRUSTED = [
-    "os.system",
-    "nt.system",
-    "builtins.exec",
-    "torch.load",
-    "torch.hub.load",
-    "torch.ops.load_library",
-    "torch.utils.cpp_extension.load_inline",
-    "torchvision.datasets.utils.os.system",
-    "torchvision.datasets.utils.extract_archive",
-    "torchvision.datasets.folder.Image.open",
-    "torch.nn.modules.module.torch.hub.load",
-    "torch.nn.functional.torch.load",
-    "torch.nn.Module.__class__",
-    "torch.nn.Module.load_state_dict",
-    "torch.optim.lr_scheduler.partial",
-    "torch.nnx.Linear",
-    "ptfast.config.targets.importlib.import_module",
-    "ptfast.errors.render",
-    "ptfast.__main__.main",
-    "torch.nn",
-]
-
-
-@pytest.mark.parametrize("path", UNTRUSTED)
-def test_what_a_file_from_elsewhere_may_not_name(path: str) -> None:
-    with pytest.raises(ValueError, match="not trusted"):
-        Trust().locate(path)
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["torch.nn.Linear", "torch.optim.AdamW", "torchvision.models.resnet18", "torchvision.datasets.CIFAR10"],
-)
-def test_what_it_may_name(path: str) -> None:
-    assert callable(Trust().locate(path))
-
-
-def test_the_check_comes_before_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "strange_pkg.py").write_text("class Net: pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="not trusted") as caught:
-        Trust().locate("strange_pkg.Net")
-    assert "strange_pkg" not in sys.modules
-    assert caught.value.suggestion == "If you trust it, add 'trust=[strange_pkg]' to the command line"  # type: ignore[attr-defined]
-    assert Trust(("strange_pkg",)).locate("strange_pkg.Net").__name__ == "Net"
-    with pytest.raises(ValueError, match="not trusted"):
-        Trust(("strange",)).locate("strange_pkg.Net")
 
 
 @pytest.mark.parametrize(

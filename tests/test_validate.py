@@ -3,117 +3,16 @@
 from __future__ import annotations
 
 import copy
-import shutil
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import Dataset
+from config_trees import HERE, Tree, check, in_file, refused, tree, typed
 
 from ptfast.config.schema import FREE_KEYS, Config, changed_keys
 from ptfast.config.targets import Target
-from ptfast.config.validate import TASKS, check_batch, validate
+from ptfast.config.validate import TASKS, validate
 from ptfast.durations import Duration
-from ptfast.errors import ConfigError, render
-
-HERE = __name__
-Tree = dict[str, Any]
-
-
-class Points(Dataset[int]):
-    """A data set."""
-
-    def __init__(self, root: str = "data", name: str = "points") -> None:
-        self.root, self.name = root, name
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Net(torch.nn.Module):
-    """A model."""
-
-    def __init__(self, num_classes: int = 2, depth: int = 2) -> None:
-        super().__init__()
-
-
-class Shape:
-    """A schedule."""
-
-    def __init__(self, milestones: list[Duration] | None = None) -> None:
-        self.milestones = milestones
-
-    def factor(self, clock: Any) -> Any:
-        return clock
-
-
-class Writer:
-    """A logger."""
-
-    def __init__(self, folder: str = "log") -> None:
-        self.folder = folder
-
-    def log(self, record: Any) -> None:
-        """Nothing."""
-
-
-class Watch:
-    """A callback."""
-
-    def __init__(self, every: int = 1) -> None:
-        self.every = every
-
-    def on_step(self, run: Any, step: int) -> None:
-        """Nothing."""
-
-
-TREE: Tree = {
-    "epochs": 10,
-    "steps": None,
-    "batch_size": 64,
-    "data": {"_target_": f"{HERE}.Points", "root": "data", "val": "10%"},
-    "model": {"_target_": f"{HERE}.Net", "depth": 3},
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "fused": "auto"},
-    "schedule": {"_target_": f"{HERE}.Shape", "warmup": "5%"},
-    "logger": {"_target_": None},
-    "run": {"name": None, "root": "runs"},
-    "eval": {"every": "1epochs"},
-    "callbacks": [],
-    "trust": [],
-}
-
-
-def tree(**changes: Any) -> Tree:
-    """`TREE` with values set by dotted key, written with `__` for the dot."""
-    changed = copy.deepcopy(TREE)
-    for key, value in changes.items():
-        *sections, name = key.split("__")
-        place = changed
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return changed
-
-
-def typed(key: str) -> str:
-    return "command line"
-
-
-def in_file(key: str) -> str:
-    return f"mine.yaml:{sum(map(ord, key))}"
-
-
-def check(place: Callable[[str], str] = typed, **changes: Any) -> Config:
-    return validate(tree(**changes), place)
-
-
-def refused(place: Callable[[str], str] = typed, **changes: Any) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        check(place, **changes)
-    assert "\n" not in str(caught.value)
-    assert caught.value.exit_code == 2
-    return caught.value
+from ptfast.errors import render
 
 
 def test_values_come_out_typed() -> None:
@@ -307,153 +206,11 @@ def test_a_safe_name(name: Any) -> None:
     assert check(run__name=name).run.name == str(name)
 
 
-@pytest.mark.parametrize(
-    ("places", "epochs", "steps"),
-    [
-        ({"epochs": "conf/config.yaml:22", "steps": "command line"}, None, 100),
-        ({"epochs": "conf/config.yaml:22", "steps": "recipes/mine.yaml:5"}, None, 100),
-        ({"epochs": "command line", "steps": "recipes/mine.yaml:5"}, 10, None),
-        ({"epochs": "command line", "steps": "command line"}, "C011", "C011"),
-        ({"epochs": "mine.yaml:3", "steps": "mine.yaml:4"}, "C011", "C011"),
-    ],
-)
-def test_one_of_epochs_and_steps(places: dict[str, str], epochs: Any, steps: Any) -> None:
-    if epochs == "C011":
-        assert refused(lambda key: places.get(key, ""), steps=100).code == "C011"
-    else:
-        config = check(lambda key: places.get(key, ""), steps=100)
-        assert (config.epochs, config.steps) == (epochs, steps)
-
-
-def test_a_run_needs_a_length() -> None:
-    assert refused(epochs=None).code == "C016"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"gradients__clip_norm": 1, "gradients__clip_value": 1},
-        {"optimizer__nesterov": True, "optimizer__momentum": 0},
-        {"steps": 10, "epochs": None, "schedule__warmup": "11steps"},
-        {"micro_batches": 8, "gradients__accumulate": 2},
-    ],
-)
-def test_keys_that_contradict_each_other(changes: Tree) -> None:
-    assert refused(**changes).code == "C011"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            (7, None, 2),
-            "7: cannot be cut into 2 micro-batches (2 ranks) evenly. The nearest that divide are 6 and 8",
-        ),
-        ((1, None, 2), "The nearest that divides is 2"),
-        ((64, None, 2, 3), "are 60 and 66"),
-        (
-            (64, 3, 2),
-            "micro_batches=3: cannot be shared evenly by 2 ranks. The nearest that divide are 2 and 4",
-        ),
-    ],
-)
-def test_a_batch_that_does_not_divide(arguments: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_batch(*arguments)
-    assert caught.value.code == "C010"
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "micro_batches"),
-    [((64, None, 1), 1), ((64, None, 2, 4), 8), ((64, 8, 2), 8), ((64, 8, 2, 4), 8)],
-)
-def test_a_batch_that_divides(arguments: tuple[Any, ...], micro_batches: int) -> None:
-    assert check_batch(*arguments) == micro_batches
-
-
-def test_ranks_that_do_not_divide_the_batch() -> None:
-    assert refused(micro_batches=7).code == "C010"
-    error = refused(batch_size=7, parallel={"strategy": "ddp", "nproc": 2}, device="cpu")
-    assert (error.code, error.key) == ("C010", "batch_size")
-    assert check(batch_size=7, parallel={"strategy": "ddp", "nproc": "auto"}).batch_size == 7
-
-
-@pytest.mark.parametrize(("gpus", "fits"), [(0, False), (2, False), (4, True)])
-def test_more_ranks_than_gpus(gpus: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    changes = {"device": "cuda", "parallel": {"strategy": "ddp", "nproc": 4}}
-    if fits:
-        check(**changes)
-    else:
-        error = refused(**changes)
-        assert (error.code, error.key) == ("C012", "parallel.nproc")
-        assert f"this machine has {gpus}" in str(error)
-
-
-def test_compiling_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    check(compile__mode="none")
-    error = refused(compile__mode="model", device="cpu")
-    assert error.code == "C012"
-    assert "Install g++, or use compile=none" in str(error)
-
-
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    error = refused(device="cuda")
-    assert (error.code, error.key) == ("C012", "device")
-    assert "Use device=cpu" in str(error)
-
-
-def test_float16_needs_cuda() -> None:
-    error = refused(precision__mode="amp_fp16", device="cpu")
-    assert error.code == "C012"
-    assert "needs a CUDA device, not cpu. Use precision=amp" in str(error)
-    check(precision__mode="bf16", device="cpu")
-
-
 def test_the_tasks_are_those_that_can_be_built() -> None:
     from ptfast import tasks
 
     assert set(TASKS) == {"auto", *tasks.TASKS}
     assert check(task="ptfast.tasks.classification.Classification").task.name.endswith("Classification")
-
-
-def untrusted(extra_trust: tuple[str, ...] = (), **changes: Any) -> ConfigError | None:
-    good = {"data___target_": "torchvision.datasets.FakeData", "model___target_": "torch.nn.Identity"}
-    given = tree(**{**good, **changes})
-    given["data"].pop("root", None)
-    given["model"].pop("depth", None)
-    given["schedule"] = {"_target_": "ptfast.schedule.Constant"}
-    try:
-        validate(given, typed, trusted=False, extra_trust=extra_trust)
-    except ConfigError as error:
-        return error
-    return None
-
-
-def test_a_file_from_elsewhere_may_name_only_trusted_packages() -> None:
-    assert untrusted() is None
-    for changes in (
-        {"model___target_": "os.system"},
-        {"model___target_": f"{HERE}.Net"},
-        {"model___target_": f"{HERE}.Net", "trust": [HERE]},
-        {"optimizer___target_": "torchvision.datasets.utils.os.system"},
-        {"callbacks": [f"{HERE}.Watch"]},
-        {"logger": {"_target_": f"{HERE}.Writer"}},
-        {"task": f"{HERE}.Net"},
-        {"data__transform": {"_target_": "os.system", "command": "true"}},
-        {"data__transform": [{"deep": {"_target_": "torch.hub.load"}}]},
-    ):
-        error = untrusted(**changes)
-        assert error is not None, changes
-        assert error.code == "C009"
-        assert "not trusted" in str(error)
-
-
-def test_packages_that_the_caller_trusts() -> None:
-    assert untrusted((HERE,), model___target_=f"{HERE}.Net") is None
 
 
 @pytest.mark.parametrize(

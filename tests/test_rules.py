@@ -1,0 +1,119 @@
+"""Rules across keys: one length, batches that divide, keys that agree, and what this machine can run."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from config_trees import Tree, check, refused
+
+from ptfast.config.validate import check_batch
+from ptfast.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("places", "epochs", "steps"),
+    [
+        ({"epochs": "conf/config.yaml:22", "steps": "command line"}, None, 100),
+        ({"epochs": "conf/config.yaml:22", "steps": "recipes/mine.yaml:5"}, None, 100),
+        ({"epochs": "command line", "steps": "recipes/mine.yaml:5"}, 10, None),
+        ({"epochs": "command line", "steps": "command line"}, "C011", "C011"),
+        ({"epochs": "mine.yaml:3", "steps": "mine.yaml:4"}, "C011", "C011"),
+    ],
+)
+def test_one_of_epochs_and_steps(places: dict[str, str], epochs: Any, steps: Any) -> None:
+    if epochs == "C011":
+        assert refused(lambda key: places.get(key, ""), steps=100).code == "C011"
+    else:
+        config = check(lambda key: places.get(key, ""), steps=100)
+        assert (config.epochs, config.steps) == (epochs, steps)
+
+
+def test_a_run_needs_a_length() -> None:
+    assert refused(epochs=None).code == "C016"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradients__clip_norm": 1, "gradients__clip_value": 1},
+        {"optimizer__nesterov": True, "optimizer__momentum": 0},
+        {"steps": 10, "epochs": None, "schedule__warmup": "11steps"},
+        {"micro_batches": 8, "gradients__accumulate": 2},
+    ],
+)
+def test_keys_that_contradict_each_other(changes: Tree) -> None:
+    assert refused(**changes).code == "C011"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            (7, None, 2),
+            "7: cannot be cut into 2 micro-batches (2 ranks) evenly. The nearest that divide are 6 and 8",
+        ),
+        ((1, None, 2), "The nearest that divides is 2"),
+        ((64, None, 2, 3), "are 60 and 66"),
+        (
+            (64, 3, 2),
+            "micro_batches=3: cannot be shared evenly by 2 ranks. The nearest that divide are 2 and 4",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_divide(arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_batch(*arguments)
+    assert caught.value.code == "C010"
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "micro_batches"),
+    [((64, None, 1), 1), ((64, None, 2, 4), 8), ((64, 8, 2), 8), ((64, 8, 2, 4), 8)],
+)
+def test_a_batch_that_divides(arguments: tuple[Any, ...], micro_batches: int) -> None:
+    assert check_batch(*arguments) == micro_batches
+
+
+def test_ranks_that_do_not_divide_the_batch() -> None:
+    assert refused(micro_batches=7).code == "C010"
+    error = refused(batch_size=7, parallel={"strategy": "ddp", "nproc": 2}, device="cpu")
+    assert (error.code, error.key) == ("C010", "batch_size")
+    assert check(batch_size=7, parallel={"strategy": "ddp", "nproc": "auto"}).batch_size == 7
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [(0, False), (2, False), (4, True)])
+def test_more_ranks_than_gpus(gpus: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    changes = {"device": "cuda", "parallel": {"strategy": "ddp", "nproc": 4}}
+    if fits:
+        check(**changes)
+    else:
+        error = refused(**changes)
+        assert (error.code, error.key) == ("C012", "parallel.nproc")
+        assert f"this machine has {gpus}" in str(error)
+
+
+def test_compiling_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    check(compile__mode="none")
+    error = refused(compile__mode="model", device="cpu")
+    assert error.code == "C012"
+    assert "Install g++, or use compile=none" in str(error)
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    error = refused(device="cuda")
+    assert (error.code, error.key) == ("C012", "device")
+    assert "Use device=cpu" in str(error)
+
+
+def test_float16_needs_cuda() -> None:
+    error = refused(precision__mode="amp_fp16", device="cpu")
+    assert error.code == "C012"
+    assert "needs a CUDA device, not cpu. Use precision=amp" in str(error)
+    check(precision__mode="bf16", device="cpu")
