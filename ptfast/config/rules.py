@@ -9,10 +9,10 @@ from ptfast.config.machine import machine_problems
 from ptfast.config.problem import Problem
 from ptfast.config.schema import Config
 from ptfast.durations import Duration
+from ptfast.errors import COMMAND_LINE
 
 Place = Callable[[str], str]
 
-COMMAND_LINE = "command line"
 MAX_NAME_CHARS = 100
 PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(r"\w[\w.+=@,\- ]*")
