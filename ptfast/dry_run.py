@@ -100,3 +100,6 @@ class _Shortened:
 
     def __iter__(self) -> Any:
         return itertools.islice(iter(self.loader), 1)
+
+    def close(self) -> None:
+        self.loader.close()

@@ -168,9 +168,9 @@ def test_what_a_file_from_elsewhere_names_must_be_trusted(in_tmp: Path) -> None:
 
 
 def test_editors_know_both_forms() -> None:
-    task = schema()["properties"]["task"]
-    assert {"type": "string"} in task["anyOf"]
-    assert any(form.get("properties", {}).get("name") for form in task["anyOf"])
+    name, section = schema()["properties"]["task"]["anyOf"]
+    assert "multilabel" in name["anyOf"][0]["enum"]
+    assert {"name", "loss", "label_smoothing"} <= set(section["properties"])
 
 
 def test_a_sweep_goes_over_names_and_options(in_tmp: Path) -> None:
