@@ -1,0 +1,76 @@
+"""NovoGrad: momentum over gradients that every layer normalises by their own running norm.
+
+Written from the paper: Ginsburg, Castonguay, Hrinchuk, Kuchaiev, Lavrukhin, Leary, Li, Nguyen, Zhang, Cohen
+2019, "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks",
+arXiv:1905.11286, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ptfast.optim.layerwise import Group, LayerwiseOptimizer, Params, Portion, step_by_momentum
+
+
+class Novograd(LayerwiseOptimizer):
+    """Adam with one second moment per layer, and half of Adam's memory.
+
+    The second moment is that of the gradient's norm, a number per layer, and begins at the first gradient's.
+    For a layer `w` with gradient `g`:
+
+        v <- beta2 * v + (1 - beta2) * |g|^2
+        m <- beta1 * m + g / (sqrt(v) + eps) + weight_decay * w;    w <- w - lr * m
+
+    Weight decay comes in after the normalisation, so the gradient's size does not matter to it, but before
+    the momentum: with AdamW's rate and decay it pulls 1 / (1 - beta1) times as hard, unless gradients are
+    averaged.
+
+    Args:
+        params: parameters or groups of them; a group may set every keyword below for itself.
+        lr: >= 0; about the norm of a layer's step, times 1 / (1 - beta1); about 1e-3 to 1e-2.
+        betas: decay of the first and second moment, in [0, 1).
+        eps: added to the root of the second moment, >= 0.
+        weight_decay: >= 0, as above.
+        grad_averaging: weigh what enters the momentum by 1 - beta1, as Adam does.
+        exclude_1d: no weight decay on 1-d parameters (biases, norm weights).
+
+    Cost: 1.1 of AdamW's fused steps on the CPU, with half its state.
+    """
+
+    layer_state = ("exp_avg",)
+    scalar_state = ("exp_avg_sq",)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.95, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_averaging: bool = False,
+        exclude_1d: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "exclude_1d": exclude_1d,
+        }
+        super().__init__(params, defaults)
+
+    def _update(self, group: Group, portion: Portion) -> None:
+        (exp_avg_sqs,) = portion.scalars
+        beta1, beta2 = group["betas"]
+        norms = portion.norms([norm for _, grads, _ in portion.pieces for norm in torch._foreach_norm(grads)])
+        if portion.grad_factor is not None:
+            norms = norms * portion.grad_factor
+        squares, before = norms.square(), torch.stack(exp_avg_sqs)
+        after = torch.where(before == 0, squares, torch.lerp(squares, before, beta2))
+        after = portion.unless_found_inf(after, before)
+        torch._foreach_copy_(exp_avg_sqs, after.unbind())
+        factors = (after.sqrt() + group["eps"]).reciprocal()
+        share = 1 - beta1 if group["grad_averaging"] else 1.0
+        decay = 0.0 if group["exclude_1d"] and portion.ndim <= 1 else group["weight_decay"]
+        step_by_momentum(portion, share * factors, lr=group["lr"], momentum=beta1, decay_beside=share * decay)
