@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import RunPtfast
-from running import WITH_TESTS, build_run, train
+from running import WITH_TESTS, build_run
 from torch import Tensor, nn
 
 from ptfast.config.compose import compose
 from ptfast.config.freeze import freeze
 from ptfast.config.jsonschema import schema
+from ptfast.config.overrides import parse
 from ptfast.config.read import load_config, read_config
 from ptfast.errors import ConfigError
 from ptfast.run import DataInfo
@@ -173,10 +174,11 @@ def test_editors_know_both_forms() -> None:
     assert {"name", "loss", "label_smoothing"} <= set(section["properties"])
 
 
-def test_a_sweep_goes_over_names_and_options(in_tmp: Path) -> None:
-    words = ("steps=2", "model.hidden=[4]", "run.root=runs")
-    assert train("-m", "task.label_smoothing=0,0.1", *words) == 0
-    assert len(list(Path("runs").rglob("summary.json"))) >= 2
+def test_a_sweep_goes_over_names_and_options() -> None:
+    names, smoothing = parse(["task=classification,hf", "task.label_smoothing=0,0.1"], sweep=True)
+    points = [[names.at(name), smoothing.at("0")] for name in names.values]
+    assert [read_config(point)[1].task.name for point in points[:1]] == ["classification"]
+    assert points[1] == ["++task.name=hf", "++task.label_smoothing=0"]
 
 
 def test_training_with_a_loss_of_ones_own(run_ptfast: RunPtfast) -> None:
