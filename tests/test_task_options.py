@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ptfast.config.compose import compose
 from ptfast.config.freeze import freeze
-from ptfast.config.jsonschema import schema
 from ptfast.config.overrides import parse
 from ptfast.config.read import load_config, read_config
 from ptfast.errors import ConfigError
@@ -166,12 +165,6 @@ def test_what_a_file_from_elsewhere_names_must_be_trusted(in_tmp: Path) -> None:
             load_config(Path("config.yaml"))
         assert caught.value.code == "C009"
         load_config(Path("config.yaml"), [f"trust=[{HERE}]"])
-
-
-def test_editors_know_both_forms() -> None:
-    name, section = schema()["properties"]["task"]["anyOf"]
-    assert "multilabel" in name["anyOf"][0]["enum"]
-    assert {"name", "loss", "label_smoothing"} <= set(section["properties"])
 
 
 def test_a_sweep_goes_over_names_and_options() -> None:

@@ -116,8 +116,8 @@ def _check_tokenizer(name: str, tokenizer: dict[str, Any] | None) -> None:
         tokenizer: as the data describes it; None for data without one. A `tokenizer.json` is taken at its
             user's word.
     """
-    used = tokenizer and str(tokenizer.get("source", tokenizer["kind"]))
-    if used and used != name and not used.endswith(".json"):
+    used = str(tokenizer.get("source", tokenizer["kind"])) if tokenizer else name
+    if used != name and not used.endswith(".json"):
         own = f"{name}/tokenizer.json" if Path(name).is_dir() else name
         what = f"the weights of {name} know the tokens of its own tokenizer alone"
         hint = f"Set data.tokenizer={own}"
