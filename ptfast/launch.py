@@ -75,9 +75,21 @@ def start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: li
     Args:
         read_config: called by the first rank alone.
 
+    Returns:
+        The exit code of a rank that trains alone; one of several ends here.
+
     Raises:
         PtfastError: whatever stops the run; on one rank only, so that it is said once.
     """
+    from ptfast.worker import leave
+
+    exit_code = _start_rank(read_config, arguments)
+    if read_ranks().distributed:
+        leave(exit_code)
+    return exit_code
+
+
+def _start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]) -> int:
     from ptfast.worker import die_with_parent
 
     # A torchrun that is killed would leave its ranks running.

@@ -41,7 +41,7 @@ def fit(run: Run) -> str:
     progress, cadence, clock = run.progress, run.cadence, run.clock
     trainer = Trainer(run)
     batches = trainer.rehearse(run.train_loader.steps(progress.step, run.total_steps))
-    status, look_steps = "stopped" if _out_of_patience(run) else "finished", 1
+    status, look_steps = _judge(run), 1
     clock.charge("start-up")
     while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):
         if not progress.evaluation_due:
@@ -62,8 +62,8 @@ def fit(run: Run) -> str:
             except Exception:
                 run.save(run, False)
                 raise
-            if status == "finished" and step < run.total_steps and _out_of_patience(run):
-                status, run.stop_reason = "stopped", f"no gain in {run.patience} evaluations"
+            if status == "finished" and step < run.total_steps:
+                status = _judge(run)
         if is_best or step >= run.total_steps or status != "finished" or is_due(step, cadence.save_steps):
             clock.charge("logging")
             run.save(run, is_best)
@@ -194,8 +194,12 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _out_of_patience(run: Run) -> bool:
-    return run.patience is not None and run.progress.evaluations_without_gain >= run.patience
+def _judge(run: Run) -> str:
+    """Whether training ends here because it gains no more."""
+    if run.patience is None or run.progress.evaluations_without_gain < run.patience:
+        return "finished"
+    run.stop_reason = f"no gain in {run.patience} evaluations"
+    return "stopped"
 
 
 def _look_up(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from ptfast import machine, run_folder
 from ptfast.config.schema import Config
@@ -350,6 +350,16 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(EXIT_BUG)
 
 
+def leave(exit_code: int) -> NoReturn:
+    """End this rank at once, when all is written.
+
+    On the interpreter's own way out, threads that gloo has left behind abort the process now and then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 def main() -> None:
     """`python -m ptfast.worker RUN_DIR STATE PARENT`: a rank of a launched run.
 
@@ -370,8 +380,8 @@ def main() -> None:
             line = render(error) if isinstance(error, PtfastError) else bug_line(error)
             print(line, file=sys.stderr, flush=True)
         # The other ranks may wait in a collective for this one; leave without waiting for them.
-        sys.stdout.flush()
-        os._exit(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)
+        leave(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)
+    leave(EXIT_OK)
 
 
 if __name__ == "__main__":
