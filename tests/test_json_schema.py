@@ -109,7 +109,7 @@ def test_every_key_is_there_and_explained() -> None:
     ]
     assert unexplained == []
     assert found["saving"]["properties"]["every"]["default"] == "1epochs"
-    assert found["optimizer"]["properties"]["lr"]["description"].startswith("learning rate")
+    assert found["optimizer"]["properties"]["betas"]["description"].startswith("coefficients")
 
 
 def test_descriptions_come_from_docstrings() -> None:
