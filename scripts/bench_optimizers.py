@@ -1,0 +1,211 @@
+"""Time of one optimizer step at the size of ResNet-18 and of DistilBERT, as multiples of fused AdamW's.
+
+`python scripts/bench_optimizers.py` prints a markdown table per model. Only the step is timed, on gradients
+that stay. In every round all contenders take their steps, one after the other, each round beginning with
+another; ratios are of times of the same round. Unlike in training, ours scale all layers, as timm's do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_tools import interval, machine, version_of
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ptfast.optim.lamb import Lamb
+from ptfast.optim.lars import Lars
+from ptfast.optim.novograd import Novograd
+from ptfast.optim.nvlamb import Nvlamb
+
+Shapes = list[tuple[int, ...]]
+LR = 1e-6
+
+
+def resnet18() -> Shapes:
+    """Shapes of torchvision's ResNet-18: 11.7 M parameters."""
+    import torchvision
+
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in torchvision.models.resnet18().parameters()]
+
+
+def distilbert() -> Shapes:
+    """Shapes of distilbert-base-uncased with a classifier of two: 67.0 M parameters."""
+    width, norm = 768, [(768,), (768,)]
+    shapes: Shapes = [(30522, width), (512, width), *norm]
+    for _ in range(6):
+        shapes += [(width, width), (width,)] * 4 + norm
+        shapes += [(4 * width, width), (4 * width,), (width, 4 * width), (width,), *norm]
+    return [*shapes, (width, width), (width,), (2, width), (2,)]
+
+
+MODELS = {"ResNet-18": resnet18, "DistilBERT": distilbert}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer, and what its step is measured against."""
+
+    name: str
+    build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    targets: tuple[tuple[str, float], ...] = ()
+    """Other contenders, and the largest share of each one's time that this one is to take."""
+
+
+def timm(cls: str, **keywords: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """Build an optimizer of timm's, imported only then."""
+    return lambda layers: getattr(importlib.import_module("timm.optim"), cls)(layers, lr=LR, **keywords)
+
+
+def ours(cls: Callable[..., torch.optim.Optimizer], **keywords: Any) -> Callable[..., torch.optim.Optimizer]:
+    """Build one of ours, scaling every layer."""
+    return lambda layers: cls(layers, lr=LR, exclude_1d=False, **keywords)
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    """AdamW after clipping the global norm, which NVLAMB does in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Clip, at a bound that leaves the gradients to the other contenders as they were, and step."""
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e9)
+        return super().step(closure)
+
+
+BASE, CLIPPED = "AdamW fused", "AdamW fused, clipped"
+SGD = {"lr": LR, "momentum": 0.9, "weight_decay": 1e-4}
+DECAY = {"weight_decay": 1e-4}
+TIMM_LARS = {"momentum": 0.9, **DECAY}
+UNCLIPPED = {"max_grad_norm": None}
+CONTENDERS = (
+    Contender(BASE, lambda p: torch.optim.AdamW(p, LR, fused=True), (("AdamW default", 1 / 3),)),
+    Contender("AdamW default", lambda p: torch.optim.AdamW(p, LR)),
+    Contender("SGD fused", lambda p: torch.optim.SGD(p, **SGD, fused=True), (("SGD default", 1 / 4),)),
+    Contender("SGD default", lambda p: torch.optim.SGD(p, **SGD)),
+    Contender(CLIPPED, lambda p: ClippedAdamW(p, LR, fused=True)),
+    Contender("LARS", ours(Lars, **DECAY), ((BASE, 1.5), ("timm LARS", 1.0), ("timm LARS foreach", 1.0))),
+    Contender("timm LARS", timm("Lars", **TIMM_LARS)),
+    Contender("timm LARS foreach", timm("Lars", **TIMM_LARS, foreach=True)),
+    Contender("LAMB", ours(Lamb), ((BASE, 1.5), ("timm LAMB", 1.0), ("timm LAMB foreach", 1.0))),
+    Contender("timm LAMB", timm("Lamb", **UNCLIPPED)),
+    Contender("timm LAMB foreach", timm("Lamb", **UNCLIPPED, foreach=True)),
+    Contender("NVLAMB", ours(Nvlamb), ((CLIPPED, 1.5), ("timm NVLAMB", 1.0), ("timm NVLAMB foreach", 1.0))),
+    Contender("timm NVLAMB", timm("Lamb")),
+    Contender("timm NVLAMB foreach", timm("Lamb", foreach=True)),
+    Contender("NovoGrad", ours(Novograd, **DECAY), ((BASE, 1.5), ("timm NovoGrad", 1.0))),
+    Contender("timm NovoGrad", timm("NvNovoGrad", **DECAY)),
+)
+
+
+def layers_of(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
+    """Weights and gradients as long as in training; all contenders share them."""
+    torch.manual_seed(0)
+    layers = [nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in shapes]
+    for layer in layers:
+        layer.grad = torch.randn_like(layer) * 1e-2
+    return layers
+
+
+def time_steps(optimizer: torch.optim.Optimizer, steps: int, device: torch.device) -> float:
+    """Milliseconds per step."""
+    synchronize(device)
+    begin_s = time.perf_counter()
+    for _ in range(steps):
+        optimizer.step()
+    synchronize(device)
+    return (time.perf_counter() - begin_s) / steps * 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, where it runs beside the host."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(
+    contenders: list[Contender], shapes: Shapes, rounds: int, steps: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Times in ms by contender, one of each round; the first round only warms up."""
+    layers = layers_of(shapes, device)
+    optimizers = [(contender.name, contender.build(layers)) for contender in contenders]
+    times_ms: dict[str, list[float]] = {name: [] for name, _ in optimizers}
+    for number in range(rounds + 1):
+        shift = number % len(optimizers)
+        for name, optimizer in optimizers[shift:] + optimizers[:shift]:
+            time_ms = time_steps(optimizer, steps, device)
+            if number:
+                times_ms[name].append(time_ms)
+        print(f"round {number} of {rounds}", file=sys.stderr)
+    return times_ms
+
+
+def print_table(contenders: list[Contender], times_ms: dict[str, list[float]]) -> None:
+    """One row per contender, with the share of its own of the time of what it is measured against."""
+    print("| optimizer | ms per step [min-max] | times AdamW fused [95 %] | targets |\n|---|--:|--:|---|")
+    for contender in contenders:
+        times = times_ms[contender.name]
+        ratio, (low, high) = share(times, times_ms[BASE])
+        met = []
+        for other, bound in contender.targets:
+            if other in times_ms:
+                part, _ = share(times, times_ms[other])
+                verdict = "met" if part <= bound else "missed"
+                met.append(f"{part:.2f} of {other}, at most {bound:.2f}: {verdict}")
+        print(
+            f"| {contender.name} | {statistics.median(times):.2f} [{min(times):.2f}-{max(times):.2f}] "
+            f"| {ratio:.2f} [{low:.2f}-{high:.2f}] | {'; '.join(met)} |"
+        )
+
+
+def share(times: list[float], others: list[float]) -> tuple[float, tuple[float, float]]:
+    """Median of the ratios of times of the same round, and its 95 % interval."""
+    ratios = [time / other for time, other in zip(times, others, strict=True)]
+    return statistics.median(ratios), interval(ratios)
+
+
+def main() -> None:
+    """Measure at each model's size, and print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9, help="measured rounds, after one that warms up")
+    parser.add_argument("--steps", type=int, default=3, help="steps per contender and round")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--only", nargs="+", default=[], help="contenders whose name contains one of these")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    has_timm = version_of("timm") is not None
+    if not has_timm:
+        print("left out: timm's optimizers (timm is not installed)")
+    contenders = [
+        contender
+        for contender in CONTENDERS
+        if (has_timm or not contender.name.startswith("timm"))
+        and (not args.only or contender.name == BASE or any(word in contender.name for word in args.only))
+    ]
+    for model in args.models:
+        shapes = MODELS[model]()
+        times_ms = measure(contenders, shapes, args.rounds, args.steps, args.device)
+        size = sum(torch.Size(shape).numel() for shape in shapes) / 1e6
+        print(f"\n{model}, {size:.1f} M parameters in {len(shapes)} tensors, float32\n")
+        print_table(contenders, times_ms)
+    versions = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "timm") if version_of(name))
+    device = torch.cuda.get_device_name() if args.device.type == "cuda" else f"{args.threads} threads"
+    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    print(f"\n{args.rounds} interleaved rounds of {args.steps} steps, {device}{load}. {versions}.")
+    print(f"{machine()}.")
+
+
+if __name__ == "__main__":
+    main()
