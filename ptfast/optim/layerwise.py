@@ -205,7 +205,7 @@ class LayerwiseOptimizer(Optimizer):
             raise ConfigError(
                 "C011", what, key="optimizer", suggestion="Build the embedding with sparse=False"
             )
-        return laid_out_as(weight, grad.to(weight.dtype))
+        return laid_out_as(weight, grad if grad.dtype == weight.dtype else grad.to(weight.dtype))
 
 
 def step_by_momentum(
@@ -238,8 +238,10 @@ def step_by_momentum(
     if factors is not None and factors.is_cpu and momentum and not nesterov:
         # No host waits for a CPU: with the factor as its own dampening the kernel needs no pass before it.
         unscale = 1.0 if portion.grad_factor is None else portion.grad_factor.item()
-        whole = factors * unscale
-        numbers, decays = whole.tolist(), (decay_within / unscale + decay_beside / whole).tolist()
+        whole = factors if unscale == 1 else factors * unscale
+        numbers, decays = whole.tolist(), [decay_within / unscale] * portion.layers
+        if decay_beside:
+            decays = (whole.reciprocal() * decay_beside + decays[0]).tolist()
         for columns in portion.pieces:
             for weight, grad, velocity, number, decay in zip(*columns, numbers, decays, strict=True):
                 kernel = {"weight_decay": decay, "dampening": 1 - number, **sgd}

@@ -71,6 +71,7 @@ class Novograd(LayerwiseOptimizer):
         after = portion.unless_found_inf(after, before)
         torch._foreach_copy_(exp_avg_sqs, after.unbind())
         factors = (after.sqrt() + group["eps"]).reciprocal()
-        share = 1 - beta1 if group["grad_averaging"] else 1.0
         decay = 0.0 if group["exclude_1d"] and portion.ndim <= 1 else group["weight_decay"]
-        step_by_momentum(portion, share * factors, lr=group["lr"], momentum=beta1, decay_beside=share * decay)
+        if group["grad_averaging"]:
+            factors, decay = factors * (1 - beta1), decay * (1 - beta1)
+        step_by_momentum(portion, factors, lr=group["lr"], momentum=beta1, decay_beside=decay)
