@@ -6,9 +6,20 @@ Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.0
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from ptfast.optim.layerwise import Group, LayerwiseOptimizer, Params, Portion, Tensors, trust_ratios
+import torch
+from torch import Tensor
+
+from ptfast.optim.layerwise import (
+    CPU_PORTION,
+    Group,
+    LayerwiseOptimizer,
+    Params,
+    Portion,
+    Tensors,
+    trust_ratios,
+)
 
 
 class Lamb(LayerwiseOptimizer):
@@ -58,7 +69,22 @@ class Lamb(LayerwiseOptimizer):
             "adapt": adapt,
             "exclude_1d": exclude_1d,
         }
+        self._rooms: dict[torch.dtype, Tensors] = {}
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._rooms = {}
+        super().__setstate__(state)
+
+    def _room(self, piece: Tensor, index: int) -> Tensor:
+        """Where the update of a cut layer's piece is kept until the layer's norm is known.
+
+        It stays from step to step: to have memory mapped anew takes longer than to compute what goes there.
+        """
+        rooms = self._rooms.setdefault(piece.dtype, [])
+        if index == len(rooms):
+            rooms.append(piece.new_empty(CPU_PORTION))
+        return rooms[index][: len(piece)]
 
     def _update(self, group: Group, portion: Portion) -> None:
         (steps,) = portion.scalars
@@ -76,9 +102,12 @@ class Lamb(LayerwiseOptimizer):
         updates: list[Tensors] = []
         weight_norms: Tensors = []
         update_norms: Tensors = []
-        for weights, grads, exp_avgs, exp_avg_sqs in portion.pieces:
+        for index, (weights, grads, exp_avgs, exp_avg_sqs) in enumerate(portion.pieces):
             # Adam's kernel subtracts: with rate 1 it leaves minus the whole update.
-            update = torch._foreach_mul(weights, -decay)
+            if len(portion.pieces) > 1:
+                update = [torch.mul(weights[0], -decay, out=self._room(weights[0], index))]
+            else:
+                update = torch._foreach_mul(weights, -decay)
             state = (portion.scaled(grads), exp_avgs, exp_avg_sqs, [], steps)
             torch._fused_adam_(update, *state, lr=1.0, weight_decay=0.0, **adam)
             update_norms += torch._foreach_norm(update)
