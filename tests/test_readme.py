@@ -15,7 +15,9 @@ from ptfast.config import paths
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-COMMANDS_SHOWN = re.findall(r"^ptfast (\w+)", "\n".join(text for kind, text in FENCES if not kind), re.MULTILINE)
+COMMANDS_SHOWN = re.findall(
+    r"^ptfast (\w+)", "\n".join(text for kind, text in FENCES if not kind), re.MULTILINE
+)
 FOR_RECIPES = {"adamw_onecycle", "adamw_gpt", "adamw_text", "resnet_digits"}
 """Options whose numbers belong to one recipe."""
 
