@@ -33,7 +33,7 @@ def wave(shape: tuple[int, ...], phase: float, scale: float = 1.0) -> Tensor:
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    convolution = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+    convolution = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
     return nn.Sequential(*convolution, nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
@@ -41,7 +41,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -
     """Train on one batch; its loss before the last step."""
     dtype = next(model.parameters()).dtype
     torch.manual_seed(1)
-    inputs, targets = torch.randn(32, 1, 6, 6), torch.randint(3, (32,))
+    inputs, targets = torch.randn(32, 2, 6, 6), torch.randint(3, (32,))
     value = 0.0
     for _ in range(steps):
         optimizer.zero_grad()

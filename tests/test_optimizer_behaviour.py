@@ -210,7 +210,7 @@ def test_grad_scaler_hands_over_scale_and_check(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(scaler, "_maybe_opt_step", lambda *_: pytest.fail("the host waited"))
     for step in range(4):
         torch.manual_seed(step)
-        inputs, targets = torch.randn(8, 1, 6, 6), torch.randint(3, (8,))
+        inputs, targets = torch.randn(8, 2, 6, 6), torch.randint(3, (8,))
         overflows = step == 2
         for a_model, an_optimizer in ((model, optimizer), (plain, reference)):
             an_optimizer.zero_grad()
@@ -231,7 +231,7 @@ def test_grad_scaler_hands_over_scale_and_check(name: str, monkeypatch: pytest.M
 def test_a_closure_gives_the_loss(name: str) -> None:
     model, plain = net(), net()
     optimizer, reference = OURS[name](model.parameters()), OURS[name](plain.parameters())
-    inputs = torch.randn(4, 1, 6, 6)
+    inputs = torch.randn(4, 2, 6, 6)
 
     def closure() -> Tensor:
         optimizer.zero_grad()

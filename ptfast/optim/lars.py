@@ -36,7 +36,7 @@ class Lars(LayerwiseOptimizer):
         adapt: whether gradients are scaled at all; without it a step is SGD's.
         exclude_1d: take 1-d parameters (biases, norm weights) as SGD would, without scaling or decay.
 
-    Cost: 1.3 of AdamW's fused steps on the CPU, with half its state.
+    Cost: 1.4 of AdamW's fused steps on the CPU, with half its state.
     """
 
     layer_state = ("momentum_buffer",)

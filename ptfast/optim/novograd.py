@@ -34,7 +34,7 @@ class Novograd(LayerwiseOptimizer):
         grad_averaging: weigh what enters the momentum by 1 - beta1, as Adam does.
         exclude_1d: no weight decay on 1-d parameters (biases, norm weights).
 
-    Cost: 1.1 of AdamW's fused steps on the CPU, with half its state.
+    Cost: 1.2 of AdamW's fused steps on the CPU, with half its state.
     """
 
     layer_state = ("exp_avg",)
