@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ptfast.errors import NumericsError, SavedStateError
+from ptfast.optim import load_optimizer
 from ptfast.run import Progress, Run
 from ptfast.saving import State, check_length, point, prune, write_state
 
@@ -84,7 +85,7 @@ def restore_training(run: Run, state: State) -> None:
         SavedStateError: S002 when the state is of another model, S003 when it has a length this run cannot go
             on from.
     """
-    run.optimizer.load_state_dict(state.training["optimizer"])
+    load_optimizer(run.optimizer, state.training["optimizer"])
     if run.precision.scaler is not None and "scaler" in state.training:
         run.precision.scaler.load_state_dict(state.training["scaler"])
     if run.ema is not None and "ema" in state.training:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ptfast.config.targets import Target
 from ptfast.errors import ConfigError
-from ptfast.optim import apply_lr, build_optimizer, build_step, start_momentum
+from ptfast.optim import apply_lr, build_optimizer, build_step, load_optimizer, start_momentum
 
 CPU = torch.device("cpu")
 
@@ -231,3 +231,25 @@ assert "torch._dynamo" not in sys.modules
 def test_notes_on_cuda(fused, note):
     target = Target("torch.optim.AdamW", {"fused": fused})
     assert build_optimizer(target, net().cuda(), torch.device("cuda"))[1] == note
+
+
+def test_a_state_saved_in_another_memory_layout_steps_the_same_weights():
+    def steps(layouts):
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3)
+        optimizer, _ = build_optimizer(Target("torch.optim.AdamW", {"lr": 0.1, "fused": True}), model, CPU)
+        for layout in layouts:
+            state = optimizer.state_dict()
+            model.to(memory_format=layout)
+            optimizer, _ = build_optimizer(
+                Target("torch.optim.AdamW", {"lr": 0.1, "fused": True}), model, CPU
+            )
+            load_optimizer(optimizer, state)
+            for parameter in model.parameters():
+                parameter.grad = torch.arange(parameter.numel()).reshape(parameter.shape) / parameter.numel()
+                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+            optimizer.step()
+        return model.weight.detach().contiguous()
+
+    plain, last = torch.contiguous_format, torch.channels_last
+    torch.testing.assert_close(steps([plain, last, plain]), steps([plain, plain, plain]))

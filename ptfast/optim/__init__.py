@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ptfast.errors import ConfigError
+from ptfast.optim.layerwise import LayerwiseOptimizer, laid_out_as
 from ptfast.optim.lean import build_step, keep_compiler_unimported
 
 if TYPE_CHECKING:
     from ptfast.config.targets import Target
 
-__all__ = ["apply_lr", "build_optimizer", "build_step", "start_momentum"]
+__all__ = ["apply_lr", "build_optimizer", "build_step", "load_optimizer", "start_momentum"]
 
 FOREACH_DEVICES = ("cuda", "xpu")
 """Where torch's optimizers take the foreach path of themselves."""
@@ -38,8 +39,7 @@ def build_optimizer(
 
     Returns:
         The optimizer, whose groups keep their base rate as `initial_lr`, as under torch's schedulers, and how
-        it
-        steps: `fused`, `foreach` or `for-loop`.
+        it steps: `fused`, `foreach`, `multi-tensor` (ours) or `for-loop`.
 
     Raises:
         ConfigError: C012 for `fused=true` where that does not run, C005 for a value the optimizer refuses,
@@ -60,10 +60,22 @@ def build_optimizer(
         what = f"{target.path} has no fused step for these parameters on {device.type}"
         hint = "Use optimizer.fused=auto"
         raise ConfigError("C012", what, key="optimizer.fused", value="true", suggestion=hint)
-    optimizer = _construct(_with_fused(unfused) if fused else unfused, parameters)
+    optimizer = _construct(_with_fused(unfused) if fused else unfused, parameters, model)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
     return optimizer, "fused" if fused else _unfused_note(optimizer, device)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Restore a saved state, each tensor of it in the memory layout that its parameter has now.
+
+    Torch's fused kernels go by addresses: a state saved in another layout would be applied to other weights.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                kept[name] = laid_out_as(parameter, value)
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:
@@ -135,13 +147,18 @@ def _with_fused(target: Target) -> Target:
     return replace(target, kwargs={**target.kwargs, "fused": True})
 
 
-def _construct(target: Target, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def _construct(
+    target: Target, parameters: Sequence[nn.Parameter], model: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """Build it; one that takes a keyword `model` is told which module each parameter belongs to."""
     try:
-        return target.build(list(parameters))
+        return target.build(list(parameters), model=model)
     except (TypeError, ValueError) as error:
         raise ConfigError("C005", str(error), key="optimizer", value=target.path) from error
 
 
 def _unfused_note(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    if isinstance(optimizer, LayerwiseOptimizer):
+        return "multi-tensor"
     foreach = optimizer.defaults.get("foreach", False)
     return "foreach" if foreach or (foreach is None and device.type in FOREACH_DEVICES) else "for-loop"

@@ -26,7 +26,7 @@ def keep_compiler_unimported() -> None:
 
 
 def build_step(optimizer: Optimizer) -> Callable[[], object]:
-    """What takes one step of `optimizer`: for torch's own, the formula alone, about 20 us faster on the CPU.
+    """What takes one step of `optimizer`: for torch's own and ours, the formula alone, 20 us faster on the CPU.
 
     The public method also asks for hooks, opens a profiler range and breaks the compiler's graph, and imports
     the compiler first. It is called where hooks are registered on the optimizer, under a profiler, and for an
@@ -34,7 +34,7 @@ def build_step(optimizer: Optimizer) -> Callable[[], object]:
     """
     public = type(optimizer).step
     formula = inspect.unwrap(public)
-    ours = type(optimizer).__module__.startswith("torch.optim.") and formula is not public
+    ours = type(optimizer).__module__.startswith(("torch.optim.", "ptfast.optim.")) and formula is not public
     if not ours or optimizer.defaults.get("differentiable"):
         return optimizer.step
     pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
