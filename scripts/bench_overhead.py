@@ -1,12 +1,12 @@
 """Time per training step of one tiny network under ptfast, hand-written loops and other frameworks.
 
-The network is so small that what surrounds it decides: an MLP 32 -> 64 -> 64 -> 10, batches of 64 out of
-8,192 samples in memory, SGD with momentum, the learning rate falling linearly at every step, one CPU thread,
-the loss read every 50 steps. Nothing is evaluated or saved while the clock runs. The clock is in the network
-itself: it runs from the forward pass of one step to that of a later one, so that what each framework does at
-its start and its end stays out.
+The network is so small that what surrounds it decides: an MLP 32 -> 64 -> 64 -> 10 (`--hidden 2`) and batches
+of 64 out of 8,192 samples in memory. SGD with momentum, the learning rate falling linearly at every step, one
+CPU thread, the loss read every 50 steps. Nothing is evaluated or saved while the clock runs. The clock is in
+the network itself: it runs from the forward pass of one step to that of a later one, so that what each
+framework does at its start and its end stays out.
 
-    python scripts/bench_overhead.py [--rounds 9] [--epochs 16] [--only NAME ...]
+    python scripts/bench_overhead.py [--rounds 9] [--epochs 16] [--hidden 2] [--only NAME ...]
 
 The peers come with `pip install 'ptfast[bench]'`; one that is not installed is left out, and that is said.
 """
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,12 +57,14 @@ class Points(TensorDataset):
 class Mlp(nn.Module):
     """The network, with the clock: `times_s` holds when each forward pass began."""
 
+    num_hidden: ClassVar[int] = 2
     latest: ClassVar[Mlp]
     """The one that ran last, for frameworks that make it themselves."""
 
     def __init__(self) -> None:
         super().__init__()
-        hidden = nn.Linear(NUM_FEATURES, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
+        widths = [NUM_FEATURES] + [64] * Mlp.num_hidden
+        hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         self.layers = nn.Sequential(*hidden, nn.Linear(64, NUM_CLASSES))
         self.times_s: list[float] = []
 
@@ -332,11 +335,13 @@ def main() -> None:
     parser.add_argument(
         "--epochs", type=int, default=16, help=f"length of a run, {STEPS_PER_EPOCH} steps each"
     )
+    parser.add_argument("--hidden", type=int, default=2, help="hidden layers of the network, 1 or more")
     parser.add_argument(
         "--only", nargs="+", default=[], help="contenders whose name contains one of these words"
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
+    Mlp.num_hidden = args.hidden
     # ptfast imports the network by its path: let that be this module, not a second copy of it.
     sys.modules["bench_overhead"] = sys.modules["__main__"]
 
@@ -364,7 +369,8 @@ def main() -> None:
     print_table(contenders, steps_us, losses)
     packages = ["torch", *dict.fromkeys(c.package for c in contenders if c.package)]
     versions = ", ".join(f"{package} {version_of(package)}" for package in packages)
-    print(f"\n{args.rounds} interleaved rounds of {bench.total_steps:,} steps, 1 thread. {versions}.")
+    length = f"{bench.total_steps:,} steps, {args.hidden} hidden layers, 1 thread"
+    print(f"\n{args.rounds} interleaved rounds of {length}. {versions}.")
     print(f"{machine()}.")
 
 
