@@ -63,15 +63,17 @@ class RunningStatistics:
         self._averaging: list[Tensor] = [
             buffer for norm in averaging for buffer in norm.buffers(recurse=False)
         ]
-        self._buffers: list[Tensor] = [b for norm in moving for b in (norm.running_mean, norm.running_var)]
-        self._counters: list[Tensor] = [norm.num_batches_tracked for norm in moving]
+        self._buffers: list[Any] = [b for norm in moving for b in (norm.running_mean, norm.running_var)]
+        self._counters: list[Any] = [norm.num_batches_tracked for norm in moving]
         if moving:
             self._sizes = [buffer.numel() for buffer in self._buffers]
             self._statistics = torch.cat(self._buffers)
             self._counts = torch.stack(self._counters)
             device, repeats = self._counts.device, [2 * norm.num_features for norm in moving]
             self._owner = torch.arange(len(moving)).repeat_interleave(torch.tensor(repeats)).to(device)
-            kept = torch.tensor([1 - norm.momentum for norm in moving], dtype=self._statistics.dtype)
+            kept = torch.tensor(
+                [1 - float(norm.momentum or 0) for norm in moving], dtype=self._statistics.dtype
+            )
             self._kept = kept.to(device)[self._owner]
 
     @torch.no_grad()

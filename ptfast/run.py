@@ -212,7 +212,7 @@ class Run:
 
     model: nn.Module
     """The plain model; its parameter names are the saved ones."""
-    forward: nn.Module
+    forward: Any
     """What the loop calls: the model, wrapped for its ranks where there are several."""
     task: Task
     info: DataInfo

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -170,7 +170,7 @@ def _jpeg_decoder() -> Callable[[Tensor], Tensor] | Literal[False]:
         return False
     # It announces its retirement at each call; without it PIL decodes the same pixels.
     warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities of TorchVision")
-    return decode_jpeg
+    return cast("Callable[[Tensor], Tensor]", decode_jpeg)
 
 
 def _jpeg_shape(content: bytes) -> tuple[int, int, int] | None:

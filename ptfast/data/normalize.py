@@ -110,7 +110,7 @@ def _sums(inputs: Tensor) -> tuple[int, Any, Any]:
     return inputs.numel() // columns, total.view(-1, columns).sum(0), squares.view(-1, columns).sum(0)
 
 
-def _finish(count: int, total: Tensor, squares: Tensor) -> Statistics:
+def _finish(count: int, total: Any, squares: Any) -> Statistics:
     mean = total / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
     if not bool(torch.isfinite(std).all()):

@@ -101,7 +101,7 @@ class Lamb(LayerwiseOptimizer):
             if len(portion.pieces) > 1:
                 update = [torch.mul(weights[0], -decay, out=self._room(weights[0], index))]
             else:
-                update = torch._foreach_mul(weights, -decay)
+                update = list(torch._foreach_mul(weights, -decay))
             state = (portion.scaled(grads), exp_avgs, exp_avg_sqs, [], steps)
             torch._fused_adam_(update, *state, lr=1.0, weight_decay=0.0, **adam)
             update_norms += torch._foreach_norm(update)

@@ -50,7 +50,7 @@ class Portion:
 
     def scaled(self, grads: Tensors) -> Tensors:
         """The gradients times their factor, as new tensors where there is one."""
-        return grads if self.grad_factor is None else torch._foreach_mul(grads, self.grad_factor)
+        return grads if self.grad_factor is None else list(torch._foreach_mul(grads, self.grad_factor))
 
     def unless_found_inf(self, new: Tensor, old: Tensor | float) -> Tensor:
         """`new`, or `old` where an infinity was found; chosen on the device."""
