@@ -182,9 +182,7 @@ class Trainer:
         if in_a_row >= MOST_SKIPPED:
             what = f"fp16 gradients overflowed in {in_a_row} steps in a row, by step {progress.step}"
         lr = run.optimizer.param_groups[0]["lr"]
-        hint = (
-            f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1, look with debug=anomaly"
-        )
+        hint = f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
         raise NumericsError("N001", what, suggestion=hint)
 
     def log(self, loss: float) -> None:
