@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ptfast.distributed import under_torchrun
+from ptfast.distributed import Ranks, under_torchrun
 from ptfast.errors import ConfigError
 from ptfast.machine import usable_cores
 
@@ -67,3 +67,28 @@ def resolve_threads(num_local_ranks: int) -> int:
     if asked.isdigit() and int(asked) > 0 and not under_torchrun():
         return int(asked)
     return max(usable_cores() // num_local_ranks, 1)
+
+
+def resolve_device(name: str, ranks: Ranks) -> torch.device:
+    """The device of this rank; `auto` takes a GPU where there is one.
+
+    Raises:
+        ConfigError: C012 when the device asked for is not there, or not for so many ranks.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda":
+        count = torch.cuda.device_count()
+        if not count:
+            raise ConfigError(
+                "C012", "no CUDA device is visible", key="device", value=name, suggestion="Use device=cpu"
+            )
+        if ranks.local_rank >= count:
+            what = f"{ranks.num_local_ranks} ranks need as many GPUs and {count} are visible"
+            raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={count}")
+        return torch.device("cuda", ranks.local_rank)
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(
+            "C012", "no Apple GPU is visible", key="device", value=name, suggestion="Use device=cpu"
+        )
+    return torch.device(name)

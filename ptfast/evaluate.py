@@ -9,18 +9,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ptfast.backend import apply_backend
+from ptfast.backend import apply_backend, resolve_device
 from ptfast.config.schema import Config
 from ptfast.data import check_same_data, read_info
 from ptfast.distributed import Ranks
 from ptfast.ema import Ema
 from ptfast.errors import EXIT_OK, ConfigError
+from ptfast.loading import build_eval_loaders, load_data
 from ptfast.loop import evaluate
 from ptfast.models import build_model
 from ptfast.precision import Precision, build_precision
 from ptfast.rewrites import apply_channels_last
 from ptfast.run import DataInfo, Task
-from ptfast.runner import build_eval_loaders, load_data, resolve_device, restore_model
+from ptfast.run_state import restore_model
 from ptfast.saving import State, read_state
 from ptfast.tasks import build_task
 

@@ -7,29 +7,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ptfast import run_folder
-from ptfast.backend import apply_backend
+from ptfast.backend import apply_backend, resolve_device
 from ptfast.compile import apply_compile
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.config.targets import check_constructs
 from ptfast.data import (
-    Data,
-    build_data,
-    build_eval_loader,
     build_train_loader,
     check_same_data,
     read_info,
 )
-from ptfast.data.sampler import smallest_micro_batch
-from ptfast.distributed import Ranks, broadcast_object, on_first_rank
+from ptfast.distributed import Ranks, broadcast_object
 from ptfast.durations import Duration
 from ptfast.ema import Ema
-from ptfast.errors import ConfigError, DataError
+from ptfast.errors import ConfigError
 from ptfast.gradients import build_clipper
+from ptfast.loading import build_eval_loaders, check_last_batch, load_data
 from ptfast.logger import NoLogger
 from ptfast.models import build_model
 from ptfast.models.weights import load_weights
@@ -37,16 +33,13 @@ from ptfast.optim import apply_lr, build_optimizer, start_momentum
 from ptfast.parallel import wrap_for_ranks
 from ptfast.precision import build_precision
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
-from ptfast.run import Cadence, Clock, DataInfo, EvalLoader, Run, Task
+from ptfast.run import Cadence, Clock, DataInfo, Run, Task
 from ptfast.run_state import build_saver, restore_model, restore_training
 from ptfast.saving import read_state
 from ptfast.schedule import build_schedule
 from ptfast.seeding import build_seeder, seed_everything
 from ptfast.tasks import build_task
 from ptfast.units import better_mode
-
-SMALL_SAMPLE_BYTES = 64 * 2**10
-"""A sample that takes no more as float32 is small: an image of 72 x 72, say."""
 
 
 def build(
@@ -142,7 +135,7 @@ def build(
         start_momentum(optimizer)
     ema = Ema(model, config.ema.decay) if config.ema.decay is not None else None
     total_steps = count_steps(config, train_loader.steps_per_epoch)
-    _check_last_batch(config, data, model, micro_batches)
+    check_last_batch(config, data, model, micro_batches)
     schedule = build_schedule(
         config.schedule.target.build(),
         warmup=config.schedule.warmup,
@@ -230,88 +223,6 @@ def _unless_auto(wanted: Any, resolved: dict[str, Any], name: str) -> Any:
     return resolved.get(name, wanted) if wanted == "auto" else wanted
 
 
-def load_data(config: Config, ranks: Ranks | None = None, **saved: Any) -> Data:
-    """The splits that the config names, and the facts about them.
-
-    Args:
-        ranks: that load together; statistics are computed by the first of them.
-        saved: what is known from before: keywords of `build_data`.
-    """
-    section = config.data
-    ranks = ranks or Ranks()
-    return build_data(
-        section.target.build(),
-        val=section.val,
-        seed=config.seed,
-        task=config.task.name,
-        normalize=section.normalize,
-        once=lambda compute: on_first_rank(compute, ranks),
-        **saved,
-    )
-
-
-def build_eval_loaders(
-    config: Config,
-    data: Data,
-    *,
-    micro_batches: int | None = None,
-    rank: int,
-    num_ranks: int,
-    **loading: Any,
-) -> dict[str, EvalLoader]:
-    """Loaders of the splits that the data has besides `train`, by name.
-
-    Args:
-        micro_batches: that a batch is cut into in training; None for what the config says.
-    """
-    micro_batches = micro_batches or config.micro_batches or num_ranks * config.gradients.accumulate
-    batch_size = config.eval.batch_size or eval_batch_size(data.info, config.batch_size // micro_batches)
-    splits = {"val": data.val, "test": data.test}
-    return {
-        split: build_eval_loader(
-            source, data.info, batch_size=batch_size, rank=rank, num_ranks=num_ranks, **loading
-        )
-        for split, source in splits.items()
-        if source is not None
-    }
-
-
-def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:
-    """Samples of a forward pass in evaluation: what training has shown to fit into memory, or little more.
-
-    Small samples go through by hundreds. Sequences take twice a micro-batch: there are no gradients.
-    """
-    if info.kind in ("image", "features") and info.input_shape is not None:
-        small = 4 * math.prod(info.input_shape) <= SMALL_SAMPLE_BYTES
-        return max(micro_batch_size, 256) if small else micro_batch_size
-    return 2 * micro_batch_size if info.kind in ("text", "tokens") else micro_batch_size
-
-
-def resolve_device(name: str, ranks: Ranks) -> torch.device:
-    """The device of this rank; `auto` takes a GPU where there is one.
-
-    Raises:
-        ConfigError: C012 when the device asked for is not there, or not for so many ranks.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name == "cuda":
-        count = torch.cuda.device_count()
-        if not count:
-            raise ConfigError(
-                "C012", "no CUDA device is visible", key="device", value=name, suggestion="Use device=cpu"
-            )
-        if ranks.local_rank >= count:
-            what = f"{ranks.num_local_ranks} ranks need as many GPUs and {count} are visible"
-            raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={count}")
-        return torch.device("cuda", ranks.local_rank)
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(
-            "C012", "no Apple GPU is visible", key="device", value=name, suggestion="Use device=cpu"
-        )
-    return torch.device(name)
-
-
 def count_steps(config: Config, steps_per_epoch: int | None) -> int:
     """Optimizer steps of the whole run.
 
@@ -352,20 +263,3 @@ def _build_model(config: Config, info: DataInfo, *, fresh: bool, display: Any) -
         for note in load_weights(model, weights, replace_head=config.model.replace_head):
             display.note(note)
     return model
-
-
-def _check_last_batch(config: Config, data: Data, model: nn.Module, micro_batches: int) -> None:
-    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    try:
-        num_samples = len(data.train)
-    except TypeError:
-        return
-    if (
-        normed
-        and smallest_micro_batch(num_samples, config.batch_size, micro_batches, config.dataloader.last) == 1
-    ):
-        what = (
-            f"{num_samples:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
-        )
-        hint = "Set dataloader.last=drop or another batch_size"
-        raise DataError("D006", what, key="batch_size", value=config.batch_size, suggestion=hint)

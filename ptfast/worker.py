@@ -30,6 +30,7 @@ from ptfast.errors import (
     render,
 )
 from ptfast.logger import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
+from ptfast.panel import build_panel, device_name
 from ptfast.run import Clock, Run
 
 STARTED_VARIABLE = "PTFAST_STARTED"
@@ -68,7 +69,7 @@ def train(
     with _signals(display, ranks) as signals:
         try:
             if ranks.distributed:
-                from ptfast.runner import resolve_device
+                from ptfast.backend import resolve_device
 
                 init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
             from ptfast.debug import debugging
@@ -85,7 +86,7 @@ def train(
             if ranks.is_first:
                 _note_environment(folder, run)
                 logger = run.logger = _open_loggers(folder, extra, run.progress.step, display)
-            display.panel(*_panel(config, run, panel))
+            display.panel(*build_panel(config, run, panel))
             display.start(run.progress.step, run.total_steps, run.train_loader.steps_per_epoch)
             with debugging(config.debug.mode):
                 status = fit(run)
@@ -122,7 +123,7 @@ def train(
 def _note_environment(folder: Path, run: Run) -> None:
     """Add what the run computes on, which is known once it is built."""
     path = folder / run_folder.ENVIRONMENT
-    used = {"device": _device_name(run), "threads": run.resolved["threads"], "ranks": run.ranks.num_ranks}
+    used = {"device": device_name(run), "threads": run.resolved["threads"], "ranks": run.ranks.num_ranks}
     run_folder.write_json(path, run_folder.read_json(path) | used)
 
 
@@ -283,60 +284,6 @@ def _signals(display: Display, ranks: Ranks) -> Iterator[Signals]:
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
-
-
-def _panel(
-    config: Config, run: Run, rows: list[tuple[str, str]]
-) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Title, rows and warnings of the panel: what is switched on, and what it resolved to."""
-    from ptfast.machine import spare_cores
-
-    resolved, num_ranks = run.resolved, run.ranks.num_ranks
-    num_parameters = sum(p.numel() for p in run.model.parameters())
-    layout = ", channels last" if resolved["channels_last"] else ""
-    processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
-    batch = f"{run.batch_size}"
-    if run.micro_batches > 1:
-        size = run.batch_size // run.micro_batches
-        batch += f" = {num_ranks} ranks x {run.micro_batches // num_ranks} micro-batches x {size} samples"
-    length = f"epochs={config.epochs}"
-    if config.steps is not None:
-        per_epoch = run.train_loader.steps_per_epoch
-        length = f"steps={config.steps}" + (
-            f", {run.total_steps / per_epoch:.3g} epochs" if per_epoch else ""
-        )
-    lr, reason = run.optimizer.param_groups[0]["initial_lr"], getattr(run.train_loader, "reason", None)
-    table = [
-        ("data", run.data_note),
-        ("model", f"{type(run.model).__name__}, {num_parameters:,} parameters{layout}"),
-        ("device", f"{_device_name(run)}, {processes}, {resolved['threads']} threads"),
-        ("precision", run.precision.describe()),
-        ("batch", batch),
-        ("steps", f"{run.total_steps:,} ({length})"),
-        ("optimizer", f"{type(run.optimizer).__name__}, lr {lr:g}, {resolved['optimizer']}"),
-        ("schedule", config.schedule.target.path.rsplit(".", 1)[-1]),
-        ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
-    ]
-    switches = {
-        "compile": None if config.compile.mode == "none" else config.compile.mode,
-        "clip norm": config.gradients.clip_norm,
-        "clip value": config.gradients.clip_value,
-        "ema": config.ema.decay,
-        "resumed": f"at step {run.progress.step:,}" if run.progress.step else None,
-    }
-    table += [(name, str(value)) for name, value in switches.items() if value is not None]
-    loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
-    if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
-        loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
-    return config.recipe or "train", table + rows, loud
-
-
-def _device_name(run: Run) -> str:
-    if run.device.type != "cuda":
-        return run.device.type
-    import torch
-
-    return torch.cuda.get_device_name(run.device)
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "ptfast"
 # A module or package (taken as one) imports only from rows before its own, never from its own row.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "0 ground": (
-        ("errors",),
+        ("errors", "techniques"),
         ("durations", "distributed", "units", "run_folder", "machine", "splitmix"),
         ("run",),
         ("config",),
@@ -30,9 +30,9 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             *("saving", "logger", "display"),
         ),
     ),
-    "1 pages": (("report",), ("compare",)),
+    "1 pages": (("report", "panel"), ("compare",)),
     "2 loop": (("trainer", "run_state"), ("loop",)),
-    "3 build": (("runner",), ("evaluate",), ("predict",)),
+    "3 build": (("loading",), ("runner",), ("evaluate",), ("predict",)),
     "4 processes": (("worker", "place"), ("launch", "dry_run")),
     "5 tools": (("sweep",),),
     "6 commands": (("cli",), ("__main__",)),

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from ptfast.errors import ConfigError, DataError, NumericsError
+from ptfast.loading import eval_batch_size
 from ptfast.loop import LOOK_S, evaluate, fit
 from ptfast.models.mlp import Mlp
 from ptfast.optim import start_momentum
 from ptfast.precision import build_precision
 from ptfast.run import Callback, DataInfo, MicroBatch, Run, StepBatch
-from ptfast.runner import eval_batch_size
 from ptfast.tasks.classification import Classification
 
 SMALL = ("model.hidden=[16]", "log_every=5", "saving.every=1000steps", "schedule=constant")

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from ptfast.config.compose import Composed, apply, finish
 from ptfast.config.resolve import ENV, resolve_keeping_env
 from ptfast.config.rules import losing_length
-from ptfast.config.schema import RunOptions
+from ptfast.config.sections import RunOptions
 from ptfast.config.source import with_sections
 from ptfast.config.yaml_file import read_yaml
 from ptfast.errors import SECRET, ConfigError, is_secret

@@ -13,7 +13,8 @@ from ptfast.config.json_types import REFERENCE, Schema, json_type
 from ptfast.config.kinds import own_parameters
 from ptfast.config.paths import PRESETS, groups, options
 from ptfast.config.problem import Problem
-from ptfast.config.schema import Config, Section, Task, section_of
+from ptfast.config.schema import Config, section_of
+from ptfast.config.sections import Section, Task
 from ptfast.config.targets import locate, swallows_keywords
 from ptfast.config.yaml_file import read_yaml
 from ptfast.durations import Duration

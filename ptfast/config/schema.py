@@ -1,20 +1,41 @@
-"""The typed shape of a config: every fixed key, its type, its range and its default."""
+"""The typed shape of a whole config, and what may change in it between a run and its continuation."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from ptfast.config.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
-from ptfast.config.targets import Target, built, plain
+from ptfast.config.coerce import POSITIVE, InUnit, Range
+from ptfast.config.sections import (
+    Augment,
+    Backend,
+    Checkpointing,
+    Compile,
+    Count,
+    Data,
+    Dataloader,
+    Debug,
+    Ema,
+    Eval,
+    Gradients,
+    Logger,
+    Model,
+    Optimizer,
+    Parallel,
+    Precision,
+    Rewrites,
+    RunOptions,
+    Saving,
+    Schedule,
+    Section,
+    Stop,
+    Sweep,
+    Task,
+)
+from ptfast.config.targets import Target
 from ptfast.durations import Duration
 from ptfast.errors import is_secret
-
-Count = Annotated[int, AT_LEAST_ONE]
-OrAuto = Literal["auto"]
-Every = Annotated[Duration, InUnit("epochs"), POSITIVE]
-WallTime = Annotated[Duration, InUnit("seconds", ("seconds",)), POSITIVE]
 
 FREE_KEYS = (
     *("recipe", "preset", "trust", "epochs", "steps", "log_every", "device", "run", "eval", "stop", "sweep"),
@@ -29,245 +50,6 @@ FREE_KEYS = (
     ),
 )
 """Keys and sections that may change between a run and its continuation."""
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, closed, values coerced by `ptfast.config.coerce` before pydantic."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _coerced(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields[info.field_name or ""]
-        annotation = field.annotation
-        for metadata in field.metadata:
-            annotation = Annotated[annotation, metadata]  # type: ignore[valid-type]
-        return coerce(value, annotation, name=info.field_name or "")
-
-    def to_tree(self) -> dict[str, Any]:
-        """Plain YAML-able data that validates to an equal object."""
-        tree: dict[str, Any] = {}
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, Section):
-                tree[name] = value.to_tree()
-            elif name == "target":
-                tree.update(value.to_tree() if value else {"_target_": None})
-            elif name == "options":
-                tree.update(plain(value))
-            else:
-                tree[name] = plain(value)
-        return tree
-
-
-class TargetSection(Section):
-    """A section with `_target_`: the target's keywords and fixed keys side by side."""
-
-    target: Target
-
-
-class Task(Section):
-    """What a batch is and what its loss means: a name or import path, and the task's keywords beside it."""
-
-    name: str = "auto"
-    """A built-in task, `auto` for what the data is for, or the import path of your own."""
-    options: dict[str, Any] = {}
-
-    def build_options(self) -> dict[str, Any]:
-        """Keywords of the task's constructor; what they name by import path is built."""
-        return built(self.options)
-
-
-class Eval(Section):
-    """When the held-out splits are evaluated."""
-
-    every: Every = Duration(1, "epochs")
-    """How often `val` is evaluated, such as `1epochs` or `500steps`."""
-    batch_size: Count | None = None
-    """Samples of an evaluation's batch on each rank; null for at least 256."""
-
-
-class Stop(Section):
-    """When training ends before its last step."""
-
-    patience: Count | None = None
-    """Stop after so many evaluations without a better one; null never stops early."""
-    metric: str | None = None
-    """The figure that `best` and `patience` follow; null for the task's own."""
-    mode: Literal["auto", "min", "max"] = "auto"
-    """Which way that figure is better; `auto` goes by its name."""
-
-
-class RunOptions(Section):
-    """Where the run lies, what it goes on from, how long it may take."""
-
-    name: str | None = None
-    """Folder under `run.root`; null for the recipe's name."""
-    root: str = "runs"
-    """Folder of all runs."""
-    dir: str | None = None
-    """The run's own folder; null for a new one under `run.root`."""
-    resume: Literal["auto", "never"] | str = "never"
-    """`never`, `auto` (the newest unfinished run of this config), or a state folder to go on from."""
-    max_time: WallTime | None = None
-    """Save and leave after so much wall time, such as `2h`."""
-
-
-class Sweep(Section):
-    """What the runs of a sweep are ranked by."""
-
-    metric: str = "auto"
-    """The figure that runs are ranked by, such as `val.loss`; `auto` for what `best` follows."""
-    mode: Literal["auto", "min", "max"] = "auto"
-    """Which way it is better; `auto` goes by its name."""
-
-
-class Data(TargetSection):
-    """The data set, and what of it is held out."""
-
-    val: Annotated[Duration, InUnit("samples", ("percent", "samples"))] = Duration(10, "percent")
-    """What is held out for validation where the data has no such split: `10%`, `500samples` or 0."""
-    normalize: bool = True
-    """Bring inputs to mean 0 and standard deviation 1 of the training data."""
-
-
-class Model(TargetSection):
-    """The model and the weights it starts from."""
-
-    weights: str | None = None
-    """What to start from: `pretrained`, a file or a run folder; null for random weights."""
-    replace_head: bool = False
-    """Keep random weights where those of the last layer do not fit."""
-
-
-class Dataloader(Section):
-    """How samples reach the training loop."""
-
-    kind: Literal["auto", "plain", "workers", "memory"] = "auto"
-    """Who reads: the training process, workers, or memory once; `auto` takes the quickest."""
-    workers: Annotated[int, NOT_NEGATIVE] | OrAuto = "auto"
-    """Worker processes of each rank."""
-    prefetch: Count = 2
-    """Batches that each worker reads ahead."""
-    pin: bool | OrAuto = "auto"
-    """Page-locked memory, from which copies to the GPU run beside the training."""
-    last: Literal["keep", "drop"] = "keep"
-    """Whether an epoch's last, smaller batch is trained on."""
-
-
-class Augment(Section):
-    """Random changes to training images."""
-
-    crop_padding: Annotated[int, NOT_NEGATIVE] = 0
-    """Pixels of padding around an image before a random crop of its size."""
-    flip: bool = False
-    """Mirror half of the images, drawn anew every epoch."""
-
-
-class Precision(Section):
-    """The number format that forward and backward compute in."""
-
-    mode: Literal["fp32", "amp", "bf16", "amp_fp16"] = "fp32"
-    """`amp` chooses by device: float16 with a gradient scaler on CUDA, bfloat16 elsewhere."""
-
-
-class Optimizer(TargetSection):
-    """What changes the weights."""
-
-
-class Schedule(TargetSection):
-    """How the learning rate moves over the run."""
-
-    warmup: Annotated[Duration, InUnit("steps")] = Duration(0, "steps")
-    """Length of the linear rise at the beginning, such as `5%` or `200steps`."""
-
-
-class Gradients(Section):
-    """What happens to gradients between backward and the optimizer's step."""
-
-    accumulate: Count = 1
-    """Micro-batches of each rank in one optimizer step, where `micro_batches` does not say it."""
-    clip_norm: Annotated[float, POSITIVE] | None = None
-    """Largest global norm of the gradients."""
-    clip_value: Annotated[float, POSITIVE] | None = None
-    """Largest absolute value of each gradient."""
-
-
-class Parallel(Section):
-    """The processes that train together."""
-
-    strategy: Literal["single", "ddp"] = "single"
-    """One process, or several with averaged gradients."""
-    nproc: Count | OrAuto = "auto"
-    """Processes on this machine; `auto` for one per visible GPU."""
-    nnodes: Count = 1
-    """Machines that train together."""
-    timeout: WallTime = Duration(600, "seconds")
-    """How long ranks wait for one another before the run fails."""
-
-
-class Checkpointing(Section):
-    """Activations that backward computes again."""
-
-    mode: Literal["none"] = "none"
-    """None so far."""
-
-
-class Rewrites(Section):
-    """Rewrites of the model that leave its formula as it is."""
-
-    channels_last: bool | OrAuto = "auto"
-    """Store images with the channels innermost; `auto` where that usually pays."""
-
-
-class Compile(Section):
-    """What `torch.compile` takes."""
-
-    mode: Literal["none", "model"] = "none"
-    """`model` compiles the whole model."""
-
-
-class Ema(Section):
-    """The moving average of the weights."""
-
-    decay: float | None = None
-    """Share that each step keeps of the average, such as 0.999; null for no average."""
-
-
-class Backend(Section):
-    """Threads and kernels."""
-
-    threads: Count | OrAuto = "auto"
-    """Threads of each rank."""
-    cudnn_benchmark: bool = True
-    """Let cuDNN time its kernels and take the quickest."""
-    deterministic: bool = False
-    """Only kernels that give the same bits in every run."""
-
-
-class Debug(Section):
-    """Checks that slow training down."""
-
-    mode: Literal["none", "anomaly"] = "none"
-    """`anomaly` names the operation that made a NaN, and is slow."""
-
-
-class Saving(Section):
-    """When states are saved, and how many are kept."""
-
-    every: Every = Duration(1, "epochs")
-    """How often the state is saved, such as `1epochs` or `500steps`."""
-    keep: Count = 1
-    """Newest states that are kept."""
-    best: bool = True
-    """Keep the state of the best evaluation too."""
-
-
-class Logger(Section):
-    """Where figures go besides metrics.jsonl."""
-
-    target: Target | None = None
 
 
 class Config(Section):
@@ -291,9 +73,9 @@ class Config(Section):
     """`auto` takes a GPU where there is one."""
     log_every: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(50, "steps")
     """How often figures are logged, such as `50steps`."""
-    trust: list[str] = []
+    trust: list[str] = Field(default_factory=list)
     """Packages that import paths in a file from elsewhere may name."""
-    callbacks: list[Target] = []
+    callbacks: list[Target] = Field(default_factory=list)
     """Classes called during training: an import path, or a mapping with `_target_`."""
     eval: Eval = Field(default_factory=Eval)
     stop: Stop = Field(default_factory=Stop)

@@ -12,7 +12,8 @@ from ptfast import run
 from ptfast.config.kinds import check_target
 from ptfast.config.problem import Problem
 from ptfast.config.rules import Place, across_keys, check_batch
-from ptfast.config.schema import Config, Section, flatten, section_of
+from ptfast.config.schema import Config, flatten, section_of
+from ptfast.config.sections import Section
 from ptfast.config.suggest import did_you_mean, nearest
 from ptfast.config.targets import Target, locate, parse_target, parse_value
 from ptfast.config.trust import Trust

@@ -1,0 +1,97 @@
+"""From a config to its data: the splits, and the loaders of those that are evaluated."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from ptfast.config.schema import Config
+from ptfast.data import Data, build_data, build_eval_loader
+from ptfast.data.sampler import smallest_micro_batch
+from ptfast.distributed import Ranks, on_first_rank
+from ptfast.errors import DataError
+from ptfast.run import DataInfo, EvalLoader
+
+SMALL_SAMPLE_BYTES = 64 * 2**10
+"""A sample that takes no more as float32 is small: an image of 72 x 72, say."""
+
+
+def load_data(config: Config, ranks: Ranks | None = None, **saved: Any) -> Data:
+    """The splits that the config names, and the facts about them.
+
+    Args:
+        ranks: that load together; statistics are computed by the first of them.
+        saved: what is known from before: keywords of `build_data`.
+    """
+    section = config.data
+    ranks = ranks or Ranks()
+    return build_data(
+        section.target.build(),
+        val=section.val,
+        seed=config.seed,
+        task=config.task.name,
+        normalize=section.normalize,
+        once=lambda compute: on_first_rank(compute, ranks),
+        **saved,
+    )
+
+
+def build_eval_loaders(
+    config: Config,
+    data: Data,
+    *,
+    micro_batches: int | None = None,
+    rank: int,
+    num_ranks: int,
+    **loading: Any,
+) -> dict[str, EvalLoader]:
+    """Loaders of the splits that the data has besides `train`, by name.
+
+    Args:
+        micro_batches: that a batch is cut into in training; None for what the config says.
+    """
+    micro_batches = micro_batches or config.micro_batches or num_ranks * config.gradients.accumulate
+    batch_size = config.eval.batch_size or eval_batch_size(data.info, config.batch_size // micro_batches)
+    splits = {"val": data.val, "test": data.test}
+    return {
+        split: build_eval_loader(
+            source, data.info, batch_size=batch_size, rank=rank, num_ranks=num_ranks, **loading
+        )
+        for split, source in splits.items()
+        if source is not None
+    }
+
+
+def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:
+    """Samples of a forward pass in evaluation: what training has shown to fit into memory, or little more.
+
+    Small samples go through by hundreds. Sequences take twice a micro-batch: there are no gradients.
+    """
+    if info.kind in ("image", "features") and info.input_shape is not None:
+        small = 4 * math.prod(info.input_shape) <= SMALL_SAMPLE_BYTES
+        return max(micro_batch_size, 256) if small else micro_batch_size
+    return 2 * micro_batch_size if info.kind in ("text", "tokens") else micro_batch_size
+
+
+def check_last_batch(config: Config, data: Data, model: nn.Module, micro_batches: int) -> None:
+    """Refuse an epoch whose last micro-batch is one sample, where BatchNorm would take its statistics.
+
+    Raises:
+        DataError: D006.
+    """
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    try:
+        num_samples = len(data.train)
+    except TypeError:
+        return
+    if (
+        normed
+        and smallest_micro_batch(num_samples, config.batch_size, micro_batches, config.dataloader.last) == 1
+    ):
+        what = (
+            f"{num_samples:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
+        )
+        hint = "Set dataloader.last=drop or another batch_size"
+        raise DataError("D006", what, key="batch_size", value=config.batch_size, suggestion=hint)

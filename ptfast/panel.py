@@ -1,0 +1,63 @@
+"""The panel: what a run is made of and what is switched on, as the terminal shows it before training."""
+
+from __future__ import annotations
+
+import sys
+
+from ptfast.config.schema import Config
+from ptfast.run import Run
+
+
+def build_panel(
+    config: Config, run: Run, rows: list[tuple[str, str]]
+) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """Title, rows and warnings of the panel: what is switched on, and what it resolved to."""
+    from ptfast.machine import spare_cores
+
+    resolved, num_ranks = run.resolved, run.ranks.num_ranks
+    num_parameters = sum(p.numel() for p in run.model.parameters())
+    layout = ", channels last" if resolved["channels_last"] else ""
+    processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
+    batch = f"{run.batch_size}"
+    if run.micro_batches > 1:
+        size = run.batch_size // run.micro_batches
+        batch += f" = {num_ranks} ranks x {run.micro_batches // num_ranks} micro-batches x {size} samples"
+    length = f"epochs={config.epochs}"
+    if config.steps is not None:
+        per_epoch = run.train_loader.steps_per_epoch
+        length = f"steps={config.steps}" + (
+            f", {run.total_steps / per_epoch:.3g} epochs" if per_epoch else ""
+        )
+    lr, reason = run.optimizer.param_groups[0]["initial_lr"], getattr(run.train_loader, "reason", None)
+    table = [
+        ("data", run.data_note),
+        ("model", f"{type(run.model).__name__}, {num_parameters:,} parameters{layout}"),
+        ("device", f"{device_name(run)}, {processes}, {resolved['threads']} threads"),
+        ("precision", run.precision.describe()),
+        ("batch", batch),
+        ("steps", f"{run.total_steps:,} ({length})"),
+        ("optimizer", f"{type(run.optimizer).__name__}, lr {lr:g}, {resolved['optimizer']}"),
+        ("schedule", config.schedule.target.path.rsplit(".", 1)[-1]),
+        ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
+    ]
+    switches = {
+        "compile": None if config.compile.mode == "none" else config.compile.mode,
+        "clip norm": config.gradients.clip_norm,
+        "clip value": config.gradients.clip_value,
+        "ema": config.ema.decay,
+        "resumed": f"at step {run.progress.step:,}" if run.progress.step else None,
+    }
+    table += [(name, str(value)) for name, value in switches.items() if value is not None]
+    loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
+    if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
+        loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
+    return config.recipe or "train", table + rows, loud
+
+
+def device_name(run: Run) -> str:
+    """What the run computes on, as its maker calls it."""
+    if run.device.type != "cuda":
+        return run.device.type
+    import torch
+
+    return torch.cuda.get_device_name(run.device)

@@ -1,0 +1,10 @@
+"""The catalogue of techniques: one record each, by family, as plain data without torch."""
+
+from __future__ import annotations
+
+from ptfast.techniques.record import PROMISES, Kind, Need, Technique
+
+__all__ = ["CATALOGUE", "PROMISES", "Kind", "Need", "Technique"]
+
+CATALOGUE: tuple[Technique, ...] = ()
+"""Every technique, in the order of the README's table."""

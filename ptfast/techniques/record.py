@@ -1,0 +1,68 @@
+"""What the catalogue says of one technique."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["exact", "reordered", "reduced", "training"]
+Need = Literal[
+    "cuda",
+    "nvidia_tf32",
+    "bf16",
+    "fp16",
+    "compiler",
+    "ranks",
+    "images",
+    "sequences",
+    "convolutions",
+    "batchnorm",
+    "cores",
+]
+
+PROMISES: dict[Kind, str] = {
+    "exact": "the same bits",
+    "reordered": "the same formula at the same precision, in another order of operations",
+    "reduced": "lower precision somewhere, with a bounded drift",
+    "training": "changes what is computed",
+}
+"""What each class promises of the result."""
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One switch that makes training faster.
+
+    Plain data: the README's table, `ptfast techniques`, the tests and the measuring commands are driven by it.
+    """
+
+    name: str
+    """Unique, a few lower-case words, such as `fused optimizer`."""
+    family: str
+    """The config group or family that it belongs to, such as `optimizer` or `transfers`."""
+    kind: Kind
+    """Its class: what it promises of the result."""
+    on: tuple[str, ...]
+    """Overrides that switch it on; none for what is always on."""
+    off: tuple[str, ...]
+    """Overrides that switch it off; none for what is always on."""
+    why: str
+    """Why it is faster, or reaches the same result sooner, as one sentence."""
+    claim: str
+    """What its source says it is worth, and under which conditions."""
+    source: str
+    """Where the idea and the claim come from."""
+    avoid: str
+    """When not to use it, as one sentence."""
+    audit: str
+    """How to tell in a model, a loader or a loop that it is missing."""
+    options: tuple[str, ...] = ()
+    """The option files that it is about, such as `precision/amp`."""
+    alternatives: str | None = None
+    """The set of techniques of which one at most is on, such as `precision`."""
+    needs: tuple[Need, ...] = ()
+    """What the machine, the model or the data must have for it to apply."""
+    trial: tuple[str, ...] = ()
+    """Overrides of the smallest run in which it acts, for whoever checks its promise or measures it."""
+    drift: float | None = None
+    """For a reduced technique: the largest relative drift of the loss over ten steps that it stands for."""
