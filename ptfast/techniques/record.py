@@ -33,7 +33,7 @@ PROMISES: dict[Kind, str] = {
 class Technique:
     """One switch that makes training faster.
 
-    Plain data: the README's table, `ptfast techniques`, the tests and the measuring commands are driven by it.
+    Plain data, from which the README's table, `ptfast techniques`, the tests and the measuring commands work.
     """
 
     name: str
