@@ -1,0 +1,34 @@
+"""The hot loop on a GPU: the host waits for the device only where figures are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from running import build_run
+
+from ptfast.trainer import Trainer
+
+SETTINGS = {
+    "fp32": ("optimizer=sgd_cifar", "precision=fp32"),
+    "fp16 with a scaler": ("optimizer=adamw", "precision=amp"),
+    "bf16, clipped": ("optimizer=adamw", "precision=bf16", "gradients=clip"),
+    "onecycle, averaged": ("optimizer=adamw", "schedule=onecycle", "ema=ema"),
+    "accumulated": ("optimizer=sgd", "gradients.accumulate=4"),
+    "LAMB": ("optimizer=lamb", "precision=amp"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS)
+def test_a_step_that_does_not_log_never_waits_for_the_device(words, tmp_path: Path):
+    run = build_run(tmp_path, "+recipe=resnet_digits", "device=cuda", *words)
+    trainer, batches = Trainer(run), run.train_loader.steps(0, run.total_steps)
+    trainer.train(batches, 5)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.train(batches, 20)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.read_loss() > 0
