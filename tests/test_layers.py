@@ -21,6 +21,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("durations", "distributed", "units", "run_folder", "machine", "splitmix"),
         ("run",),
         ("config",),
+        ("blocks",),
     ),
     "1 parts": (
         (
