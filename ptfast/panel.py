@@ -28,6 +28,7 @@ def build_panel(
         length = f"steps={config.steps}" + (
             f", {run.total_steps / per_epoch:.3g} epochs" if per_epoch else ""
         )
+    shape, momentum = config.schedule.target.path.rsplit(".", 1)[-1], resolved["momentum"]
     lr, reason = run.optimizer.param_groups[0]["initial_lr"], getattr(run.train_loader, "reason", None)
     table = [
         ("data", run.data_note),
@@ -37,7 +38,7 @@ def build_panel(
         ("batch", batch),
         ("steps", f"{run.total_steps:,} ({length})"),
         ("optimizer", f"{type(run.optimizer).__name__}, lr {lr:g}, {resolved['optimizer']}"),
-        ("schedule", config.schedule.target.path.rsplit(".", 1)[-1]),
+        ("schedule", f"{shape}, momentum {momentum}" if momentum else shape),
         ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
     ]
     switches = {

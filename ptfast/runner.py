@@ -29,7 +29,7 @@ from ptfast.loading import build_eval_loaders, check_last_batch, load_data
 from ptfast.logger import NoLogger
 from ptfast.models import build_model
 from ptfast.models.weights import load_weights
-from ptfast.optim import apply_lr, build_optimizer, start_momentum
+from ptfast.optim import build_optimizer, has_momentum, start_momentum
 from ptfast.parallel import wrap_for_ranks
 from ptfast.precision import build_precision
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
@@ -142,6 +142,7 @@ def build(
         total_steps=total_steps,
         steps_per_epoch=train_loader.steps_per_epoch,
         batch_size=config.batch_size,
+        has_momentum=has_momentum(optimizer),
     )
     resolved |= {
         "device": str(device.type),
@@ -151,6 +152,7 @@ def build(
         "dataloader": train_loader.kind,
         "workers": getattr(train_loader, "workers", 0),
         "optimizer": stepping,
+        "momentum": schedule.momentum_note,
         "precision": precision.describe(),
         "total_steps": total_steps,
         **backend,
@@ -207,10 +209,6 @@ def build(
         resolved=resolved,
         data_note=data.note,
     )
-    # A schedule that the optimizer cannot follow is found now, not at the first step.
-    momenta = schedule.momenta(0, 1)
-    base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-    apply_lr(optimizer, base_lrs, schedule.lr_factors(0, 1)[0], momenta[0] if momenta else None)
     if state is not None:
         restore_training(run, state)
     if ranks.is_first:

@@ -15,6 +15,7 @@ Curve = Callable[[int], float]
 """A figure at each step, counted from 0."""
 
 NEARLY_HALF = Duration(45, "percent")
+EIGHTH = Duration(12.5, "percent")
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,8 @@ class OneCycle(Shape):
     Large rates regularise and let a network train in fewer steps; momentum moves the other way, low where the
     rate is high. The defaults are Smith's: start at a tenth of the maximum, two equal phases that make a
     cycle slightly shorter than the run, then a tail several orders of magnitude lower.
-    `fall=null` falls straight from the maximum to `end`; with `start=0.04 end=4e-6 rise=30% anneal=cosine`
-    that is torch's OneCycleLR as it comes.
+    `fall=null` falls straight from the maximum to `end`; so does torch's OneCycleLR as it comes, the option
+    `onecycle_torch`.
 
     Args:
         start: rate of the first step as a part of the maximum, in (0, 1].
@@ -195,8 +196,7 @@ class OneCycle(Shape):
         self.fall = None if self.fall is None else Duration.parse(self.fall, "steps")
         if self.anneal not in ("linear", "cosine"):
             raise ConfigError("C005", "must be linear or cosine", key="schedule.anneal", value=self.anneal)
-        if (self.momentum_max is None) != (self.momentum_min is None):
-            raise ConfigError("C011", "give both schedule.momentum_max and schedule.momentum_min, or neither")
+        _require_both(self.momentum_max, self.momentum_min)
 
     def factor(self, span: Span) -> Curve:
         return self._phases(span, self.start, 1.0, self.start, self.end)
@@ -229,6 +229,80 @@ class OneCycle(Shape):
         return curve
 
 
+@dataclass
+class Cyclic(Shape):
+    """Triangles between `start` and the base rate, which here is the maximum, one after another.
+
+    A rate that rises now and then leaves plateaus behind, and any moment at a triangle's foot is a good one
+    to stop at. Momentum moves the other way. With `start` as torch's `base_lr / max_lr` the figures are those
+    of its CyclicLR.
+
+    Args:
+        start: lowest rate as a part of the maximum, in (0, 1].
+        rise: length of a rise; Smith takes 2 to 10 epochs.
+        fall: length of a fall; None for that of the rise.
+        mode: `triangular`: all alike; `triangular2`: each half as high as the one before; `exp_range`: times
+            `gamma` with every step.
+        gamma: of `exp_range`, in (0, 1].
+        momentum_max: momentum where the rate is lowest; None leaves the optimizer's own.
+        momentum_min: momentum where the rate is highest.
+
+    Source: Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186.
+    """
+
+    start: float = 0.1
+    rise: Duration = EIGHTH
+    fall: Duration | None = None
+    mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
+    gamma: float = 1.0
+    momentum_max: float | None = 0.9
+    momentum_min: float | None = 0.8
+
+    def __post_init__(self) -> None:
+        self.rise = Duration.parse(self.rise, "steps")
+        self.fall = None if self.fall is None else Duration.parse(self.fall, "steps")
+        for key, value in (("rise", self.rise), ("fall", self.fall)):
+            if value is not None and not value.value > 0:
+                raise ConfigError("C005", "must be above 0", key=f"schedule.{key}", value=value)
+        modes = ("triangular", "triangular2", "exp_range")
+        if self.mode not in modes:
+            raise ConfigError(
+                "C005", f"must be one of {', '.join(modes)}", key="schedule.mode", value=self.mode
+            )
+        _require_both(self.momentum_max, self.momentum_min)
+
+    @property
+    def extendable(self) -> bool:
+        return all(length is None or length.unit != "percent" for length in (self.rise, self.fall))
+
+    def factor(self, span: Span) -> Curve:
+        start, height = self.start, self._height(span)
+        return lambda step: start + (1 - start) * height(step)
+
+    def momentum(self, span: Span) -> Curve | None:
+        high, low = self.momentum_max, self.momentum_min
+        if high is None or low is None:
+            return None
+        height = self._height(span)
+        return lambda step: high - (high - low) * height(step)
+
+    def _height(self, span: Span) -> Curve:
+        """How far up a triangle a step is, 0 to 1, times how high that triangle is."""
+        # In a run too short for its triangles they are as short as can be.
+        rise_steps = max(span.position(self.rise), 1.0)
+        fall_steps = rise_steps if self.fall is None else max(span.position(self.fall), 1.0)
+        mode, gamma, length = self.mode, self.gamma, rise_steps + fall_steps
+
+        def height(step: int) -> float:
+            cycle, at = divmod(step, length)
+            part = at / rise_steps if at <= rise_steps else (length - at) / fall_steps
+            if mode == "exp_range":
+                return part * gamma**step
+            return part / 2**cycle if mode == "triangular2" else part
+
+        return height
+
+
 class Schedule:
     """Learning-rate factors and momenta of a run, by step counted from 0.
 
@@ -238,12 +312,20 @@ class Schedule:
         warmup_steps: steps over which the factor is also multiplied by a ramp, (step + 1) / warmup_steps.
         delay_steps: steps that pass before the clock of `factor` and `momentum` starts.
         extendable: whether a longer run would begin with the same figures.
+        momentum_note: what becomes of the momentum, in a few words; None where the shape leaves it alone.
     """
 
     def __init__(
-        self, factor: Curve, momentum: Curve | None, *, warmup_steps: int, delay_steps: int, extendable: bool
+        self,
+        factor: Curve,
+        momentum: Curve | None,
+        *,
+        warmup_steps: int,
+        delay_steps: int,
+        extendable: bool,
+        momentum_note: str | None = None,
     ) -> None:
-        self.warmup_steps, self.extendable = warmup_steps, extendable
+        self.warmup_steps, self.extendable, self.momentum_note = warmup_steps, extendable, momentum_note
         self._factor, self._momentum, self._delay_steps = factor, momentum, delay_steps
 
     def lr_factors(self, first: int, last: int) -> list[float]:
@@ -260,13 +342,22 @@ class Schedule:
 
 
 def build_schedule(
-    shape: Shape, *, warmup: Duration, total_steps: int, steps_per_epoch: int | None, batch_size: int
+    shape: Shape,
+    *,
+    warmup: Duration,
+    total_steps: int,
+    steps_per_epoch: int | None,
+    batch_size: int,
+    has_momentum: bool = True,
 ) -> Schedule:
     """Turn durations into steps, once, and put a linear warm-up in front.
 
     The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677);
     its first step already trains. Milestones count from the start of the run, warm-up included, as there;
     shapes that end with the run span what the warm-up leaves of it, as SequentialLR puts them together.
+
+    Args:
+        has_momentum: whether the optimizer has a momentum that can be cycled.
 
     Raises:
         ConfigError: C011 for a warm-up longer than the run.
@@ -278,13 +369,20 @@ def build_schedule(
         raise ConfigError("C011", what, key="schedule.warmup", value=warmup)
     delay_steps = warmup_steps if shape.spans_run else 0
     span = Span(max(total_steps - delay_steps, 1), steps_per_epoch, batch_size)
+    momentum = shape.momentum(span)
     return Schedule(
         shape.factor(span),
-        shape.momentum(span),
+        momentum if has_momentum else None,
         warmup_steps=warmup_steps,
         delay_steps=delay_steps,
+        momentum_note=momentum and ("cycled" if has_momentum else "not cycled: the optimizer has none"),
         extendable=shape.extendable and (warmup.unit != "percent" or not warmup_steps),
     )
+
+
+def _require_both(momentum_max: float | None, momentum_min: float | None) -> None:
+    if (momentum_max is None) != (momentum_min is None):
+        raise ConfigError("C011", "give both schedule.momentum_max and schedule.momentum_min, or neither")
 
 
 def _to_end(total_steps: int, end: float, shape: Callable[[float], float]) -> Curve:

@@ -12,7 +12,14 @@ from torch import nn
 
 from ptfast.config.targets import Target
 from ptfast.errors import ConfigError
-from ptfast.optim import apply_lr, build_optimizer, build_step, load_optimizer, start_momentum
+from ptfast.optim import (
+    apply_lr,
+    build_optimizer,
+    build_step,
+    has_momentum,
+    load_optimizer,
+    start_momentum,
+)
 
 CPU = torch.device("cpu")
 
@@ -136,10 +143,19 @@ def test_rate_and_momentum_are_set_on_every_group():
     assert adam.param_groups[0]["betas"] == (0.8, 0.98)
 
 
-def test_momentum_for_an_optimizer_without_one():
-    with pytest.raises(ConfigError, match="momentum") as caught:
-        apply_lr(torch.optim.Adagrad([torch.zeros(1, requires_grad=True)]), [1.0], 1.0, 0.9)
-    assert caught.value.code == "C011"
+@pytest.mark.parametrize(
+    ("optimizer_class", "keywords", "expected"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, True),
+        (torch.optim.SGD, {}, False),
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.Adam, {"betas": (0.0, 0.99)}, False),
+        (torch.optim.Adagrad, {}, False),
+    ],
+)
+def test_which_optimizers_have_a_momentum_to_cycle(optimizer_class, keywords, expected):
+    optimizer = optimizer_class([torch.zeros(1, requires_grad=True)], lr=0.1, **keywords)
+    assert has_momentum(optimizer) is expected
 
 
 def test_groups_keep_their_base_rate():

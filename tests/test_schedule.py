@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, lr_scheduler
 
+from ptfast.config import paths
+from ptfast.config.read import read_config
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError
 from ptfast.schedule import (
     Constant,
     Cosine,
+    Cyclic,
     Linear,
     MultiStep,
     OneCycle,
@@ -119,17 +122,64 @@ def test_one_cycle_as_smith_runs_it():
     assert (momenta[0], momenta[449], momenta[-1]) == pytest.approx((0.95, 0.85, 0.95))
 
 
+@pytest.mark.parametrize("optimizer_class", [SGD, AdamW])
+@pytest.mark.parametrize(("up", "down"), [(10, None), (7, 13), (1, 4)])
+@pytest.mark.parametrize(("mode", "gamma"), [("triangular", 1.0), ("triangular2", 1.0), ("exp_range", 0.99)])
+def test_cyclic_equals_torch(optimizer_class, up, down, mode, gamma):
+    opt = optimizer_class([torch.zeros(1, requires_grad=True)], lr=0.3)
+    scheduler = lr_scheduler.CyclicLR(
+        opt, base_lr=0.06, max_lr=0.3, step_size_up=up, step_size_down=down, mode=mode, gamma=gamma
+    )
+    rates, momenta = [], []
+    for _ in range(TOTAL):
+        group = opt.param_groups[0]
+        rates.append(group["lr"] / 0.3)
+        momenta.append(group["betas"][0] if "betas" in group else group["momentum"])
+        opt.step()
+        scheduler.step()
+    fall = None if down is None else Duration(down, "steps")
+    schedule = built(Cyclic(start=0.2, rise=Duration(up, "steps"), fall=fall, mode=mode, gamma=gamma))
+    assert schedule.lr_factors(0, TOTAL) == pytest.approx(rates, rel=1e-12, abs=1e-12)
+    assert schedule.momenta(0, TOTAL) == pytest.approx(momenta, rel=1e-12, abs=1e-12)
+
+
+def test_cycles_in_percent_fill_the_run():
+    schedule = built(Cyclic(), total_steps=80)
+    factors = schedule.lr_factors(0, 81)
+    assert [step for step, factor in enumerate(factors) if factor == pytest.approx(1)] == [10, 30, 50, 70]
+    assert factors[20] == factors[80] == pytest.approx(0.1)
+
+
+def test_momentum_is_off_where_the_optimizer_has_none():
+    notes = []
+    for shape, has_momentum in (
+        (OneCycle(), False),
+        (Cyclic(), False),
+        (OneCycle(), True),
+        (Cosine(), False),
+    ):
+        schedule = build_schedule(
+            shape,
+            warmup=Duration(0, "steps"),
+            total_steps=TOTAL,
+            steps_per_epoch=10,
+            batch_size=32,
+            has_momentum=has_momentum,
+        )
+        assert (schedule.momenta(0, 5) is not None) is (schedule.momentum_note == "cycled")
+        notes.append(schedule.momentum_note)
+    assert notes == ["not cycled: the optimizer has none"] * 2 + ["cycled", None]
+
+
 def test_one_cycle_without_momentum():
     assert built(OneCycle(momentum_max=None, momentum_min=None)).momenta(0, 5) is None
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [Constant(), Step(Duration(7, "steps")), Cosine(), OneCycle(), MultiStep([Duration(2, "epochs")])],
-)
+@pytest.mark.parametrize("option", paths.options("schedule"))
 @pytest.mark.parametrize("warmup", ["0", "13steps"])
-def test_any_segment_is_the_same_function(shape, warmup):
-    schedule = built(shape, warmup)
+def test_any_segment_of_any_option_is_the_same_function(option, warmup):
+    config = read_config([f"schedule={option}"])[1]
+    schedule = built(config.schedule.target.build(), warmup)
     whole, momenta = schedule.lr_factors(0, TOTAL), schedule.momenta(0, TOTAL)
     assert all(isinstance(factor, float) for factor in whole)
     for first, last in [(0, 1), (5, 20), (12, 14), (13, 50), (96, 97), (40, 40)]:
@@ -179,6 +229,9 @@ def test_durations_are_read_as_users_write_them():
         ("C005", lambda: MultiStep([Duration(9, "epochs"), Duration(3, "epochs")])),
         ("C005", lambda: built(MultiStep([Duration(9, "epochs"), Duration(3, "steps")]))),
         ("C005", lambda: built(Step(Duration(0, "epochs")))),
+        ("C005", lambda: Cyclic(mode="sawtooth")),  # pyright: ignore[reportArgumentType]
+        ("C005", lambda: Cyclic(rise=Duration(0, "steps"))),
+        ("C011", lambda: Cyclic(momentum_min=None)),
         ("C005", lambda: OneCycle(anneal="cos")),  # pyright: ignore[reportArgumentType]
         ("C011", lambda: OneCycle(momentum_max=None)),
         ("C011", lambda: built(OneCycle(rise=Duration(60, "percent")))),
@@ -205,6 +258,8 @@ def test_refused(code, make):
         (Cosine(), "0", False),
         (Polynomial(), "0", False),
         (OneCycle(), "0", False),
+        (Cyclic(rise=Duration(2, "epochs")), "0", True),
+        (Cyclic(), "0", False),
     ],
 )
 def test_what_says_it_can_be_extended_begins_the_same_in_a_longer_run(shape, warmup, extendable):

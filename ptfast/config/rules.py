@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ptfast.config.machine import machine_problems
 from ptfast.config.problem import Problem
 from ptfast.config.schema import Config
+from ptfast.config.targets import Target, keywords
 from ptfast.durations import Duration
 from ptfast.errors import COMMAND_LINE
 
@@ -23,6 +24,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     config, problem = _one_length(config, place)
     problems = [problem, *_name_problems(config), _clipping_problem(config), _warmup_problem(config)]
     problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
+    problems += [_momentum_problem(config, place)]
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
 
@@ -137,6 +139,24 @@ def _nesterov_problem(config: Config) -> Problem | None:
         return None
     hint = "Set optimizer.momentum=0.9, or optimizer.nesterov=false"
     return Problem("C011", "Nesterov needs a momentum", key="optimizer.nesterov", value=True, suggestion=hint)
+
+
+def _momentum_problem(config: Config, place: Place) -> Problem | None:
+    """Momenta typed for the schedule to cycle, where the optimizer has none; those of an option stay off."""
+    momenta = {name: config.schedule.target.kwargs.get(name) for name in ("momentum_max", "momentum_min")}
+    typed = [name for name in momenta if momenta[name] and place(f"schedule.{name}") == COMMAND_LINE]
+    if not typed or _has_momentum(config.optimizer.target):
+        return None
+    what = f"there is no momentum to cycle in {config.optimizer.target.path} as it is configured"
+    hint = "Leave it out, or choose an optimizer with a momentum or betas, such as optimizer=sgd"
+    key = f"schedule.{typed[0]}"
+    return Problem("C011", what, key=key, value=momenta[typed[0]], suggestion=hint)
+
+
+def _has_momentum(optimizer: Target) -> bool:
+    given = {name: p.default for name, p in keywords(optimizer.resolve()).items() if p.default is not p.empty}
+    given |= optimizer.kwargs
+    return bool(given.get("momentum") or given.get("betas", (0,))[0])
 
 
 def _config_batch_problem(config: Config) -> Problem | None:

@@ -17,7 +17,14 @@ from ptfast.optim.lean import build_step, keep_compiler_unimported
 if TYPE_CHECKING:
     from ptfast.config.targets import Target
 
-__all__ = ["apply_lr", "build_optimizer", "build_step", "load_optimizer", "start_momentum"]
+__all__ = [
+    "apply_lr",
+    "build_optimizer",
+    "build_step",
+    "has_momentum",
+    "load_optimizer",
+    "start_momentum",
+]
 
 FOREACH_DEVICES = ("cuda", "xpu")
 """Where torch's optimizers take the foreach path of themselves."""
@@ -94,29 +101,19 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
 def apply_lr(
     optimizer: torch.optim.Optimizer, base_lrs: Sequence[float], factor: float, momentum: float | None = None
 ) -> None:
-    """Set every group's rate to `factor` times its base, and momentum (or beta1) where one is given.
-
-    Raises:
-        ConfigError: C011 where a momentum is given and the optimizer has none.
-    """
+    """Set every group's rate to `factor` times its base, and momentum (or beta1) where one is given."""
     for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = base_lr * factor
         if momentum is not None:
-            _apply_momentum(group, momentum)
+            if "momentum" in group:
+                group["momentum"] = momentum
+            elif "betas" in group:
+                group["betas"] = (momentum, *group["betas"][1:])
 
 
-def _apply_momentum(group: dict[str, Any], momentum: float) -> None:
-    if "momentum" in group:
-        group["momentum"] = momentum
-    elif "betas" in group:
-        group["betas"] = (momentum, *group["betas"][1:])
-    else:
-        raise ConfigError(
-            "C011",
-            "the schedule cycles momentum, which this optimizer has not",
-            key="schedule.momentum_max",
-            suggestion="Set schedule.momentum_max=null schedule.momentum_min=null",
-        )
+def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is a momentum, or a beta1, that is on: what a schedule may cycle."""
+    return any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
 
 
 def _check_step(target: Target) -> None:
