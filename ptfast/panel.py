@@ -46,6 +46,7 @@ def build_panel(
         "clip norm": config.gradients.clip_norm,
         "clip value": config.gradients.clip_value,
         "ema": config.ema.decay,
+        **_regularisation(config),
         "resumed": f"at step {run.progress.step:,}" if run.progress.step else None,
     }
     table += [(name, str(value)) for name, value in switches.items() if value is not None]
@@ -53,6 +54,21 @@ def build_panel(
     if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
     return config.recipe or "train", table + rows, loud
+
+
+def _regularisation(config: Config) -> dict[str, str | float | None]:
+    """What makes training harder on purpose, where it is on."""
+    augment, keywords = config.augment, config.model.target.kwargs
+    images = {
+        f"crop after {augment.crop_padding} pixels of padding": augment.crop_padding,
+        "flip": augment.flip,
+    }
+    rates = [keywords.get(name) for name in ("drop_path", "drop_path_rate", "stochastic_depth_prob")]
+    return {
+        "augment": ", ".join(name for name, on in images.items() if on) or None,
+        "label smoothing": config.task.options.get("label_smoothing") or None,
+        "drop path": next(filter(None, rates), None),
+    }
 
 
 def device_name(run: Run) -> str:

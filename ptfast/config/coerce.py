@@ -75,7 +75,8 @@ _RANGES: dict[str, Range] = {
     **dict.fromkeys(("lr", "max_lr", "base_lr", "eps", "temperature"), POSITIVE),
     **dict.fromkeys(("min_lr", "eta_min", "final_lr", "weight_decay", "lr_decay"), NOT_NEGATIVE),
     **dict.fromkeys(("momentum", "betas", "alpha", "label_smoothing"), FRACTION),
-    **dict.fromkeys(("dropout", "attention_dropout", "drop_rate", "drop_path_rate"), FRACTION),
+    **dict.fromkeys(("dropout", "attention_dropout", "drop_rate"), FRACTION),
+    **dict.fromkeys(("drop_path", "drop_path_rate", "stochastic_depth_prob"), FRACTION),
     "decay": Range(0, 1, open_low=True, open_high=True),
 }
 

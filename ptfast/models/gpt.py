@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.errors import ConfigError
+from ptfast.models.drop_path import drop_path, rate_of_block
 
 MAX_PLAIN_LENGTH = 256
 """Longest sequence for which plain matrix products beat the fused attention kernel on a CPU."""
@@ -23,6 +24,8 @@ class Gpt(nn.Module):
         heads: attention heads per block; must divide `width`.
         dropout: probability of zeroing an activation, in [0, 1).
         tied_head: share the token embedding with the output layer.
+        drop_path: probability that a sample skips a branch of the last block in training, see
+            `models.drop_path`.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
@@ -36,6 +39,7 @@ class Gpt(nn.Module):
         heads: int = 4,
         dropout: float = 0.0,
         tied_head: bool = False,
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -44,7 +48,9 @@ class Gpt(nn.Module):
         self.token_embedding = nn.Embedding(vocab_size, width)
         self.position_embedding = nn.Embedding(context_length, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, dropout, rate_of_block(index, depth, drop_path)) for index in range(depth)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         if tied_head:
@@ -73,9 +79,9 @@ class Gpt(nn.Module):
 class Block(nn.Module):
     """Causal self-attention and a feed-forward layer, each behind a norm and added to its input."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, drop_path: float = 0.0) -> None:
         super().__init__()
-        self.heads, self.attention_dropout = heads, dropout
+        self.heads, self.attention_dropout, self.drop_path = heads, dropout, drop_path
         self.attention_norm = nn.LayerNorm(width)
         self.attention_in = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -85,9 +91,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention_out(self._attend(self.attention_norm(x))))
+        x = x + self._branch(self.attention_out(self._attend(self.attention_norm(x))))
         hidden = F.gelu(self.feed_in(self.feed_norm(x)))
-        return x + self.dropout(self.feed_out(hidden))
+        return x + self._branch(self.feed_out(hidden))
+
+    def _branch(self, x: Tensor) -> Tensor:
+        x = self.dropout(x)
+        return drop_path(x, self.drop_path) if self.drop_path and self.training else x
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.errors import ConfigError
+from ptfast.models.drop_path import drop_path, rate_of_block
 
 
 class ResNetCifar(nn.Module):
@@ -19,11 +20,19 @@ class ResNetCifar(nn.Module):
         in_channels: channels of an image, filled from the data.
         depth: layers with weights, 6n + 2.
         width: channels of the first stage; doubled in each of the next two.
+        drop_path: probability that a sample skips the last block in training, see `models.drop_path`.
 
     Source: He, Zhang, Ren, Sun 2015, arXiv:1512.03385, section 4.2.
     """
 
-    def __init__(self, num_classes: int, in_channels: int = 3, depth: int = 20, width: int = 16) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        in_channels: int = 3,
+        depth: int = 20,
+        width: int = 16,
+        drop_path: float = 0.0,
+    ) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
             nearest = max(8, 6 * round((depth - 2) / 6) + 2)
@@ -42,7 +51,9 @@ class ResNetCifar(nn.Module):
         for stage in range(3):
             for index in range(blocks_per_stage):
                 out_channels = width * 2**stage
-                blocks.append(BasicBlock(channels, out_channels, stride=2 if stage and index == 0 else 1))
+                rate = rate_of_block(len(blocks), 3 * blocks_per_stage, drop_path)
+                stride = 2 if stage and index == 0 else 1
+                blocks.append(BasicBlock(channels, out_channels, stride, rate))
                 channels = out_channels
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, num_classes)
@@ -60,18 +71,20 @@ class ResNetCifar(nn.Module):
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions, and a shortcut that subsamples and pads with zero channels as needed."""
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int, drop_path: float = 0.0) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(out_channels)
-        self.stride = stride
+        self.stride, self.drop_path = stride, drop_path
         self.new_channels = out_channels - in_channels
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.norm1(self.conv1(x)), inplace=True)
         out = self.norm2(self.conv2(out))
+        if self.drop_path and self.training:
+            out = drop_path(out, self.drop_path)
         if self.stride != 1:
             x = x[:, :, :: self.stride, :: self.stride]
         if self.new_channels:

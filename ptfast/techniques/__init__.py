@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ptfast.techniques import regularisation
 from ptfast.techniques.record import PROMISES, Kind, Need, Technique
 
 __all__ = ["CATALOGUE", "PROMISES", "Kind", "Need", "Technique"]
 
-CATALOGUE: tuple[Technique, ...] = ()
+CATALOGUE: tuple[Technique, ...] = (*regularisation.TECHNIQUES,)
 """Every technique, in the order of the README's table."""
