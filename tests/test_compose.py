@@ -95,6 +95,13 @@ def test_a_preset_leaves_alone_what_an_option_does_not_have() -> None:
     assert own["fused"] is True
 
 
+def test_a_preset_sets_keys_of_an_option_that_it_names_before_them() -> None:
+    plain = compose(["preset=plain"])
+    assert plain.tree["dataloader"]["pin"] is False
+    assert plain.place("dataloader.pin") == _line("conf/preset/plain.yaml", "dataloader.pin")
+    assert compose(["preset=plain", "dataloader.pin=true"]).tree["dataloader"]["pin"] is True
+
+
 def test_numbers_of_one_optimizer_do_not_leak_into_another() -> None:
     assert "nesterov" not in compose(["+recipe=resnet_cifar", "optimizer=adamw"]).tree["optimizer"]
 

@@ -158,8 +158,9 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     assert isinstance(tree, dict)
     tree.pop("hydra", None)
     places = loader.places()
+    of_files = set(places)
     for key, place in preset_places.items():
-        if "." in key and key not in places:
+        if "." in key and key not in of_files:
             # A preset speaks to the options that have the key: not every optimizer can be fused.
             _delete(tree, key)
         else:

@@ -36,9 +36,9 @@ def expand(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str
         return list(arguments), {}
     content = read_yaml(paths.options(paths.PRESETS)[name])
     places = {key: content.places[key] for key in content.data if key not in taken}
-    return [_argument(key, content.data[key], content.places[key]) for key in places] + list(
-        arguments
-    ), places
+    groups = paths.groups()
+    expanded = [_argument(key, content.data[key], content.places[key], groups) for key in places]
+    return [*expanded, *arguments], places
 
 
 def _of_recipe(recipe: Argument) -> tuple[str | None, set[str]]:
@@ -59,8 +59,7 @@ def _chosen_groups(defaults: Iterable[Any]) -> list[str]:
     return [str(key).removeprefix("override ").strip().lstrip("/") for key in entries]
 
 
-def _argument(key: str, value: Any, place: str) -> Argument:
-    groups = paths.groups()
+def _argument(key: str, value: Any, place: str, groups: Sequence[str]) -> Argument:
     if "." not in key and key in groups:
         check_option(key, value, groups, place)
         return Argument("group", key, (value,), False, f"{key}={value}")

@@ -10,7 +10,7 @@ import torch
 
 from ptfast.data.images import fit
 from ptfast.data.labels import check_labels
-from ptfast.data.source import Source, Splits, TensorSource
+from ptfast.data.source import Source, Splits, TensorSource, as_tensor
 from ptfast.data.text import TextSource
 from ptfast.data.tokens import PAD_ID, HubTokenizer, learn_tokenizer, tokenizer_of
 from ptfast.errors import DataError, MachineError
@@ -75,7 +75,7 @@ class HfDataset:
             hint = "Set data.label, and data.text or data.image"
             raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
         names = getattr(train.features[label], "names", None)
-        labels = {split: torch.tensor(np.asarray(part[label], np.int64)) for split, part in splits.items()}
+        labels = {split: as_tensor(np.asarray(part[label], np.int64)) for split, part in splits.items()}
         if names is not None and bool((labels.get("test", labels["train"]) == -1).all()):
             # Benchmarks keep the labels of their test split to themselves.
             labels.pop("test", None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ptfast.data.images import SUFFIXES, Decoder, decode_all
-from ptfast.data.source import Source, Splits, TensorSource
+from ptfast.data.source import Source, Splits, TensorSource, as_tensor
 from ptfast.errors import DataError
 from ptfast.machine import available_memory, spare_cores
 from ptfast.run import DataInfo
@@ -91,7 +91,7 @@ class ImageFiles(Source):
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         pixels, _ = self.decoder.stack([self.paths[i] for i in indices])
-        return torch.from_numpy(pixels), self.targets[torch.tensor(indices)]
+        return torch.from_numpy(pixels), self.targets.index_select(0, as_tensor(indices))
 
 
 def list_tree(root: Path) -> tuple[tuple[str, ...], dict[str, Listing]]:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from ptfast.techniques import regularisation
+from ptfast.techniques import (
+    dataloader,
+    regularisation,
+    small_print,
+    transfers,
+)
 from ptfast.techniques.record import PROMISES, Kind, Need, Technique
 
 __all__ = ["CATALOGUE", "PROMISES", "Kind", "Need", "Technique"]
 
-CATALOGUE: tuple[Technique, ...] = (*regularisation.TECHNIQUES,)
+CATALOGUE: tuple[Technique, ...] = (
+    *dataloader.TECHNIQUES,
+    *transfers.TECHNIQUES,
+    *regularisation.TECHNIQUES,
+    *small_print.TECHNIQUES,
+)
 """Every technique, in the order of the README's table."""

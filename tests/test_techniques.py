@@ -1,0 +1,238 @@
+"""Every technique keeps the promise of its class, and every option of every group is known and trains."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from trials import NUM_STEPS, Trial, Words, a_run, merged, read, trained, trained_by_ranks, words_of
+
+from ptfast.config import paths
+from ptfast.data.prepare import Prepare
+from ptfast.data.source import TensorSource, as_tensor
+from ptfast.techniques import CATALOGUE, PROMISES, Need, Technique
+from ptfast.trainer import Trainer
+
+BY_NAME = {technique.name: technique for technique in CATALOGUE}
+SWITCHED = [technique for technique in CATALOGUE if technique.on]
+
+NO_TECHNIQUES = {
+    "data": "what is trained on",
+    "model": "what is trained",
+    "augment": "which images are seen; how quickly is up to the loader",
+    "saving": "what is kept",
+    "logger": "where figures go",
+    "preset": "sets of techniques",
+}
+"""Groups of which no option is a technique, and what they are about."""
+ALWAYS_ON = {
+    "tensors made on the device": "test_techniques.py::test_a_step_makes_no_tensor_on_the_host",
+    "arrays without a copy": "test_techniques.py::test_built_in_data_shares_the_memory_of_its_arrays",
+    "loss over the global count of items": "test_loop.py::test_accumulation_changes_nothing",
+    "running sums on the device": "test_techniques.py::test_a_step_reads_nothing",
+    "learning rates from a table": "test_schedule.py::test_any_segment_is_the_same_function",
+}
+"""What cannot be switched off, and the test that shows it."""
+SAME_NUMBERS_ELSEWHERE = {
+    "optimizer/adamw_gpt": "optimizer/adamw",
+    "optimizer/adamw_onecycle": "optimizer/adamw",
+    "optimizer/adamw_text": "optimizer/adamw",
+    "optimizer/sgd_cifar": "optimizer/sgd",
+}
+"""Options with a recipe's numbers for another option."""
+ON_GPU: set[Need] = {"cuda", "nvidia_tf32"}
+SLOW: set[Need] = {"compiler", "ranks"}
+
+
+def name_of(value: Any) -> str:
+    return value.name.replace(" ", "-") if isinstance(value, Technique) else str(value)
+
+
+def marked(technique: Technique) -> Any:
+    """The record as a parameter, marked by what its trial needs."""
+    marks = []
+    if ON_GPU & {*technique.needs}:
+        marks.append(pytest.mark.gpu)
+    if SLOW & {*technique.needs}:
+        marks.append(pytest.mark.slow)
+    return pytest.param(technique, marks=marks, id=name_of(technique))
+
+
+# The records themselves.
+
+
+def test_names_are_unique() -> None:
+    assert [name for name, count in Counter(t.name for t in CATALOGUE).items() if count > 1] == []
+
+
+@pytest.mark.parametrize("technique", CATALOGUE, ids=name_of)
+def test_a_record_is_complete(technique: Technique) -> None:
+    for text in ("why", "claim", "source", "avoid", "audit"):
+        assert getattr(technique, text).strip().endswith((".", ")")), text
+    assert technique.name == technique.name.strip()
+    assert technique.kind in PROMISES
+    assert set(technique.needs) <= set(get_args(Need))
+    assert (technique.drift is not None) == (technique.kind == "reduced")
+    assert technique.on or not technique.off
+    if not technique.on:
+        file, _, function = ALWAYS_ON[technique.name].partition("::")
+        tree = ast.parse((Path(__file__).parent / file).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("technique", SWITCHED, ids=name_of)
+def test_the_switch_changes_the_config_and_back(technique: Technique) -> None:
+    """Off is what `plain` says, unless the recipe decides."""
+    on, off = (read(words_of(technique, switch))[0].tree for switch in (technique.on, technique.off))
+    assert on != off
+    if technique.kind != "training":
+        assert off == read(words_of(technique, ()))[0].tree
+
+
+def test_options_that_records_name_exist() -> None:
+    known = every_option()
+    for technique in CATALOGUE:
+        assert set(technique.options) <= known, technique.name
+
+
+def test_every_option_has_a_record() -> None:
+    """An option is a technique's, what is there when it is off, or of a group that holds no techniques."""
+    named = {option for technique in CATALOGUE for option in technique.options}
+    off = {
+        word.replace("=", "/") for technique in CATALOGUE for word in technique.off if "." not in word
+    } | set(chosen_by_plain())
+    assert not named & set(SAME_NUMBERS_ELSEWHERE)
+    known = named | off | {o for o, base in SAME_NUMBERS_ELSEWHERE.items() if base in named | off}
+    begun = {option.split("/")[0] for option in named}
+    assert {option for option in every_option() - known if option.split("/")[0] in begun} == set()
+
+
+def test_a_group_without_techniques_has_none() -> None:
+    assert set(NO_TECHNIQUES) <= set(paths.groups())
+    for technique in CATALOGUE:
+        assert not {option.split("/")[0] for option in technique.options} & set(NO_TECHNIQUES)
+
+
+def every_option() -> set[str]:
+    return {f"{group}/{option}" for group in paths.groups() for option in paths.options(group)}
+
+
+@functools.cache
+def chosen_by_plain() -> tuple[str, ...]:
+    """The options that the preset `plain` stands for, as far as it or the primary config names them."""
+    import yaml
+
+    conf = paths.builtin_root().conf
+    defaults = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
+    chosen = {
+        group: option for entry in defaults if isinstance(entry, dict) for group, option in entry.items()
+    }
+    plain = yaml.safe_load((conf / "preset" / "plain.yaml").read_text())
+    chosen |= {key: value for key, value in plain.items() if "." not in key}
+    return tuple(f"{group}/{option}" for group, option in chosen.items())
+
+
+# What the classes promise.
+
+
+def in_here(technique: Technique, tmp_path: Path) -> Callable[[Words], Trial]:
+    """What trains the record's runs: this process, or the launcher where several ranks are needed."""
+    if "ranks" not in technique.needs:
+        return trained
+    folders = iter([tmp_path / "off", tmp_path / "on"])
+    return lambda words: trained_by_ranks(merged("parallel=ddp", "parallel.nproc=2", *words), next(folders))
+
+
+@pytest.mark.parametrize("technique", [marked(t) for t in SWITCHED if t.kind != "training"])
+def test_it_gives_what_plain_gives(technique: Technique, tmp_path: Path) -> None:
+    """Exact: the same bits after ten steps; reordered: rounding; reduced: a bounded drift of the loss."""
+    device = "cuda" if ON_GPU & {*technique.needs} else "cpu"
+    train_it = in_here(technique, tmp_path)
+    off, on = (train_it(words_of(technique, switch, device)) for switch in (technique.off, technique.on))
+    assert len(off.losses) == len(on.losses) == NUM_STEPS[technique.kind]
+    # A rewrite may take parameters away, never add any.
+    assert on.weights
+    assert set(on.weights) <= set(off.weights)
+    if technique.kind == "exact":
+        for name, value in on.weights.items():
+            assert torch.equal(value, off.weights[name]), name
+    elif technique.kind == "reordered":
+        assert distance(on.weights, off.weights) < 1e-4
+    else:
+        assert technique.drift is not None
+        drift = max(abs(a - b) / abs(b) for a, b in zip(on.losses, off.losses, strict=True))
+        assert 0 < drift < technique.drift
+
+
+@pytest.mark.parametrize("technique", [marked(t) for t in SWITCHED if t.kind == "training"])
+def test_it_trains(technique: Technique, tmp_path: Path) -> None:
+    """The plain loss on held-out samples falls by a fifth in thirty steps."""
+    device = "cuda" if ON_GPU & {*technique.needs} else "cpu"
+    off, on = (words_of(technique, switch, device) for switch in (technique.off, technique.on))
+    before, after = trained(on, off).plain_loss
+    assert after < 0.8 * before
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference of two models' weights, relative to that of the second."""
+    names = [name for name, value in one.items() if value.is_floating_point()]
+    left, right = (torch.cat([w[name].double().flatten() for name in names]) for w in (one, other))
+    return float((left - right).norm() / right.norm())
+
+
+# What cannot be switched off.
+
+
+class Operations(TorchDispatchMode):
+    """Names of what is computed while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def operations() -> set[str]:
+    """The operations of steps that do not log."""
+    with a_run("model.hidden=[16]", "log_every=50", "micro_batches=2", "gradients.clip_norm=1") as run:
+        trainer = Trainer(run)
+        batches = run.train_loader.steps(0, 20)
+        trainer.train(batches, 2)
+        with Operations() as operations:
+            trainer.train(batches, 8)
+    return operations.names
+
+
+def test_a_step_reads_nothing(operations: set[str]) -> None:
+    assert {"addmm", "_foreach_norm"} & operations
+    assert not operations & {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "_to_copy"}
+
+
+def test_a_step_makes_no_tensor_on_the_host(operations: set[str]) -> None:
+    assert not operations & {"lift_fresh", "scalar_tensor", "_to_copy", "arange", "full", "zeros"}
+
+
+def test_built_in_data_shares_the_memory_of_its_arrays() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(3, 2)
+    tensor = as_tensor(array)
+    array[1, 1] = 7
+    assert tensor[1, 1] == 7
+    inputs, _ = TensorSource(tensor, torch.arange(3)).slice(1, 3)
+    assert inputs.data_ptr() == tensor[1:].data_ptr()
+    prepare = Prepare(
+        device=torch.device("cpu"), images=False, normalizer=None, channels_last=False, pin=False
+    )
+    assert prepare.move(inputs) is inputs
+    assert prepare.inputs(inputs) is inputs

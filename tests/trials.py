@@ -1,0 +1,141 @@
+"""Short runs in which a technique acts, for the test of the catalogue: what each did in its first steps."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from running import train, weights
+from torch import Tensor
+
+from ptfast.config.compose import Composed
+from ptfast.config.read import read_config
+from ptfast.config.schema import Config
+from ptfast.display.plain import Display
+from ptfast.distributed import Ranks
+from ptfast.loop import fit
+from ptfast.run import Callback, Run
+from ptfast.runner import build
+from ptfast.techniques import Technique
+
+NUM_STEPS = {"exact": 10, "reordered": 10, "reduced": 10, "training": 30}
+"""Steps that the promise of a class is about."""
+Words = tuple[str, ...]
+
+
+@dataclass
+class Trial:
+    """What a run did."""
+
+    losses: list[float] = field(default_factory=list)
+    """Mean loss of each step."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    plain_loss: tuple[float, float] = (math.nan, math.nan)
+    """Loss on a fixed batch before the first and after the last step, in float32, as `plain` computes it."""
+
+
+def words_of(technique: Technique, switch: Words, device: str = "cpu") -> Words:
+    """Arguments of a trial: the preset `plain`, then what the record says, later words over earlier ones."""
+    steps = f"steps={NUM_STEPS[technique.kind]}"
+    return merged("preset=plain", f"device={device}", "model=mlp", steps, *technique.trial, *switch)
+
+
+def merged(*words: str) -> Words:
+    """Each key once, with its last value."""
+    return tuple({word.partition("=")[0].lstrip("+"): word for word in words}.values())
+
+
+@functools.cache
+def read(words: Words) -> tuple[Composed, Config]:
+    """The config that a user's arguments mean."""
+    return read_config(words)
+
+
+@functools.cache
+def trained(words: Words, plain_words: Words | None = None) -> Trial:
+    """The run of `words`, trained in this process.
+
+    Args:
+        plain_words: the same with the technique off, whose task says what the plain loss is; None for a run
+            of which it is not asked.
+    """
+    trial = Trial()
+    with a_run(*words) as run:
+        run.cadence.log_steps = 1
+        run.logger = _Losses(trial)
+        run.save = lambda run, is_best: None
+        before = math.nan
+        if plain_words is not None:
+            with a_run(*plain_words) as plain:
+                task = plain.task
+            before = plain_loss(run, task)
+        # Copied by a callback: the end of a run may put averages in the weights' place.
+        run.callbacks.append(_Copy(trial))
+        fit(run)
+        if plain_words is not None:
+            trial.plain_loss = before, plain_loss(run, task)
+    return trial
+
+
+def trained_by_ranks(words: Words, folder: Path) -> Trial:
+    """The run of `words` under the launcher, as a user starts it."""
+    assert train(*words, "log_every=1steps", f"run.dir={folder}") == 0
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if line["split"] == "train"]
+    return Trial(losses, weights(folder))
+
+
+@contextmanager
+def a_run(*words: str) -> Iterator[Run]:
+    """A run that was built, with its processes stopped afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = build(read(words)[1], ranks=Ranks(), folder=Path(folder), display=Display())
+        try:
+            yield run
+        finally:
+            for loader in (run.train_loader, *run.eval_loaders.values()):
+                loader.close()
+
+
+@torch.no_grad()
+def plain_loss(run: Run, task: Any) -> float:
+    """Mean loss of the run's model over its first held-out batch."""
+    data, _ = next(iter(run.eval_loaders["val"]))
+    was_training = run.model.training
+    run.model.eval()
+    loss, count = task.evaluate(run.model, data, task.metrics().to(run.device))
+    run.model.train(was_training)
+    return float(loss) / float(count)
+
+
+class _Losses:
+    """Takes the figures of a run in the logger's place."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+
+    def log(self, record: dict[str, Any]) -> None:
+        if record["split"] == "train":
+            self._trial.losses.append(record["loss"])
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class _Copy(Callback):
+    """Keeps the weights of the last step."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+
+    def on_step(self, run: Run, step: int) -> None:
+        if step == run.total_steps:
+            self._trial.weights = {name: t.detach().clone() for name, t in run.model.state_dict().items()}
