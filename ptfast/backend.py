@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from ptfast.devices import device_type, lack_of_device
 from ptfast.distributed import Ranks, under_torchrun
-from ptfast.errors import ConfigError
+from ptfast.errors import ConfigError, MachineError
 from ptfast.machine import usable_cores
 
 
@@ -73,22 +74,17 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
     """The device of this rank; `auto` takes a GPU where there is one.
 
     Raises:
-        ConfigError: C012 when the device asked for is not there, or not for so many ranks.
+        MachineError: E005 when the device asked for is not there.
+        ConfigError: C012 when there are fewer GPUs than ranks.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    lack = lack_of_device(name)
+    if lack is not None:
+        raise MachineError("E005", lack.what, key="device", value=name, suggestion=lack.remedy)
+    name = device_type(name)
     if name == "cuda":
         count = torch.cuda.device_count()
-        if not count:
-            raise ConfigError(
-                "C012", "no CUDA device is visible", key="device", value=name, suggestion="Use device=cpu"
-            )
         if ranks.local_rank >= count:
             what = f"{ranks.num_local_ranks} ranks need as many GPUs and {count} are visible"
             raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={count}")
         return torch.device("cuda", ranks.local_rank)
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(
-            "C012", "no Apple GPU is visible", key="device", value=name, suggestion="Use device=cpu"
-        )
     return torch.device(name)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from importlib.util import find_spec
 from typing import Literal
 
 from torch import nn
 
-from ptfast.errors import ConfigError
+from ptfast.devices import lack_of_compiler
+from ptfast.errors import MachineError
 
 
 def apply_compile(model: nn.Module, mode: Literal["none", "model"]) -> nn.Module:
@@ -25,22 +23,13 @@ def apply_compile(model: nn.Module, mode: Literal["none", "model"]) -> nn.Module
         The same module.
 
     Raises:
-        ConfigError: C012 where a tool that compiles for the model's device is missing.
+        MachineError: E005 where a tool that compiles for the model's device is missing.
     """
     if mode == "none":
         return model
-    missing = _missing_tool({parameter.device.type for parameter in model.parameters()})
-    if missing:
-        hint = "Install it, or use compile=none"
-        raise ConfigError("C012", f"needs {missing}", key="compile", value=mode, suggestion=hint)
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    lack = lack_of_compiler(device)
+    if lack is not None:
+        raise MachineError("E005", lack.what, key="compile", value=mode, suggestion=lack.remedy)
     model.compile()
     return model
-
-
-def _missing_tool(device_types: set[str]) -> str | None:
-    if "cuda" in device_types and find_spec("triton") is None:
-        return "the package triton"
-    compilers = [os.environ.get("CXX"), "c++", "g++", "clang++", "cl"]
-    if "mps" not in device_types and not any(shutil.which(name) for name in compilers if name):
-        return "a C++ compiler"
-    return None

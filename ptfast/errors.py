@@ -25,7 +25,7 @@ CODES = {
     "C009": "a target that is not trusted, does not exist or is of the wrong kind",
     "C010": "a batch that does not divide",
     "C011": "keys that contradict each other",
-    "C012": "something this machine cannot run",
+    "C012": "more ranks than GPUs, or weights that nobody has published",
     "C013": "an unsafe name",
     "C014": "a sweep that cannot be run",
     "C015": "unknown command or flag",
@@ -42,7 +42,7 @@ CODES = {
     "E002": "not enough space",
     "E003": "a run folder that another run holds",
     "E004": "a package that is not installed",
-    "E005": "a device or tool that is not there",
+    "E005": "something this machine cannot run: a device, number format or tool that is not there",
     "N001": "a loss or gradient that is not finite",
     "S001": "a saved state that is damaged",
     "S002": "a saved state of another model",
@@ -134,7 +134,7 @@ class DataError(PtfastError):
 
 
 class MachineError(PtfastError):
-    """Something missing on this machine: space, rights, packages, devices. Exit code 4."""
+    """Something missing on this machine: space, rights, packages, devices, number formats. Exit code 4."""
 
     exit_code = 4
 

@@ -18,7 +18,7 @@ from ptfast.errors import EXIT_OK, ConfigError
 from ptfast.loading import build_eval_loaders, load_data
 from ptfast.loop import evaluate
 from ptfast.models import build_model
-from ptfast.precision import Precision, build_precision
+from ptfast.precision import Precision, apply_half_weights, build_precision
 from ptfast.rewrites import apply_channels_last
 from ptfast.run import DataInfo, Task
 from ptfast.run_state import restore_model
@@ -61,6 +61,10 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
     channels_last = bool(resolved["channels_last"])
     if channels_last:
         apply_channels_last(model)
+    matmul = resolved.get("matmul_precision", "highest")
+    precision = build_precision(config.precision.mode, device, matmul)
+    if precision.half_weights:
+        apply_half_weights(model)
     restore_model(model.to(device), state)
     if "ema" in state.training:
         averaged = Ema(model, 0.5)
@@ -68,7 +72,6 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         averaged.copy_to_model()
     model.eval()
     task = build_task(config.task.name, info, **config.task.build_options())
-    precision = build_precision(config.precision.mode, device)
     micro_batches, step = int(resolved["micro_batches"]), int(state.facts["progress"]["step"])
     return SavedModel(model, task, info, device, precision, channels_last, micro_batches, step)
 

@@ -51,6 +51,8 @@ def build_panel(
     }
     table += [(name, str(value)) for name, value in switches.items() if value is not None]
     loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
+    if run.precision.warning is not None:
+        loud.append(run.precision.warning)
     if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
     return config.recipe or "train", table + rows, loud

@@ -1,16 +1,29 @@
-"""Mixed precision: which autocast and which gradient scaler a run uses on its device."""
+"""Number formats: of the weights, of autocast, and of float32 matrix products on hardware with a choice."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from ptfast.errors import ConfigError
+from ptfast.devices import lack_of_precision, multiplies_bf16
+from ptfast.distributed import Ranks, on_first_rank
+from ptfast.errors import MachineError
 
-Mode = Literal["fp32", "amp", "bf16", "amp_fp16"]
+Mode = Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"]
+Matmul = Literal["highest", "high", "medium"]
+
+FP32_GRADE = 1e-5
+"""Relative error up to which a product counts as float32's own, whose is 2e-7 to 1e-6; TF32's is 3e-4."""
+WORTH = 1.2
+"""Speed over `highest` from which `auto` takes another setting; less is lost again on small layers."""
+PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,12 @@ class Precision:
     """Scales the loss so that fp16 gradients do not underflow; None where the type needs none."""
     context: AbstractContextManager[object]
     note: str
+    half_weights: bool = False
+    """Whether `apply_half_weights` is due."""
+    matmul: Matmul = "highest"
+    """Torch's setting for float32 matrix products."""
+    warning: str | None = None
+    """What the user should hear before training."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """The one autocast context of the run: made once, entered again and again, never inside itself."""
@@ -38,33 +57,213 @@ class Precision:
         return self.note
 
 
-def build_precision(mode: Mode, device: torch.device) -> Precision:
-    """Resolve a precision option on `device`.
+def build_precision(
+    mode: Mode,
+    device: torch.device,
+    matmul: Literal["auto"] | Matmul = "highest",
+    ranks: Ranks | None = None,
+) -> Precision:
+    """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
 
     Half-width types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU that has
     them, 2 times on a CPU with native bf16.
 
     Args:
-        mode: `fp32`; `bf16` autocast; `amp_fp16`, fp16 autocast with a gradient scaler; or `amp`: `amp_fp16`
-            on CUDA and `bf16` elsewhere, where fp16 is slow or its scaler is missing.
+        mode: `fp32`; `tf32`: float32 whose products and convolutions round their inputs to 10 bits, on NVIDIA
+            GPUs; `bf16` autocast; `amp_fp16`, fp16 autocast with a gradient scaler; `amp`: `amp_fp16` on
+            CUDA and `bf16` elsewhere, or `fp32` on a CPU that has no bf16; `bf16_true`: weights in bf16 and
+            no autocast, see `apply_half_weights`.
         device: where the model is.
+        matmul: torch's setting for float32 products; `auto` takes the quickest that errs no more than
+            float32 does, found by trying on the first rank. What is not `highest` is tried in any case, and
+            the note says how far it is off.
+        ranks: that train together.
 
     Raises:
-        ConfigError: C012 where the device cannot run `mode`.
+        MachineError: E005 where the device cannot run `mode`.
     """
-    if mode == "fp32":
-        return Precision(False, None, nullcontext(), "fp32")
-    if mode == "amp_fp16" and device.type != "cuda":
-        hint = "Use precision=bf16, or precision=amp to have it chosen"
-        what = f"needs a CUDA device, not {device.type}"
-        raise ConfigError("C012", what, key="precision", value=mode, suggestion=hint)
-    if mode == "amp_fp16" or (mode == "amp" and device.type == "cuda"):
-        context = torch.autocast(device.type, dtype=torch.float16)
-        scaler = torch.amp.GradScaler(device.type)
-        return Precision(True, scaler, context, "fp16 autocast with gradient scaling")
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        what = f"{torch.cuda.get_device_name(device)} has no bf16"
-        raise ConfigError("C012", what, key="precision", value=mode, suggestion="Use precision=amp")
-    context = torch.autocast(device.type, dtype=torch.bfloat16)
-    note = "bf16 autocast" if mode == "bf16" else f"bf16 autocast (amp on {device.type})"
-    return Precision(True, None, context, note)
+    lack = lack_of_precision(mode, device.type)
+    if lack is not None:
+        raise MachineError("E005", lack.what, key="precision", value=mode, suggestion=lack.remedy)
+    if matmul == "auto" and mode == "tf32":
+        matmul = "high"
+    elif matmul == "auto" and mode != "fp32":
+        # Autocast and bf16 weights leave no float32 products worth mentioning.
+        matmul = "highest"
+    chosen, trial = on_first_rank(lambda: _choose_matmul(matmul, device), ranks or Ranks())
+    _apply_switches(chosen, tf32_convolutions=mode == "tf32")
+    note = f", {chosen} matmuls: {trial}" if trial is not None else ""
+    if mode == "amp":
+        return _build_amp(device, chosen, note)
+    if mode == "amp_fp16":
+        return _fp16_autocast(device, chosen, note)
+    if mode == "bf16":
+        return _bf16_autocast(device, chosen, f"bf16 autocast{note}")
+    texts = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}
+    return Precision(False, None, nullcontext(), texts[mode] + note, mode == "bf16_true", chosen)
+
+
+def _build_amp(device: torch.device, matmul: Matmul, note: str) -> Precision:
+    if device.type == "cuda":
+        return _fp16_autocast(device, matmul, note)
+    if device.type == "cpu" and not multiplies_bf16("cpu"):
+        text = "fp32 (amp: this CPU has no bf16 instructions)"
+        return Precision(False, None, nullcontext(), text + note, matmul=matmul)
+    return _bf16_autocast(device, matmul, f"bf16 autocast (amp on {device.type}){note}")
+
+
+def _fp16_autocast(device: torch.device, matmul: Matmul, note: str) -> Precision:
+    warning = None
+    if device.type == "cpu":
+        warning = "precision=amp_fp16 is slow on a CPU, few of which have float16; bf16 is theirs"
+    context = torch.autocast(device.type, dtype=torch.float16)
+    text = f"fp16 autocast with gradient scaling{note}"
+    return Precision(True, torch.amp.GradScaler(device.type), context, text, matmul=matmul, warning=warning)
+
+
+def _bf16_autocast(device: torch.device, matmul: Matmul, text: str) -> Precision:
+    return Precision(True, None, torch.autocast(device.type, dtype=torch.bfloat16), text, matmul=matmul)
+
+
+class Trial(NamedTuple):
+    """How a setting of `torch.set_float32_matmul_precision` fares beside `highest`."""
+
+    speedup: float
+    error: float
+    """Of a product of normal numbers, relative to the same in float64, in the Frobenius norm."""
+
+    def __str__(self) -> str:
+        grade = "as exact as fp32" if self.error <= FP32_GRADE else "coarser than fp32"
+        return f"{self.speedup:.1f}x at relative error {self.error:.0e}, {grade}"
+
+
+def try_matmuls(settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7) -> dict[Matmul, Trial]:
+    """Error and speed of float32 products at each of `settings`, on `device`, beside `highest`.
+
+    What a setting does is up to the hardware: `medium` is another library at full precision on some CPUs,
+    bfloat16 on others, TF32 on NVIDIA's GPUs. Leaves the setting changed.
+
+    Cost: some 50 ms on a CPU core.
+    """
+    size = PROBE_SIZE.get(device.type, 512)
+    draws = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, size, generator=draws).to(device) for _ in range(2))
+    exact_on = device if device.type == "cuda" else torch.device("cpu")
+    exact = left.to(exact_on).double() @ right.to(exact_on).double()
+    seconds: dict[Matmul, list[float]] = {name: [] for name in ("highest", *settings)}
+    errors: dict[Matmul, float] = {}
+    for _ in range(rounds):
+        for name, times in seconds.items():
+            _set_matmul(name)
+            product, took = _timed(left, right)
+            times.append(took)
+            if name not in errors:
+                errors[name] = float((product.to(exact_on).double() - exact).norm() / exact.norm())
+    fastest = {name: min(times) for name, times in seconds.items()}
+    return {name: Trial(fastest["highest"] / fastest[name], errors[name]) for name in settings}
+
+
+def _timed(left: Tensor, right: Tensor) -> tuple[Tensor, float]:
+    torch.mm(left, right)
+    _synchronise(left.device)
+    start = time.perf_counter()
+    product = torch.mm(left, right)
+    _synchronise(left.device)
+    return product, time.perf_counter() - start
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tuple[Matmul, Trial | None]:
+    if wanted == "highest":
+        return wanted, None
+    if wanted != "auto":
+        return wanted, try_matmuls((wanted,), device)[wanted]
+    trials = try_matmuls(("high", "medium"), device)
+    chosen: tuple[Matmul, Trial | None] = "highest", None
+    speedup = WORTH
+    for name in ("high", "medium"):
+        trial = trials[name]
+        if trial.error <= FP32_GRADE and trial.speedup >= speedup:
+            chosen, speedup = (name, trial), trial.speedup
+    return chosen
+
+
+def _apply_switches(matmul: Matmul, *, tf32_convolutions: bool) -> None:
+    _set_matmul(matmul)
+    with _old_switches():
+        torch.backends.cudnn.allow_tf32 = tf32_convolutions
+
+
+def _set_matmul(matmul: Matmul) -> None:
+    with _old_switches():
+        torch.set_float32_matmul_precision(matmul)
+
+
+@contextmanager
+def _old_switches() -> Iterator[None]:
+    # Torch 2.9 recommends other names for these switches, which its own compiler then trips over.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API")
+        yield
+
+
+def apply_half_weights(model: nn.Module) -> nn.Module:
+    """Put `model` into bfloat16: weights, buffers, inputs and all that is computed in between.
+
+    Half the memory for weights, gradients and optimizer state, and no conversions, which autocast repeats in
+    every step. The price is in the updates: a bf16 weight takes a change only from about 1/256 of its size on
+    (smaller ones vanish), and what torch's optimizers remember is as coarse. Ours keep their state in
+    float32, and so does the moving average of the weights.
+
+    BatchNorm stays in float32, with its weights: every step moves its running statistics by little, and
+    kernels take bf16 inputs all the same. Outputs come back in float32, in which losses are exact enough.
+
+    Args:
+        model: in its memory format, before the optimizer is built and before a saved state is restored;
+            changed in place. Tied weights stay tied.
+
+    Returns:
+        The same module, with a hook that converts what it is called with, `labels` aside, and one that
+        converts what it returns.
+    """
+    for module in model.modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = _converted(parameter.data, torch.bfloat16)
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, _converted(buffer, torch.bfloat16))
+    model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
+    model.register_forward_hook(_convert_outputs)
+    return model
+
+
+def _convert_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    halved = {
+        name: value if name == "labels" else _converted(value, torch.bfloat16)
+        for name, value in kwargs.items()
+    }
+    return _converted(args, torch.bfloat16), halved
+
+
+def _convert_outputs(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+    return _converted(outputs, torch.float32)
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with the floating-point tensors in it as `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        items = [_converted(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        # A model's own kind of mapping keeps its kind, whose constructor may want something else.
+        changed = {name: _converted(item, dtype) for name, item in value.items()}
+        return type(value)(**changed) if type(value) is not dict else changed
+    return value

@@ -31,7 +31,7 @@ from ptfast.models import build_model
 from ptfast.models.weights import load_weights
 from ptfast.optim import build_optimizer, has_momentum, start_momentum
 from ptfast.parallel import wrap_for_ranks
-from ptfast.precision import build_precision
+from ptfast.precision import apply_half_weights, build_precision
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
 from ptfast.run import Cadence, Clock, DataInfo, Run, Task
 from ptfast.run_state import build_saver, restore_model, restore_training
@@ -78,7 +78,9 @@ def build(
         device=device,
         num_local_ranks=ranks.num_local_ranks,
     )
-    precision = build_precision(config.precision.mode, device)
+    wanted = config.precision
+    matmul = _unless_auto(wanted.matmul_precision, resolved, "matmul_precision")
+    precision = build_precision(wanted.mode, device, matmul, ranks)
     # A resumed run keeps its micro-batches, whatever its ranks would give now.
     known, accumulate = resolved.get("micro_batches"), config.gradients.accumulate
     micro_batches = check_batch(
@@ -101,6 +103,8 @@ def build(
         channels_last = resolve_channels_last(config.rewrites.channels_last, model, info.kind, device)
     if channels_last:
         apply_channels_last(model)
+    if precision.half_weights:
+        apply_half_weights(model)
     model.to(device)
     if state is not None:
         restore_model(model, state)
@@ -154,6 +158,7 @@ def build(
         "optimizer": stepping,
         "momentum": schedule.momentum_note,
         "precision": precision.describe(),
+        "matmul_precision": precision.matmul,
         "total_steps": total_steps,
         **backend,
     }

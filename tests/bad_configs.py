@@ -124,19 +124,51 @@ CASES: dict[str, Case] = {
     ),
     "16 no GPU": Case(
         "train device=cuda",
-        "C012",
+        "E005",
         (f"device=cuda {TYPED} no CUDA device is visible", "Use device=cpu"),
         patches={"torch.cuda.device_count": lambda: 0},
     ),
-    "17 fp16 on a CPU": train(
-        "precision=amp_fp16 device=cpu",
-        "C012",
-        f"precision=amp_fp16 {TYPED} needs a CUDA device",
-        "precision=amp,",
+    "16 NCCL without a GPU": Case(
+        "train parallel=ddp parallel.nproc=2 device=cuda",
+        "E005",
+        (f"device=cuda {TYPED} no CUDA device is visible", "Use device=cpu"),
+        patches={"torch.cuda.device_count": lambda: 0},
+    ),
+    "17 fp16 on an Apple GPU": Case(
+        "train precision=amp_fp16 device=mps",
+        "E005",
+        (f"precision=amp_fp16 {TYPED} gradient scaling runs on CUDA and on the CPU", "precision=amp."),
+        patches={"torch.backends.mps.is_available": lambda: True},
+    ),
+    "17 TF32 on a CPU": train(
+        "precision=tf32 device=cpu",
+        "E005",
+        f"precision=tf32 {TYPED} TF32 needs an NVIDIA GPU, and this is cpu",
+        "Use precision=fp32",
+    ),
+    "17 TF32 on an old GPU": Case(
+        "train precision=tf32 device=cuda",
+        "E005",
+        (f"precision=tf32 {TYPED} Tesla T4 has no TF32", "Use precision=fp32"),
+        patches={
+            "torch.cuda.device_count": lambda: 1,
+            "torch.cuda.get_device_capability": lambda: (7, 5),
+            "torch.cuda.get_device_name": lambda: "Tesla T4",
+        },
+    ),
+    "17 bf16 on an old GPU": Case(
+        "train precision=bf16_true device=cuda",
+        "E005",
+        (f"precision=bf16_true {TYPED} Tesla T4 has no bf16", "Use precision=amp"),
+        patches={
+            "torch.cuda.device_count": lambda: 1,
+            "torch.cuda.is_bf16_supported": lambda including_emulation: False,
+            "torch.cuda.get_device_name": lambda: "Tesla T4",
+        },
     ),
     "18 no compiler": Case(
         "train compile=model device=cpu",
-        "C012",
+        "E005",
         (f"compile=model {TYPED} compiling needs a C++ compiler", "Install g++, or use compile=none"),
         patches={"shutil.which": lambda name: None},
     ),

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from ptfast.config.schema import Config
 from ptfast.config.validate import validate
 from ptfast.durations import Duration
-from ptfast.errors import ConfigError
+from ptfast.errors import ConfigError, MachineError
 
 HERE = __name__
 Tree = dict[str, Any]
@@ -104,6 +104,14 @@ def in_file(key: str) -> str:
 
 def check(place: Callable[[str], str] = typed, **changes: Any) -> Config:
     return validate(tree(**changes), place)
+
+
+def cannot_run(place: Callable[[str], str] = typed, **changes: Any) -> MachineError:
+    with pytest.raises(MachineError) as caught:
+        check(place, **changes)
+    assert "\n" not in str(caught.value)
+    assert (caught.value.code, caught.value.exit_code) == ("E005", 4)
+    return caught.value
 
 
 def refused(place: Callable[[str], str] = typed, **changes: Any) -> ConfigError:

@@ -14,7 +14,7 @@ from ptfast.backend import apply_backend, resolve_threads, usable_cores
 from ptfast.compile import apply_compile
 from ptfast.debug import debugging
 from ptfast.ema import Ema
-from ptfast.errors import ConfigError, NumericsError, SavedStateError
+from ptfast.errors import ConfigError, MachineError, NumericsError, SavedStateError
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
 from ptfast.seeding import build_seeder, mix, seed_everything
 
@@ -231,7 +231,7 @@ class TestCompile:
         assert model._compiled_call_impl is None
 
     def test_names_stay_plain(self, monkeypatch):
-        monkeypatch.setattr("ptfast.compile.shutil.which", lambda name: f"/usr/bin/{name}")
+        monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
         model = conv_net()
         names = list(model.state_dict())
         apply_compile(model, "model")
@@ -250,10 +250,10 @@ class TestCompile:
         torch.testing.assert_close(compiled[0].weight.grad, plain[0].weight.grad)
 
     def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr("ptfast.compile.shutil.which", lambda name: None)
-        with pytest.raises(ConfigError, match=r"compile=model: needs a C\+\+ compiler") as caught:
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        with pytest.raises(MachineError, match=r"compile=model: compiling needs a C\+\+ compiler") as caught:
             apply_compile(conv_net(), "model")
-        assert caught.value.code == "C012"
+        assert caught.value.code == "E005"
 
 
 class Broken(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ptfast.config.targets import Target
-from ptfast.errors import ConfigError
+from ptfast.errors import ConfigError, MachineError
 from ptfast.optim import (
     apply_lr,
     build_optimizer,
@@ -97,9 +97,9 @@ def test_foreach_is_respected():
 
 @pytest.mark.parametrize("path", ["torch.optim.RMSprop", f"{__name__}.Plain", f"{__name__}.Stubborn"])
 def test_fused_that_was_asked_for_and_does_not_run(path):
-    with pytest.raises(ConfigError, match=r"no fused step.* on cpu") as caught:
+    with pytest.raises(MachineError, match=r"no fused step.* on cpu") as caught:
         build_optimizer(Target(path, {"fused": True}), net(), CPU)
-    assert (caught.value.code, caught.value.key) == ("C012", "optimizer.fused")
+    assert (caught.value.code, caught.value.key) == ("E005", "optimizer.fused")
 
 
 def test_values_that_the_optimizer_refuses():

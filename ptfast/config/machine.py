@@ -1,34 +1,23 @@
-"""What this machine cannot run: a device, ranks without a GPU each, float16, compiling without a compiler."""
+"""What this machine cannot run: devices, number formats, compiling, and more ranks than it has GPUs."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-
+from ptfast import devices
 from ptfast.config.problem import Problem
 from ptfast.config.schema import Config
 
-_COMPILERS = ("g++", "clang++", "c++")
-
 
 def machine_problems(config: Config) -> list[Problem]:
-    """C012 for each thing in `config` that cannot run here. Imports torch only where it is needed to tell."""
-    problems = [_too_many_ranks(config), _no_device(config), _no_fp16(config), _no_compiler(config)]
+    """What in `config` cannot run here, each an E005, or C012 for ranks that go beyond the GPUs.
+
+    Imports torch only where it is needed to tell.
+    """
+    problems = [_no_device(config), _too_many_ranks(config), _no_precision(config), _no_compiler(config)]
     return [problem for problem in problems if problem is not None]
 
 
 def _no_device(config: Config) -> Problem | None:
-    if config.device not in ("cuda", "mps"):
-        return None
-    import torch
-
-    if torch.cuda.device_count() if config.device == "cuda" else torch.backends.mps.is_available():
-        return None
-    kind = "CUDA device" if config.device == "cuda" else "Apple GPU"
-    return Problem(
-        "C012", f"no {kind} is visible", key="device", value=config.device, suggestion="Use device=cpu"
-    )
+    return _problem(devices.lack_of_device(config.device), "device", config.device)
 
 
 def _too_many_ranks(config: Config) -> Problem | None:
@@ -38,54 +27,34 @@ def _too_many_ranks(config: Config) -> Problem | None:
     import torch
 
     num_gpus = torch.cuda.device_count()
-    if parallel.nproc <= num_gpus or (config.device == "auto" and num_gpus == 0):
+    if parallel.nproc <= num_gpus or num_gpus == 0:
         return None
     what = f"more ranks than GPUs, this machine has {num_gpus}"
-    hint = f"Use at most parallel.nproc={num_gpus}" if num_gpus else "Use device=cpu"
+    hint = f"Use at most parallel.nproc={num_gpus}"
     return Problem("C012", what, key="parallel.nproc", value=parallel.nproc, suggestion=hint)
 
 
-def _no_fp16(config: Config) -> Problem | None:
-    if config.precision.mode != "amp_fp16":
+def _no_precision(config: Config) -> Problem | None:
+    mode = config.precision.mode
+    if mode in ("fp32", "amp"):
         return None
-    device = _device_type(config.device)
-    if device == "cuda":
-        return None
-    what, hint = f"needs a CUDA device, not {device}", "Use precision=amp, which is bf16 there"
-    return Problem("C012", what, key="precision", value="amp_fp16", suggestion=hint)
+    return _problem(devices.lack_of_precision(mode, _device_of(config)), "precision", mode)
 
 
 def _no_compiler(config: Config) -> Problem | None:
-    if config.compile.mode == "none":
+    mode = config.compile.mode
+    if mode == "none":
         return None
-    cxx = os.environ.get("CXX")
-    candidates = (*([cxx.split()[0]] if cxx and cxx.strip() else []), *_COMPILERS)
-    if not any(shutil.which(candidate) for candidate in candidates):
-        missing, package = "a C++ compiler, and none is installed", "g++"
-    elif _device_type(config.device) == "cuda" and not _has_triton():
-        missing, package = "triton, which is not installed", "triton"
-    else:
+    return _problem(devices.lack_of_compiler(_device_of(config)), "compile", mode)
+
+
+def _device_of(config: Config) -> str:
+    # What is not there has been said already, and torch would only fail on being asked more about it.
+    there = devices.lack_of_device(config.device) is None
+    return devices.device_type(config.device) if there else "cpu"
+
+
+def _problem(lack: devices.Lack | None, key: str, value: str) -> Problem | None:
+    if lack is None:
         return None
-    return Problem(
-        "C012",
-        f"compiling needs {missing}",
-        key="compile",
-        value=config.compile.mode,
-        suggestion=f"Install {package}, or use compile=none",
-    )
-
-
-def _has_triton() -> bool:
-    import importlib.util
-
-    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
-
-
-def _device_type(device: str) -> str:
-    if device != "auto":
-        return device
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    return Problem("E005", lack.what, key=key, value=value, suggestion=lack.remedy)

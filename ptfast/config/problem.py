@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptfast.errors import ConfigError
+from ptfast.errors import ConfigError, MachineError, PtfastError
 
 
 class Problem(ValueError):  # noqa: N818 - one message of many until `error` makes it the one that is raised
     """Something wrong with one config value, before its place is known.
 
     Args:
-        code: a key of `ptfast.errors.CODES`.
+        code: a key of `ptfast.errors.CODES`: of the config, or E005 for what only this machine cannot do.
         what: what is wrong, as a clause.
         key: the dotted key; callers further out prepend theirs.
         value: the value given.
@@ -30,9 +30,9 @@ class Problem(ValueError):  # noqa: N818 - one message of many until `error` mak
         shown = value if self.value is None else self.value
         return Problem(self.code, self.what, key=full, value=shown, suggestion=self.suggestion)
 
-    def error(self, place: str | None) -> ConfigError:
-        """The error a user sees."""
-        return ConfigError(
+    def error(self, place: str | None) -> PtfastError:
+        """The error a user sees: a `MachineError` where the machine is in the way, else a `ConfigError`."""
+        return (MachineError if self.code.startswith("E") else ConfigError)(
             self.code,
             self.what,
             key=self.key or None,

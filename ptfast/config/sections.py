@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ptfast.config.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, coerce
+from ptfast.config.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
 from ptfast.config.targets import Target, built, plain
 from ptfast.durations import Duration
 
@@ -41,6 +41,8 @@ class Section(BaseModel):
                 tree.update(value.to_tree() if value else {"_target_": None})
             elif name == "options":
                 tree.update(plain(value))
+            elif isinstance(value, list) and any(isinstance(item, Section) for item in value):
+                tree[name] = [item.to_tree() for item in value]
             else:
                 tree[name] = plain(value)
         return tree
@@ -153,12 +155,42 @@ class Augment(Section):
 class Precision(Section):
     """The number format that forward and backward compute in."""
 
-    mode: Literal["fp32", "amp", "bf16", "amp_fp16"] = "fp32"
+    mode: Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"] = "fp32"
     """`amp` chooses by device: float16 with a gradient scaler on CUDA, bfloat16 elsewhere."""
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = "highest"
+    """Of float32 matrix products, measured before use; `auto` is the quickest as exact as float32."""
+
+
+class ParameterGroup(Section):
+    """What holds for the parameters whose names match; where entries disagree, the later one counts."""
+
+    match: str
+    """Pattern of names, such as `*.bias` or `layers.0.*`; `*` stands for dots too, and case counts."""
+    lr_scale: Annotated[float, POSITIVE] | None = None
+    """What the learning rate is multiplied by."""
+    weight_decay: Annotated[float, NOT_NEGATIVE] | None = None
+    """Weight decay in place of the optimizer's."""
+    clip_norm: Annotated[float, POSITIVE] | None = None
+    """Largest norm of these parameters' gradients taken as one, in place of `gradients.clip_norm`."""
+    trains_from: Annotated[Duration, InUnit("epochs")] | None = None
+    """Length of training after which they begin to train."""
+    trains_until: Annotated[Duration, InUnit("epochs")] | None = None
+    """Length of training after which they stop; 0 keeps them frozen throughout."""
 
 
 class Optimizer(TargetSection):
     """What changes the weights."""
+
+    decay_1d: bool = True
+    """Whether norms and biases (parameters of at most one dimension) have weight decay."""
+    layer_decay: Annotated[float, Range(0, 1, open_low=True)] | None = None
+    """Factor on the learning rate for every layer between a parameter and the output, such as 0.75."""
+    groups: list[ParameterGroup] = Field(default_factory=list)
+    """What holds for parameters by name: a list such as `[{match: "*.bias", lr_scale: 64}]`."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate grows with the batch size from that at `reference_batch`."""
+    reference_batch: Count | None = None
+    """The batch size that learning rate and weight decay are given for."""
 
 
 class Schedule(TargetSection):
@@ -177,6 +209,10 @@ class Gradients(Section):
     """Largest global norm of the gradients."""
     clip_value: Annotated[float, POSITIVE] | None = None
     """Largest absolute value of each gradient."""
+    clip_adaptive: Annotated[float, POSITIVE] | None = None
+    """Largest norm of a unit's gradient as a part of its weights' norm, such as 0.01; the head is spared."""
+    log_norm: bool = False
+    """Log the global norm of the gradients before clipping as `grad_norm`."""
 
 
 class Parallel(Section):

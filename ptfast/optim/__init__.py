@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ptfast.errors import ConfigError
+from ptfast.errors import ConfigError, MachineError
 from ptfast.optim.layerwise import LayerwiseOptimizer, laid_out_as
 from ptfast.optim.lean import build_step, keep_compiler_unimported
 
@@ -49,7 +49,8 @@ def build_optimizer(
         it steps: `fused`, `foreach`, `multi-tensor` (ours) or `for-loop`.
 
     Raises:
-        ConfigError: C012 for `fused=true` where that does not run, C005 for a value the optimizer refuses,
+        MachineError: E005 for `fused=true` where that does not run.
+        ConfigError: C005 for a value the optimizer refuses,
             C009 for one whose step runs the model again, C011 for a model without a parameter to train.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -66,7 +67,7 @@ def build_optimizer(
     if wanted is True and not fused:
         what = f"{target.path} has no fused step for these parameters on {device.type}"
         hint = "Use optimizer.fused=auto"
-        raise ConfigError("C012", what, key="optimizer.fused", value="true", suggestion=hint)
+        raise MachineError("E005", what, key="optimizer.fused", value="true", suggestion=hint)
     optimizer = _construct(_with_fused(unfused) if fused else unfused, parameters, model)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
