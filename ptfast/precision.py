@@ -182,14 +182,13 @@ def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tu
         return wanted, None
     if wanted != "auto":
         return wanted, try_matmuls((wanted,), device)[wanted]
-    trials = try_matmuls(("high", "medium"), device)
-    chosen: tuple[Matmul, Trial | None] = "highest", None
-    speedup = WORTH
-    for name in ("high", "medium"):
-        trial = trials[name]
-        if trial.error <= FP32_GRADE and trial.speedup >= speedup:
-            chosen, speedup = (name, trial), trial.speedup
-    return chosen
+    candidates: tuple[Matmul, ...] = ("high", "medium")
+    trials = try_matmuls(candidates, device)
+    good = [name for name in candidates if trials[name].error <= FP32_GRADE]
+    best = max(good, key=lambda name: trials[name].speedup, default=None)
+    if best is None or trials[best].speedup < WORTH:
+        return "highest", None
+    return best, trials[best]
 
 
 def _apply_switches(matmul: Matmul, *, tf32_convolutions: bool) -> None:
