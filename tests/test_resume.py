@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import RunPtfast
 from running import WITH_TESTS, build_run, records, same_bits, summary, train, training_state, weights
-from test_loop import blobs
 from torch.utils.data import TensorDataset
+from toys import blobs
 
 from ptfast import run_folder
 from ptfast.run import Callback
