@@ -128,6 +128,7 @@ def _bf16_autocast(device: torch.device, matmul: Matmul, text: str) -> Precision
 class Trial(NamedTuple):
     """How a setting of `torch.set_float32_matmul_precision` fares beside `highest`."""
 
+    setting: Matmul
     speedup: float
     error: float
     """Of a product of normal numbers, relative to the same in float64, in the Frobenius norm."""
@@ -160,7 +161,7 @@ def try_matmuls(settings: tuple[Matmul, ...], device: torch.device, rounds: int 
             if name not in errors:
                 errors[name] = float((product.to(exact_on).double() - exact).norm() / exact.norm())
     fastest = {name: min(times) for name, times in seconds.items()}
-    return {name: Trial(fastest["highest"] / fastest[name], errors[name]) for name in settings}
+    return {name: Trial(name, fastest["highest"] / fastest[name], errors[name]) for name in settings}
 
 
 def _timed(left: Tensor, right: Tensor) -> tuple[Tensor, float]:
@@ -182,13 +183,10 @@ def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tu
         return wanted, None
     if wanted != "auto":
         return wanted, try_matmuls((wanted,), device)[wanted]
-    candidates: tuple[Matmul, ...] = ("high", "medium")
-    trials = try_matmuls(candidates, device)
-    good = [name for name in candidates if trials[name].error <= FP32_GRADE]
-    best = max(good, key=lambda name: trials[name].speedup, default=None)
-    if best is None or trials[best].speedup < WORTH:
-        return "highest", None
-    return best, trials[best]
+    trials = try_matmuls(("high", "medium"), device)
+    good = [trial for trial in trials.values() if trial.error <= FP32_GRADE]
+    best = max(good, key=lambda trial: trial.speedup, default=None)
+    return (best.setting, best) if best is not None and best.speedup >= WORTH else ("highest", None)
 
 
 def _apply_switches(matmul: Matmul, *, tf32_convolutions: bool) -> None:
