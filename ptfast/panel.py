@@ -64,6 +64,8 @@ def _regularisation(config: Config) -> dict[str, str | float | None]:
     images = {
         f"crop after {augment.crop_padding} pixels of padding": augment.crop_padding,
         "flip": augment.flip,
+        f"mixup {augment.mixup:g}": augment.mixup,
+        f"cutmix {augment.cutmix:g}": augment.cutmix,
     }
     rates = [keywords.get(name) for name in ("drop_path", "drop_path_rate", "stochastic_depth_prob")]
     return {

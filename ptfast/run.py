@@ -62,9 +62,21 @@ class MicroBatch(NamedTuple):
     """One forward and backward of one rank."""
 
     data: Any
-    """What the task understands, on the device: `(inputs, targets)` for the built-in tasks."""
+    """What the task understands, on the device: `(inputs, targets)` for the built-in tasks, where mixed
+    samples have `Mixed` for targets."""
     num_samples: int
     """Samples that count; 0 for an empty share, whose one stand-in sample keeps the ranks in step."""
+
+
+class Mixed(NamedTuple):
+    """Targets of samples of which each is mixed out of two."""
+
+    targets: Tensor
+    """Of the first sample of each pair, in the order of the batch."""
+    partners: Tensor
+    """Of the second: the same targets in another order."""
+    share: float
+    """Part of the first sample, in [0, 1]; the rest is the second's."""
 
 
 class StepBatch(NamedTuple):

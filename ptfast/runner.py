@@ -20,6 +20,8 @@ from ptfast.data import (
     check_same_data,
     read_info,
 )
+from ptfast.data.changed import Change, ChangedLoader
+from ptfast.data.mix import build_mix
 from ptfast.distributed import Ranks, broadcast_object
 from ptfast.durations import Duration
 from ptfast.ema import Ema
@@ -127,11 +129,16 @@ def build(
         batch_size=config.batch_size,
         micro_batches=micro_batches,
         seed=config.seed,
-        augment=config.augment.model_dump(),
+        augment=config.augment.model_dump(include={"crop_padding", "flip"}),
         last=loader.last,
         **sharding,
         **loading,
     )
+    mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
+    changes: list[Change] = [mix] if mix is not None else []
+    if changes:
+        first_micro_batch = ranks.rank * (micro_batches // ranks.num_ranks)
+        train_loader = ChangedLoader(train_loader, changes, first_micro_batch)
     eval_loaders = build_eval_loaders(config, data, micro_batches=micro_batches, **sharding, **loading)
 
     optimizer, stepping = build_optimizer(config.optimizer.target, model, device)

@@ -27,7 +27,6 @@ SWITCHED = [technique for technique in CATALOGUE if technique.on]
 NO_TECHNIQUES = {
     "data": "what is trained on",
     "model": "what is trained",
-    "augment": "which images are seen; how quickly is up to the loader",
     "saving": "what is kept",
     "logger": "where figures go",
     "preset": "sets of techniques",

@@ -150,6 +150,10 @@ class Augment(Section):
     """Pixels of padding around an image before a random crop of its size."""
     flip: bool = False
     """Mirror half of the images, drawn anew every epoch."""
+    mixup: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Blend each sample with another: parameter of its Beta distribution; 0 for none."""
+    cutmix: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Paste a patch of another image into each: parameter of its Beta distribution; 0 for none."""
 
 
 class Precision(Section):

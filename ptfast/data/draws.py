@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ptfast.splitmix import FACTOR_1, FACTOR_2, GOLDEN, finalise
 
-ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL = range(7)
+ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX = range(8)
 """Streams: what a draw is for. Draws of different streams are independent."""
 
 

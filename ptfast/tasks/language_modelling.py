@@ -20,6 +20,7 @@ class LanguageModelling(SupervisedTask):
     """Cross entropy between logits (batch, length, vocab_size) and next tokens (batch, length), in nats."""
 
     counts_samples = False
+    takes_mixed = False
 
     def num_items(self, targets: Tensor) -> int | Tensor:
         if self.info.pad_id is None and not self.info.ignores_labels:

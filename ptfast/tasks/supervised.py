@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
+from ptfast.run import IGNORE_INDEX, DataInfo, Metrics, Mixed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,6 +30,8 @@ class SupervisedTask:
     mode = "min"
     counts_samples = True
     """Whether every sample counts as one item, so that nothing needs counting in a step."""
+    takes_mixed = True
+    """Whether the targets of a training batch may be `Mixed`."""
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         self.info = info
@@ -58,12 +60,25 @@ class SupervisedTask:
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
         """How many items the loss of a micro-batch is averaged over."""
-        return num_samples if self.counts_samples else self.num_items(data[1])
+        if self.counts_samples:
+            return num_samples
+        targets = data[1]
+        return self.num_items(targets.targets if isinstance(targets, Mixed) else targets)
 
     def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int | Tensor]:
-        """Sum of the losses and the number of items."""
+        """Sum of the losses and the number of items.
+
+        Of mixed samples it is the loss of either target by its share. Partners are the same targets in
+        another order, so that as many of them count.
+        """
         inputs, targets = data
-        return self.loss_sum(model(inputs), targets), self.num_items(targets)
+        outputs = model(inputs)
+        if isinstance(targets, Mixed):
+            targets, partners, share = targets
+            loss = share * self.loss_sum(outputs, targets) + (1 - share) * self.loss_sum(outputs, partners)
+        else:
+            loss = self.loss_sum(outputs, targets)
+        return loss, self.num_items(targets)
 
     def metrics(self) -> Metrics:
         """Fresh metrics of one evaluation."""

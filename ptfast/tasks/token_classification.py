@@ -27,6 +27,7 @@ class TokenClassification(SupervisedTask):
     metric = "accuracy"
     mode = "max"
     counts_samples = False
+    takes_mixed = False
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         super().__init__(info, loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ptfast.techniques import (
+    augment,
     dataloader,
     regularisation,
     small_print,
@@ -15,6 +16,7 @@ __all__ = ["CATALOGUE", "PROMISES", "Kind", "Need", "Technique"]
 CATALOGUE: tuple[Technique, ...] = (
     *dataloader.TECHNIQUES,
     *transfers.TECHNIQUES,
+    *augment.TECHNIQUES,
     *regularisation.TECHNIQUES,
     *small_print.TECHNIQUES,
 )

@@ -16,7 +16,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         claim="About 0.2 % lower top-1 and top-5 error of Inception-v3 on ImageNet (Szegedy et al.); "
         "better calibrated, too (Müller et al.).",
         source="Szegedy, Vanhoucke, Ioffe, Shlens, Wojna 2016, arXiv:1512.00567; Müller, Kornblith, Hinton "
-        "2019, arXiv:1906.02629",
+        "2019, arXiv:1906.02629.",
         avoid="Where the network is to teach another one by its logits, or labels are known to be without "
         "error and its confidence matters.",
         audit="A classification run longer than a few epochs with task.label_smoothing at 0.",
@@ -31,7 +31,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         claim="ResNet-110 on CIFAR-10: test error from 6.41 to 5.25 % over 500 epochs, and a quarter less "
         "training time where whole batches skip a block; drawn by sample, as here, no arithmetic is "
         "spared.",
-        source="Huang, Sun, Liu, Sedra, Weinberger 2016, arXiv:1603.09382",
+        source="Huang, Sun, Liu, Sedra, Weinberger 2016, arXiv:1603.09382.",
         avoid="Shallow networks and short runs, which underfit anyway.",
         audit="A residual network of 50 layers or more that overfits, with model.drop_path "
         "(model.drop_path_rate in timm, model.stochastic_depth_prob in torchvision) at 0.",
