@@ -115,6 +115,7 @@ FLAG_HELP = {
     "--out": "file to write",
     "--metric": "figure to rank by, such as val.accuracy",
     "--mode": "max or min: which way the figure is better",
+    "--markdown": "print the README's table of all techniques",
     "--traceback": "show where an error comes from",
 }
 
@@ -305,6 +306,20 @@ def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
     return EXIT_OK
 
 
+def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.catalogue import markdown, show
+
+    name = " ".join(arguments)
+    if "--markdown" in flags and name:
+        hint = "Leave one of the two out"
+        raise ConfigError("C011", "the README's table is of all techniques", key=name, suggestion=hint)
+    if "--markdown" in flags:
+        print(markdown())
+    else:
+        show(name or None)
+    return EXIT_OK
+
+
 def _copy(flags: dict[str, Any], arguments: list[str]) -> int:
     name, rest = _first(arguments, "copy", "NAME FILE")
     from ptfast.config.help import copy_recipe
@@ -375,6 +390,12 @@ COMMANDS: dict[str, Command] = {
         {"--metric": True, "--mode": True, "--out": True},
     ),
     "recipes": Command("", "list the recipes and what each promises", _recipes, {}, 0),
+    "techniques": Command(
+        "[NAME]",
+        "what makes training faster, and what of it applies here",
+        _techniques,
+        {"--markdown": False},
+    ),
     "copy": Command("NAME FILE", "copy a recipe to edit", _copy, {}, 2),
     "schema": Command("", "print a JSON Schema of recipe files, for editors", _schema, {"--out": True}, 0),
     "completion": Command("bash|zsh|fish", "print a shell completion script", _completion, {}, 1),

@@ -27,11 +27,11 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             *("data", "models", "optim", "tasks"),
             *("precision", "schedule", "gradients", "parallel", "compile", "rewrites"),
-            *("backend", "debug", "ema", "seeding"),
+            *("backend", "debug", "ema", "seeding", "applies"),
             *("saving", "logger", "display"),
         ),
     ),
-    "1 pages": (("report", "panel"), ("compare",)),
+    "1 pages": (("report", "panel"), ("compare", "catalogue")),
     "2 loop": (("trainer", "run_state"), ("loop",)),
     "3 build": (("loading",), ("runner",), ("evaluate",), ("predict",)),
     "4 processes": (("worker", "place"), ("launch", "dry_run")),

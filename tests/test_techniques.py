@@ -13,7 +13,20 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trials import NUM_STEPS, Trial, Words, a_run, merged, read, trained, trained_by_ranks, words_of
+from trials import (
+    NUM_STEPS,
+    ON_GPU,
+    SLOW,
+    Trial,
+    Words,
+    a_run,
+    every_option,
+    merged,
+    read,
+    trained,
+    trained_by_ranks,
+    words_of,
+)
 
 from ptfast.config import paths
 from ptfast.data.prepare import Prepare
@@ -35,7 +48,7 @@ NO_TECHNIQUES = {
 ALWAYS_ON = {
     "tensors made on the device": "test_techniques.py::test_a_step_makes_no_tensor_on_the_host",
     "arrays without a copy": "test_techniques.py::test_built_in_data_shares_the_memory_of_its_arrays",
-    "loss over the global count of items": "test_loop.py::test_accumulation_changes_nothing",
+    "loss over the global count of items": "test_accumulation.py::test_accumulation_changes_nothing",
     "running sums on the device": "test_techniques.py::test_a_step_reads_nothing",
     "learning rates from a table": "test_schedule.py::test_any_segment_of_any_option_is_the_same_function",
 }
@@ -47,8 +60,6 @@ SAME_NUMBERS_ELSEWHERE = {
     "optimizer/sgd_cifar": "optimizer/sgd",
 }
 """Options with a recipe's numbers for another option."""
-ON_GPU: set[Need] = {"cuda", "nvidia_tf32"}
-SLOW: set[Need] = {"compiler", "ranks"}
 
 
 def name_of(value: Any) -> str:
@@ -119,10 +130,6 @@ def test_a_group_without_techniques_has_none() -> None:
     assert set(NO_TECHNIQUES) <= set(paths.groups())
     for technique in CATALOGUE:
         assert not {option.split("/")[0] for option in technique.options} & set(NO_TECHNIQUES)
-
-
-def every_option() -> set[str]:
-    return {f"{group}/{option}" for group in paths.groups() for option in paths.options(group)}
 
 
 @functools.cache

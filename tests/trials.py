@@ -16,6 +16,7 @@ import torch
 from running import train, weights
 from torch import Tensor
 
+from ptfast.config import paths
 from ptfast.config.compose import Composed
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
@@ -24,10 +25,14 @@ from ptfast.distributed import Ranks
 from ptfast.loop import fit
 from ptfast.run import Callback, Run
 from ptfast.runner import build
-from ptfast.techniques import Technique
+from ptfast.techniques import Need, Technique
 
 NUM_STEPS = {"exact": 10, "reordered": 10, "reduced": 10, "training": 30}
 """Steps that the promise of a class is about."""
+ON_GPU: set[Need] = {"cuda", "nvidia_tf32"}
+"""Needs of techniques whose trials run on a GPU only."""
+SLOW: set[Need] = {"compiler", "ranks"}
+"""Needs of techniques whose trials take long."""
 Words = tuple[str, ...]
 
 
@@ -40,6 +45,11 @@ class Trial:
     weights: dict[str, Tensor] = field(default_factory=dict)
     plain_loss: tuple[float, float] = (math.nan, math.nan)
     """Loss on a fixed batch before the first and after the last step, in float32, as `plain` computes it."""
+
+
+def every_option() -> set[str]:
+    """All option files, as `group/option`."""
+    return {f"{group}/{option}" for group in paths.groups() for option in paths.options(group)}
 
 
 def words_of(technique: Technique, switch: Words, device: str = "cpu") -> Words:

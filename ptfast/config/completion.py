@@ -73,10 +73,18 @@ def complete(words: Sequence[str], commands: Mapping[str, Iterable[str]] | None 
         return [name for name in commands if name.startswith(word)]
     if word.startswith("-"):
         return sorted(flag for flag in commands.get(words[0], ()) if flag.startswith(word))
+    if words[0] == "techniques":
+        return [name for name in _techniques() if name.startswith(word)]
     try:
         return _config(word, words[:-1])
     except (PtfastError, OSError):
         return []
+
+
+def _techniques() -> list[str]:
+    from ptfast.techniques import CATALOGUE
+
+    return [technique.name.replace(" ", "-") for technique in CATALOGUE]
 
 
 def _config(word: str, before: Sequence[str]) -> list[str]:

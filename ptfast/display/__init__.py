@@ -8,7 +8,7 @@ from ptfast.display.plain import Display, PlainDisplay
 from ptfast.display.table import table
 from ptfast.display.terminal import is_terminal, standard_output
 
-__all__ = ["Display", "PlainDisplay", "build_display", "table"]
+__all__ = ["Display", "PlainDisplay", "build_display", "is_terminal", "standard_output", "table"]
 
 
 def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:

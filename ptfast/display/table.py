@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TextIO
 
 from ptfast.display.plain import PlainDisplay
@@ -16,9 +16,16 @@ def table(
     rows: Sequence[Sequence[str]],
     *,
     title: str | None = None,
+    grouped: bool = False,
+    muted: Container[int] = (),
     stream: TextIO | None = None,
 ) -> None:
-    """Print a table: ruled on a terminal, aligned text elsewhere. Columns of numbers are set to the right."""
+    """Print a table: ruled on a terminal, aligned text elsewhere. Columns of numbers are set to the right.
+
+    Args:
+        grouped: rows with the same first cell stand together; on a terminal it is their heading.
+        muted: numbers of the rows that a terminal shows faintly.
+    """
     stream = stream or standard_output()
     cells = [[one_line(str(cell)) for cell in row] for row in rows]
     numeric = [are_numbers(column) for column in zip(*cells, strict=True)] or [False] * len(headers)
@@ -29,10 +36,15 @@ def table(
         from rich.text import Text
 
         ruled = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-        for header, is_number in zip(headers, numeric, strict=True):
+        for header, is_number in list(zip(headers, numeric, strict=True))[grouped:]:
             ruled.add_column(Text(header), justify="right" if is_number else "left", overflow="fold")
-        for row in cells:
-            ruled.add_row(*(Text(cell) for cell in row))
+        group = None
+        for number, row in enumerate(cells):
+            if grouped and row[0] != group:
+                group = row[0]
+                ruled.add_section()
+                ruled.add_row(Text(group, style="bold cyan"))
+            ruled.add_row(*(Text(cell) for cell in row[grouped:]), style="dim" if number in muted else None)
         Console(file=stream, highlight=False, markup=False, emoji=False).print(ruled)
         return
     plain = PlainDisplay(stream)

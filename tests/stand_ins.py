@@ -1,0 +1,89 @@
+"""Small data sets, as files and as classes, for options that read what a user brings."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Points(Dataset[Any]):
+    """Points in the plane, labelled by the side of a line."""
+
+    def __init__(self, size: int = 64) -> None:
+        self.points = torch.randn(size, 2, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.points[index], int(self.points[index].sum() > 0)
+
+
+class Net(nn.Linear):
+    """One layer for digits."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(64, num_classes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(1))
+
+
+class Table:
+    """Columns of text and labels, as a split of the package `datasets` shows them."""
+
+    column_names = ("text", "label")
+
+    def __init__(self, size: int) -> None:
+        self.columns = {"text": ["good film", "bad"] * (size // 2), "label": [1, 0] * (size // 2)}
+        self.features = {"text": SimpleNamespace(names=None), "label": SimpleNamespace(names=["no", "yes"])}
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        return len(self.columns["label"])
+
+
+def datasets() -> ModuleType:
+    """A stand-in for the package `datasets` in which every data set is there."""
+    module = ModuleType("datasets")
+    splits = {"train": Table(32), "validation": Table(8)}
+    module.load_dataset = lambda path, name=None: splits  # pyright: ignore[reportAttributeAccessIssue]
+    return module
+
+
+def write(folder: Path) -> None:
+    """Write into `folder` one small data set of each kind: `cifar10`, `cifar100`, `images`, arrays, texts."""
+    chance = np.random.default_rng(0)
+    for name, classes, files in (
+        ("cifar10", 10, [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]),
+        ("cifar100", 100, ["train", "test"]),
+    ):
+        (folder / name).mkdir()
+        labels, names = ("labels", "label_names") if classes == 10 else ("fine_labels", "fine_label_names")
+        for file in files:
+            batch = {"data": chance.integers(0, 256, (20, 3072), dtype=np.uint8), labels: list(range(10)) * 2}
+            (folder / name / file).write_bytes(pickle.dumps(batch, protocol=2))
+        meta = folder / name / ("batches.meta" if classes == 10 else "meta")
+        meta.write_bytes(pickle.dumps({names: [f"class {number}" for number in range(classes)]}, protocol=2))
+    from PIL import Image
+
+    for split, size in (("train", 10), ("val", 4)):
+        for label in ("dark", "light"):
+            (folder / "images" / split / label).mkdir(parents=True)
+            for number in range(size):
+                pixels = chance.integers(0, 256, (8, 8, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / "images" / split / label / f"{number}.png")
+    points = chance.standard_normal((64, 2)).astype(np.float32)
+    np.savez(folder / "points.npz", x=points, y=(points.sum(1) > 0).astype(np.int64))
+    for split in ("train", "dev"):
+        (folder / f"{split}.tsv").write_text("good film\t1\nbad\t0\n" * 16)
+    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 60)

@@ -1,0 +1,119 @@
+"""Every option of every group composes, validates and trains, or says what this machine lacks for it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import stand_ins
+from running import summary, train
+from trials import ON_GPU, SLOW, Words, every_option, merged, read, trained, words_of
+
+from ptfast.errors import MachineError
+from ptfast.techniques import CATALOGUE, Technique
+
+TEXT = ("data=text_tsv", "data.root=FILES", "batch_size=8")
+RUNNING_TEXT = ("data=text_file", "data.path=FILES/text.txt", "data.context_length=16", "batch_size=8")
+SMALL = ("model=mlp", "model.hidden=[16]")
+WORDS = ("model=text_encoder", "model.width=16")
+TINY_GPT = ("model=gpt", "model.width=16", "model.depth=1")
+FEW = ("data.val=20samples", "batch_size=10")
+"""Of the digits: a residual network then has no last batch of one sample, and little to evaluate."""
+WITH: dict[str, Words] = {
+    "data/cifar10": ("data.root=FILES/cifar10",),
+    "data/cifar100": ("data.root=FILES/cifar100",),
+    "data/imagefolder": ("data.root=FILES/images",),
+    "data/arrays": ("data.path=FILES/points.npz",),
+    "data/text_tsv": (*TEXT, *WORDS),
+    "data/text_file": (*RUNNING_TEXT, *TINY_GPT),
+    "data/hf": ("data.path=there", "batch_size=8", *WORDS),
+    "data/custom": ("data._target_=stand_ins.Points",),
+    "model/text_encoder": (*TEXT, *WORDS),
+    "model/gpt": (*RUNNING_TEXT, *TINY_GPT),
+    "model/hf": (
+        *(*TEXT, "model.name=distilbert", "model.dim=16", "model.hidden_dim=16"),
+        *("model.n_layers=1", "model.n_heads=2"),
+    ),
+    "model/timm": (*FEW, "model.name=resnet10t"),
+    "model/torchvision": FEW,
+    "model/custom": ("model._target_=stand_ins.Net",),
+    "model/resnet9": (*FEW, "model.width=8"),
+    **{f"model/resnet{name}": FEW for name in ("20", "32", "44", "56", "110", "_digits")},
+}
+"""What an option needs beside it; FILES is the folder of stand-ins."""
+PACKAGES = {
+    "model/timm": "timm",
+    "model/hf": "transformers",
+    "logger/tensorboard": "tensorboard",
+    "logger/wandb": "wandb",
+}
+"""Options that need a package which the test extra may not bring; without it they say so."""
+WHOLE_RUNS = ("saving", "logger")
+"""Groups that act around the loop: their options are trained by the command."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stand-ins")
+    stand_ins.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("option", sorted(every_option()))
+def test_it_trains(option: str, files: Path, in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    technique = technique_of(option)
+    words = words_for(option, technique, files)
+    needs = {*technique.needs} if technique is not None else set()
+    if option.split("/")[0] == "compile":
+        needs.add("compiler")
+    if is_refused(words) or needs & (ON_GPU | SLOW):
+        # What can be trained here is trained by the slow test of its technique.
+        assert needs or technique is None
+        return
+    monkeypatch.setitem(sys.modules, "datasets", stand_ins.datasets())
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    if option.split("/")[0] in WHOLE_RUNS:
+        there = find_spec(PACKAGES.get(option, "torch")) is not None
+        assert train(*words, "run.dir=run") == (0 if there else MachineError.exit_code)
+        assert not there or summary(Path("run"))["steps"] == 2
+        return
+    if find_spec(PACKAGES.get(option, "torch")) is None:
+        with pytest.raises(MachineError, match="pip install") as caught:
+            trained(words)
+        assert caught.value.code == "E004"
+    else:
+        assert trained(words).losses
+
+
+def technique_of(option: str) -> Technique | None:
+    """The record that an option belongs to: the one that switches it on, or else names it."""
+    word = option.replace("/", "=")
+    on = [technique for technique in CATALOGUE if word in technique.on]
+    named = [technique for technique in CATALOGUE if option in technique.options]
+    return next(iter(on + named), None)
+
+
+def words_for(option: str, technique: Technique | None, files: Path) -> Words:
+    """Arguments of a run with the option: the trial of its technique, or two steps."""
+    word = option.replace("/", "=")
+    if technique is not None and word in technique.on:
+        return words_of(technique, technique.on)
+    beside = WITH.get(option) or (technique.trial if technique is not None else ())
+    beside = [each.replace("FILES", str(files)) for each in beside]
+    model = () if any(each.startswith("model=") for each in (word, *beside)) else SMALL
+    return merged("preset=plain", "device=cpu", *model, *beside, word, "steps=2")
+
+
+def is_refused(words: Words) -> bool:
+    """Whether the config is refused for what this machine lacks, with a remedy; otherwise it is valid."""
+    try:
+        read(words)
+    except MachineError as error:
+        refusal = error
+    else:
+        return False
+    assert refusal.code == "E005"
+    assert refusal.suggestion
+    return True
