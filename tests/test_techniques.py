@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,6 @@ from trials import (
     Words,
     a_run,
     every_option,
-    merged,
     read,
     trained,
     trained_by_ranks,
@@ -150,19 +150,19 @@ def chosen_by_plain() -> tuple[str, ...]:
 # What the classes promise.
 
 
-def in_here(technique: Technique, tmp_path: Path) -> Callable[[Words], Trial]:
-    """What trains the record's runs: this process, or the launcher where several ranks are needed."""
+def trainer_of(technique: Technique, folder: Path) -> Callable[..., Trial]:
+    """What trains the record's runs: this process, or two that it starts."""
     if "ranks" not in technique.needs:
         return trained
-    folders = iter([tmp_path / "off", tmp_path / "on"])
-    return lambda words: trained_by_ranks(merged("parallel=ddp", "parallel.nproc=2", *words), next(folders))
+    numbers = itertools.count()
+    return lambda words, *plain: trained_by_ranks(words, folder / f"run{next(numbers)}", *plain)
 
 
 @pytest.mark.parametrize("technique", [marked(t) for t in SWITCHED if t.kind != "training"])
 def test_it_gives_what_plain_gives(technique: Technique, tmp_path: Path) -> None:
     """Exact: the same bits after ten steps; reordered: rounding; reduced: a bounded drift of the loss."""
     device = "cuda" if ON_GPU & {*technique.needs} else "cpu"
-    train_it = in_here(technique, tmp_path)
+    train_it = trainer_of(technique, tmp_path)
     off, on = (train_it(words_of(technique, switch, device)) for switch in (technique.off, technique.on))
     assert len(off.losses) == len(on.losses) == NUM_STEPS[technique.kind]
     # A rewrite may take parameters away, never add any.
@@ -184,7 +184,7 @@ def test_it_trains(technique: Technique, tmp_path: Path) -> None:
     """The plain loss on held-out samples falls by a fifth in thirty steps."""
     device = "cuda" if ON_GPU & {*technique.needs} else "cpu"
     off, on = (words_of(technique, switch, device) for switch in (technique.off, technique.on))
-    before, after = trained(on, off).plain_loss
+    before, after = trainer_of(technique, tmp_path)(on, off).plain_loss
     assert after < 0.8 * before
 
 

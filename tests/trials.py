@@ -95,12 +95,18 @@ def trained(words: Words, plain_words: Words | None = None) -> Trial:
     return trial
 
 
-def trained_by_ranks(words: Words, folder: Path) -> Trial:
-    """The run of `words` under the launcher, as a user starts it."""
-    assert train(*words, "log_every=1steps", f"run.dir={folder}") == 0
+def trained_by_ranks(words: Words, folder: Path, plain_words: Words | None = None) -> Trial:
+    """The run of `words` by two processes, as a user starts it; what else as in `trained`."""
+    two = merged("parallel=ddp", "parallel.nproc=2", *words)
+    assert train(*two, "log_every=1steps", f"run.dir={folder}") == 0
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    losses = [line["loss"] for line in lines if line["split"] == "train"]
-    return Trial(losses, weights(folder))
+    trial = Trial([line["loss"] for line in lines if line["split"] == "train"], weights(folder))
+    if plain_words is not None:
+        with a_run(*plain_words, "parallel=single", "parallel.nproc=1") as plain:
+            before = plain_loss(plain, plain.task)
+            plain.model.load_state_dict(trial.weights)
+            trial.plain_loss = before, plain_loss(plain, plain.task)
+    return trial
 
 
 @contextmanager
