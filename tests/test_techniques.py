@@ -19,7 +19,6 @@ from trials import (
     ON_GPU,
     SLOW,
     Trial,
-    Words,
     a_run,
     every_option,
     read,
