@@ -45,6 +45,8 @@ def fit(run: Run) -> str:
     clock.charge("start-up")
     while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):
         if not progress.evaluation_due:
+            if trainer.switch():
+                batches = trainer.rehearse(batches)
             start, start_s = progress.step, progress.train_s
             trainer.train(batches, min(cadence.next_stop(start, run.total_steps), start + look_steps))
             loss = trainer.read_loss()

@@ -29,7 +29,7 @@ def build_panel(
             f", {run.total_steps / per_epoch:.3g} epochs" if per_epoch else ""
         )
     shape, momentum = config.schedule.target.path.rsplit(".", 1)[-1], resolved["momentum"]
-    lr, reason = run.optimizer.param_groups[0]["initial_lr"], getattr(run.train_loader, "reason", None)
+    lr, reason = _rate(config, run), getattr(run.train_loader, "reason", None)
     table = [
         ("data", run.data_note),
         ("model", f"{type(run.model).__name__}, {num_parameters:,} parameters{layout}"),
@@ -37,7 +37,7 @@ def build_panel(
         ("precision", run.precision.describe()),
         ("batch", batch),
         ("steps", f"{run.total_steps:,} ({length})"),
-        ("optimizer", f"{type(run.optimizer).__name__}, lr {lr:g}, {resolved['optimizer']}"),
+        ("optimizer", f"{type(run.optimizer).__name__}, lr {lr}, {resolved['optimizer']}"),
         ("schedule", f"{shape}, momentum {momentum}" if momentum else shape),
         ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
     ]
@@ -45,6 +45,8 @@ def build_panel(
         "compile": None if config.compile.mode == "none" else config.compile.mode,
         "clip norm": config.gradients.clip_norm,
         "clip value": config.gradients.clip_value,
+        "clip adaptive": config.gradients.clip_adaptive,
+        "parameters": run.groups_note,
         "ema": config.ema.decay,
         **_regularisation(config),
         "resumed": f"at step {run.progress.step:,}" if run.progress.step else None,
@@ -56,6 +58,16 @@ def build_panel(
     if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
     return config.recipe or "train", table + rows, loud
+
+
+def _rate(config: Config, run: Run) -> str:
+    """The learning rate, and how it came from that of a reference batch."""
+    from ptfast.optim import reference_lr
+
+    optimizer, lr = config.optimizer, f"{reference_lr(run.optimizer, 'initial_lr'):g}"
+    if optimizer.lr_scaling == "none":
+        return lr
+    return f"{lr} ({optimizer.lr_scaling} from batch {optimizer.reference_batch} to {run.batch_size})"
 
 
 def _regularisation(config: Config) -> dict[str, str | float | None]:

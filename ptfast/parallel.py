@@ -31,6 +31,12 @@ def wrap_for_ranks(model: nn.Module, ranks: Ranks) -> nn.Module:
     return ddp(model, gradient_as_bucket_view=True, **buffers)
 
 
+def unwrap(forward: nn.Module) -> None:
+    """Take a model out of its wrapping, whose hooks would go on averaging beside those of a new one."""
+    if isinstance(forward, nn.parallel.DistributedDataParallel):
+        forward._remove_autograd_hooks()
+
+
 class RunningStatistics:
     """BatchNorm's running statistics over several ranks: those of one process with all the micro-batches.
 

@@ -207,6 +207,8 @@ class Cadence:
     log_steps: int
     eval_steps: int
     save_steps: int
+    switch_steps: tuple[int, ...] = ()
+    """Steps before which parameters freeze or thaw."""
 
     def next_stop(self, step: int, total_steps: int) -> int:
         """The first step after `step` at which something is due."""
@@ -215,7 +217,8 @@ class Cadence:
             for every in (self.log_steps, self.eval_steps, self.save_steps)
             if every
         ]
-        return min([total_steps, *stops])
+        switches = [switch for switch in self.switch_steps if switch > step]
+        return min([total_steps, *stops, *switches])
 
 
 @dataclass
@@ -255,6 +258,14 @@ class Run:
     logger: Any
     save: Callable[[Run, bool], None]
     """Writes the state of now; the flag says whether it is the best so far."""
+    wrap: Callable[[], Any]
+    """Wraps the model for its ranks; anew where parameters freeze or thaw, of which none hears."""
+    freezing: Any | None = None
+    """When which parameters train, where that changes over the run."""
+    log_norm: bool = False
+    """Whether the gradients' norm is logged."""
+    groups_note: str | None = None
+    """What is asked of single parameters, for the panel."""
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest evaluation of each split."""

@@ -97,9 +97,8 @@ def restore_training(run: Run, state: State) -> None:
     run.progress = Progress(**state.facts["progress"])
     run.best_figures = state.facts["best_figures"]
     run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
-    check_length(
-        run.progress.step, state.facts["resolved"]["total_steps"], run.total_steps, run.schedule.extendable
-    )
+    extendable = run.schedule.extendable and (run.freezing is None or run.freezing.extendable)
+    check_length(run.progress.step, state.facts["resolved"]["total_steps"], run.total_steps, extendable)
     # A kill between a state and the link to it leaves the link behind.
     saved = run.folder / "saved"
     best = saved / f"step-{run.progress.best_step}"

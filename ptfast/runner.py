@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from ptfast.distributed import Ranks, broadcast_object
 from ptfast.durations import Duration
 from ptfast.ema import Ema
 from ptfast.errors import ConfigError
-from ptfast.gradients import build_clipper
+from ptfast.gradients import build_clipper, head_of
 from ptfast.loading import build_eval_loaders, check_last_batch, load_data
 from ptfast.logger import NoLogger
 from ptfast.models import build_model
 from ptfast.models.weights import load_weights
-from ptfast.optim import build_optimizer, has_momentum, start_momentum
+from ptfast.optim import Grouping, build_optimizer, has_momentum, scale_for_batch, start_momentum
 from ptfast.parallel import wrap_for_ranks
 from ptfast.precision import apply_half_weights, build_precision
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
@@ -110,8 +111,14 @@ def build(
     model.to(device)
     if state is not None:
         restore_model(model, state)
+    section = config.optimizer
+    grouping = Grouping(
+        model, decay_1d=section.decay_1d, layer_decay=section.layer_decay, groups=section.groups
+    )
+    grouping.freeze()
     apply_compile(model, config.compile.mode)
-    forward = wrap_for_ranks(model, ranks)
+    wrap = partial(wrap_for_ranks, model, ranks)
+    forward = wrap()
 
     loading = {
         "normalize": config.data.normalize,
@@ -141,7 +148,9 @@ def build(
         train_loader = ChangedLoader(train_loader, changes, first_micro_batch)
     eval_loaders = build_eval_loaders(config, data, micro_batches=micro_batches, **sharding, **loading)
 
-    optimizer, stepping = build_optimizer(config.optimizer.target, model, device)
+    groups = None if grouping.trivial else grouping.parts()
+    optimizer, stepping = build_optimizer(section.target, model, device, groups)
+    scale_for_batch(optimizer, section.lr_scaling, config.batch_size, section.reference_batch)
     if precision.scaler is not None:
         start_momentum(optimizer)
     ema = Ema(model, config.ema.decay) if config.ema.decay is not None else None
@@ -180,7 +189,8 @@ def build(
         except ValueError as error:
             raise ConfigError("C011", str(error), key=key, value=duration) from error
 
-    stop = config.stop
+    freezing = grouping.freezing(steps_of, total_steps)
+    stop, gradients = config.stop, config.gradients
     metric = stop.metric or (task.metric if "val" in eval_loaders else "loss")
     _check_metric(stop.metric, task, "val" in eval_loaders)
     run = Run(
@@ -191,7 +201,14 @@ def build(
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
-        clip=build_clipper(config.gradients.clip_norm, config.gradients.clip_value, model.parameters()),
+        clip=build_clipper(
+            gradients.clip_norm,
+            gradients.clip_value,
+            model.parameters(),
+            clip_adaptive=gradients.clip_adaptive,
+            head=head_of(model) if gradients.clip_adaptive is not None else (),
+            by_group=grouping.clip_norms(),
+        ),
         ema=ema,
         train_loader=train_loader,
         eval_loaders=eval_loaders,
@@ -206,6 +223,7 @@ def build(
             steps_of("log_every", config.log_every),
             steps_of("eval.every", config.eval.every),
             steps_of("saving.every", config.saving.every),
+            switch_steps=freezing.switch_steps if freezing is not None else (),
         ),
         best_metric=metric,
         best_mode=stop.mode if stop.mode != "auto" else best_mode(metric, task),
@@ -217,6 +235,10 @@ def build(
         display=display,
         logger=logger or NoLogger(),
         save=build_saver(config.saving.keep),
+        wrap=wrap,
+        freezing=freezing,
+        log_norm=gradients.log_norm,
+        groups_note=grouping.describe(),
         clock=clock or Clock(),
         resolved=resolved,
         data_note=data.note,

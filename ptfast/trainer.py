@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ptfast.distributed import Ranks, sum_over_ranks
 from ptfast.errors import DataError, NumericsError
-from ptfast.optim import apply_lr, build_step
-from ptfast.parallel import RunningStatistics
+from ptfast.gradients import global_norm
+from ptfast.optim import apply_lr, build_step, reference_lr
+from ptfast.parallel import RunningStatistics, unwrap
 from ptfast.run import Run, StepBatch
 
 MOST_SKIPPED = 30
@@ -27,6 +28,7 @@ class Trainer:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.switch()
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         self.base_lrs = [group["initial_lr"] for group in run.optimizer.param_groups]
         self.dtype = (
@@ -41,11 +43,24 @@ class Trainer:
         self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=self.dtype)
         self.num_items: Any = int(restored[1])
         self.logged_samples, self.logged_s, self.logged_step = run.progress.samples, run.progress.train_s, -1
+        self.grad_norm: Tensor | None = None
+        self.read_norm: list[float] = []
+        self.unreached: set[str] | None = None
+        self.seeks_unreached = True
         self.statistics = RunningStatistics(run.model, run.ranks) if run.ranks.distributed else None
         if run.precision.scaler is not None:
             self.one = torch.ones((), device=run.device)
             self.scale = run.precision.scaler.scale(self.one)
             self.skipped = self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=run.device)
+
+    def switch(self) -> bool:
+        """Freeze and thaw what the step to come asks for; say whether anything changed."""
+        run = self.run
+        if run.freezing is None or not run.freezing.apply(run.progress.step):
+            return False
+        unwrap(run.forward)
+        run.forward = run.wrap()
+        return True
 
     def rehearse(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """Where several ranks resume, run the next step's backward once for nothing; returns all batches.
@@ -77,10 +92,13 @@ class Trainer:
         factors = run.schedule.lr_factors(progress.step, last_step)
         momenta = run.schedule.momenta(progress.step, last_step)
         first_step, take_step, statistics = progress.step, self.take_step, self.statistics
+        inspected_step = last_step - 1 if self.seeks_unreached or run.log_norm else -1
         run.forward.train()
         for index, batch in enumerate(islice(batches, last_step - first_step)):
             apply_lr(optimizer, self.base_lrs, factors[index], momenta[index] if momenta else None)
             self._accumulate_gradients(batch, first_step + index)
+            if first_step + index == inspected_step:
+                self._inspect_gradients()
             if clip is not None:
                 if scaler is not None:
                     scaler.unscale_(optimizer)
@@ -130,6 +148,17 @@ class Trainer:
                 self.loss_sum += loss.detach()
                 self.num_items = self.num_items + count
 
+    def _inspect_gradients(self) -> None:
+        """Keep the gradients' norm, on the device, and the names of parameters that get none in any look."""
+        run = self.run
+        if run.log_norm:
+            norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
+            self.grad_norm = norm if run.precision.scaler is None else norm / self.scale
+        if self.seeks_unreached:
+            named = run.model.named_parameters()
+            missing = {name for name, p in named if p.requires_grad and p.grad is None}
+            self.unreached = missing if self.unreached is None else self.unreached & missing
+
     def _take_scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """A step that is left out where the scaled gradients overflow; its loss then counts for nothing.
 
@@ -171,8 +200,9 @@ class Trainer:
             NumericsError: N001 when it is not finite, or when fp16 gradients overflow step after step.
         """
         run, progress = self.run, self.run.progress
-        sums = sum_and_read([self.loss_sum, self.num_items], run.device, run.ranks)
-        progress.window_loss, progress.window_items = sums
+        norm = [] if self.grad_norm is None else [self.grad_norm / run.ranks.num_ranks]
+        sums = sum_and_read([self.loss_sum, self.num_items, *norm], run.device, run.ranks)
+        progress.window_loss, progress.window_items, *self.read_norm = sums
         in_a_row = int(self.skipped_in_a_row) if run.precision.scaler is not None else 0
         progress.train_s += run.clock.charge("training")
         loss = progress.window_loss / max(progress.window_items, 1)
@@ -181,7 +211,7 @@ class Trainer:
         what = f"the loss is {loss} by step {progress.step}"
         if in_a_row >= MOST_SKIPPED:
             what = f"fp16 gradients overflowed in {in_a_row} steps in a row, by step {progress.step}"
-        lr = run.optimizer.param_groups[0]["lr"]
+        lr = reference_lr(run.optimizer)
         hint = f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
         raise NumericsError("N001", what, suggestion=hint)
 
@@ -193,15 +223,20 @@ class Trainer:
         seconds = progress.train_s - self.logged_s
         figures = {
             "loss": loss,
-            "lr": run.optimizer.param_groups[0]["lr"],
+            "lr": reference_lr(run.optimizer),
             "samples_per_s": (progress.samples - self.logged_samples) / seconds if seconds > 0 else 0.0,
         }
         if run.precision.scaler is not None and (skipped := int(self.skipped)):
             figures["skipped_steps"] = skipped
             self.skipped = torch.zeros_like(self.skipped)
+        # A norm that overflowed is that of a step left out.
+        if self.read_norm and math.isfinite(self.read_norm[0]):
+            figures["grad_norm"] = self.read_norm[0]
         run.logger.log({"step": progress.step, "epoch": round(run.epoch, 4), "split": "train", **figures})
         run.display.progress(progress.step, run.epoch, figures)
         run.figures["train"] = figures
+        if self.seeks_unreached:
+            self._tell_unreached()
         progress.epoch_loss += progress.window_loss
         progress.epoch_items += progress.window_items
         progress.window_loss = progress.window_items = 0.0
@@ -213,6 +248,15 @@ class Trainer:
             progress.step,
         )
         run.clock.charge("logging")
+
+    def _tell_unreached(self) -> None:
+        """Say once which parameters have had no gradient: setting gradients to None leaves those alone."""
+        self.seeks_unreached = False
+        if self.unreached:
+            names = sorted(self.unreached)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            what = "get no gradient, and so neither updates nor weight decay"
+            self.run.display.note(f"{', '.join(names[:5])}{more} {what}")
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

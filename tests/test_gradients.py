@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from running import build_run, records, train
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from ptfast.gradients import build_clipper
+from ptfast.gradients import build_clipper, clip_adaptively, global_norm, head_of
 
 
 def parameters(scale: float = 1.0) -> list[nn.Parameter]:
@@ -92,6 +95,114 @@ def test_a_norm_that_is_not_finite_reaches_the_caller():
     norm = clip()
     assert norm is not None
     assert norm.isnan()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 0.1, 10.0])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_adaptive_equals_timm(scale: float, memory_format: torch.memory_format) -> None:
+    timm = pytest.importorskip("timm.utils.agc")
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((5,), (3, 4), (2, 3, 4, 4), (7, 2), ())
+    ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    ours[1].data[1] = 0.0
+    ours[2].data = ours[2].data.contiguous(memory_format=memory_format)
+    for p in ours:
+        p.grad = scale * torch.randn(p.shape, generator=generator).contiguous(
+            memory_format=memory_format if p.ndim == 4 else torch.contiguous_format
+        )
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    for p, q in zip(ours, theirs, strict=True):
+        assert p.grad is not None
+        q.grad = p.grad.clone()
+    before = grads(ours)
+    clip = build_clipper(None, None, ours, clip_adaptive=0.02)
+    assert clip is not None
+    clip()
+    timm.adaptive_clip_grad(theirs, 0.02)
+    torch.testing.assert_close(grads(ours), grads(theirs))
+    assert torch.equal(grads(ours), before) is (scale == 1e-6)
+
+
+def test_adaptive_without_gradients_and_with_infinite_ones() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    clip_adaptively([weight], 0.01)
+    weight.grad = torch.tensor([[torch.inf, 0, 0], [1, 1, 1]])
+    clip_adaptively([weight], 0.01)
+    # What is not finite stays so for the gradient scaler; the other unit is clipped to 0.01 of its weights.
+    assert weight.grad[0, 0].isnan()
+    assert weight.grad[1].norm() == pytest.approx(0.01 * weight[1].norm().item())
+
+
+def test_the_head_is_spared() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    assert [id(p) for p in head_of(model)] == [id(p) for p in model[2].parameters()]
+    assert head_of(nn.BatchNorm1d(3)) == []
+    tied = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False))
+    tied[2].weight = tied[0].weight
+    assert [id(p) for p in head_of(tied)] == [id(tied[0].weight)]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 100.0)
+    clip = build_clipper(None, None, model.parameters(), clip_adaptive=0.01, head=head_of(model))
+    assert clip is not None
+    clip()
+    long = [bool((p.grad == 100).all()) for p in model.parameters() if p.grad is not None]
+    assert long == [False, False, False, False, True, True]
+
+
+def test_groups_are_clipped_apart_from_the_others() -> None:
+    ours, theirs = parameters(), parameters()
+    clip = build_clipper(0.5, None, ours, by_group=[(0.1, ours[:2])])
+    assert clip is not None
+    norm, expected = clip(), clip_grad_norm_(theirs[2:], 0.5)
+    clip_grad_norm_(theirs[:2], 0.1)
+    assert norm is not None
+    assert torch.equal(norm, expected)
+    assert torch.equal(grads(ours), grads(theirs))
+    alone = build_clipper(None, None, ours, by_group=[(0.01, ours[:2])])
+    assert alone is not None
+    alone()
+    assert global_norm([p.grad for p in ours[:2] if p.grad is not None]) == pytest.approx(0.01, rel=1e-4)
+    assert torch.equal(grads(ours[2:]), grads(theirs[2:]))
+
+
+class Unused(nn.Module):
+    """Has a layer that it never calls."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(64, num_classes), nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs.flatten(1))
+
+
+def test_parameters_without_a_gradient_are_named_once(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("model=custom", f"model._target_={__name__}.Unused", "steps=6", "log_every=2", "run.dir=a")
+    assert train(*words) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("spare.bias, spare.weight get no gradient") == 1
+    assert train("model.hidden=[4]", "steps=2", "run.dir=b") == 0
+    assert "no gradient" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("clipping", ["", "gradients.clip_norm=0.01"])
+def test_the_norm_is_logged_as_it_was_before_clipping(in_tmp: Path, clipping: str) -> None:
+    words = ["model.hidden=[4]", "steps=6", "log_every=3", "batch_size=256", *filter(None, [clipping])]
+    run = build_run(in_tmp / "built", *words, "gradients.accumulate=2")
+    (batch,) = list(run.train_loader.steps(0, 1))
+    inputs = torch.cat([data[0] for data, _ in batch.micro_batches])
+    targets = torch.cat([data[1] for data, _ in batch.micro_batches])
+    nn.functional.cross_entropy(run.model(inputs), targets).backward()
+    expected = torch.stack([p.grad.norm() for p in run.model.parameters() if p.grad is not None]).norm()
+    on = ("gradients.log_norm=true", "gradients.accumulate=2", "log_every=1")
+    assert train(*words, *on, "run.dir=a") == 0
+    norms = [line["grad_norm"] for line in records(Path("a")) if line["split"] == "train"]
+    assert norms[0] == pytest.approx(expected.item(), rel=1e-5)
+    assert len(norms) == 6
+    assert train(*words, "run.dir=b") == 0
+    assert not any("grad_norm" in line for line in records(Path("b")))
 
 
 @pytest.mark.gpu

@@ -64,6 +64,9 @@ class Composed:
             return error
         section: Any = self.tree
         for name in error.key.split("."):
+            if isinstance(section, list):
+                section = dict(enumerate(section))
+                name = int(name) if name.isdigit() else name
             if not isinstance(section, dict) or name not in section:
                 return error
             section = section[name]

@@ -13,7 +13,7 @@ from ptfast.config.json_types import REFERENCE, Schema, json_type
 from ptfast.config.kinds import own_parameters
 from ptfast.config.paths import PRESETS, groups, options
 from ptfast.config.problem import Problem
-from ptfast.config.schema import Config, section_of
+from ptfast.config.schema import Config, entry_of, section_of
 from ptfast.config.sections import Section, Task
 from ptfast.config.targets import locate, swallows_keywords
 from ptfast.config.yaml_file import read_yaml
@@ -140,6 +140,12 @@ def _field(name: str, found: Any, doc: str | None) -> Schema:
     default = found.get_default(call_default_factory=True)
     if isinstance(default, (bool, int, float, str, Duration)):
         described["default"] = str(default) if isinstance(default, Duration) else default
+    entry = entry_of(found.annotation)
+    if entry is not None:
+        item = {"properties": _fields(entry), "additionalProperties": False}
+        required = [key for key, value in entry.model_fields.items() if value.is_required()]
+        items = _described(entry.__doc__, {**item, "required": required})
+        return {**described, "anyOf": [{"type": "array", "items": items}, {"$ref": "#/$defs/reference"}]}
     return {**described, "anyOf": json_type(annotation, name=name)}
 
 

@@ -24,7 +24,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     config, problem = _one_length(config, place)
     problems = [problem, *_name_problems(config), _clipping_problem(config), _warmup_problem(config)]
     problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
-    problems += [_momentum_problem(config, place)]
+    problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
 
@@ -98,17 +98,33 @@ def _name_problem(name: str, key: str) -> Problem | None:
 
 
 def _clipping_problem(config: Config) -> Problem | None:
+    """Two ways of clipping at once, of which the later would act on what the other has left."""
     clip = config.gradients
-    if clip.clip_norm is None or clip.clip_value is None:
+    of_groups = [i for i, group in enumerate(config.optimizer.groups) if group.clip_norm is not None]
+    on: dict[str, float | None] = {
+        "gradients.clip_norm": clip.clip_norm,
+        "gradients.clip_value": clip.clip_value,
+        "gradients.clip_adaptive": clip.clip_adaptive,
+    }
+    found = [(key, value) for key, value in on.items() if value is not None]
+    if of_groups and (clip.clip_norm is None or len(found) > 1):
+        index = of_groups[0]
+        found.insert(
+            0, (f"optimizer.groups.{index}.clip_norm", config.optimizer.groups[index].clip_norm or 0)
+        )
+    if len(found) < 2:
         return None
-    what = f"contradicts gradients.clip_norm={clip.clip_norm:g}"
-    return Problem(
-        "C011",
-        what,
-        key="gradients.clip_value",
-        value=clip.clip_value,
-        suggestion="Set one of the two to null",
-    )
+    (first, limit), (key, value) = found[:2]
+    hint = "Set one of the two to null"
+    return Problem("C011", f"contradicts {first}={limit:g}", key=key, value=value, suggestion=hint)
+
+
+def _lr_scaling_problem(config: Config) -> Problem | None:
+    optimizer = config.optimizer
+    if optimizer.lr_scaling == "none" or optimizer.reference_batch is not None:
+        return None
+    what, hint = "there is no batch size to scale from", "Set optimizer.reference_batch=256, say"
+    return Problem("C011", what, key="optimizer.lr_scaling", value=optimizer.lr_scaling, suggestion=hint)
 
 
 def _warmup_problem(config: Config) -> Problem | None:

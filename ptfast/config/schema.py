@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
@@ -102,7 +102,14 @@ class Config(Section):
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The section that a field of `Config` holds, or None for a plain value."""
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+    # Python 3.10 takes list[int] for a type.
+    plain = isinstance(annotation, type) and get_origin(annotation) is None
+    return annotation if plain and issubclass(annotation, Section) else None
+
+
+def entry_of(annotation: Any) -> type[Section] | None:
+    """The section that a field holds a list of, or None."""
+    return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from ptfast import run
 from ptfast.config.kinds import check_target
 from ptfast.config.problem import Problem
 from ptfast.config.rules import Place, across_keys, check_batch
-from ptfast.config.schema import Config, flatten, section_of
+from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.config.sections import Section
 from ptfast.config.suggest import did_you_mean, nearest
 from ptfast.config.targets import Target, locate, parse_target, parse_value
@@ -234,8 +234,10 @@ def _known_keys(section: str) -> list[str]:
     """The fixed keys of a section, or the top-level keys for an empty name."""
     model: type[Section] = Config
     for name in filter(None, section.split(".")):
+        if name.isdigit():
+            continue  # one of a list
         field = model.model_fields.get(name)
-        inner = section_of(field.annotation) if field else None
+        inner = (section_of(field.annotation) or entry_of(field.annotation)) if field else None
         if inner is None:
             return []
         model = inner

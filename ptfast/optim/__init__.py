@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ptfast.errors import ConfigError, MachineError
+from ptfast.optim.groups import Grouping, reference_lr, scale_for_batch
 from ptfast.optim.layerwise import LayerwiseOptimizer, laid_out_as
 from ptfast.optim.lean import build_step, keep_compiler_unimported
 
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from ptfast.config.targets import Target
 
 __all__ = [
+    "Grouping",
     "apply_lr",
     "build_optimizer",
     "build_step",
     "has_momentum",
     "load_optimizer",
+    "reference_lr",
+    "scale_for_batch",
     "start_momentum",
 ]
 
@@ -31,7 +35,7 @@ FOREACH_DEVICES = ("cuda", "xpu")
 
 
 def build_optimizer(
-    target: Target, model: nn.Module, device: torch.device
+    target: Target, model: nn.Module, device: torch.device, groups: Sequence[dict[str, Any]] | None = None
 ) -> tuple[torch.optim.Optimizer, str]:
     """Build the optimizer of the parameters that train; frozen ones are left out, tied ones taken once.
 
@@ -43,6 +47,7 @@ def build_optimizer(
         target: any `torch.optim.Optimizer` class; its keyword `fused` may be `auto`: on where it runs.
         model: on `device` already, in its final dtype.
         device: where the model is.
+        groups: the parameters that train, as `Grouping.parts` has them; None for one group of all.
 
     Returns:
         The optimizer, whose groups keep their base rate as `initial_lr`, as under torch's schedulers, and how
@@ -50,8 +55,8 @@ def build_optimizer(
 
     Raises:
         MachineError: E005 for `fused=true` where that does not run.
-        ConfigError: C005 for a value the optimizer refuses,
-            C009 for one whose step runs the model again, C011 for a model without a parameter to train.
+        ConfigError: C005 for a value the optimizer refuses, C009 for one whose step runs the model again,
+            C011 for a model without a parameter to train, or for weight decay that the optimizer has not.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -68,8 +73,10 @@ def build_optimizer(
         what = f"{target.path} has no fused step for these parameters on {device.type}"
         hint = "Use optimizer.fused=auto"
         raise MachineError("E005", what, key="optimizer.fused", value="true", suggestion=hint)
-    optimizer = _construct(_with_fused(unfused) if fused else unfused, parameters, model)
+    optimizer = _construct(_with_fused(unfused) if fused else unfused, groups or parameters, model)
+    _check_decay(optimizer, groups or ())
     for group in optimizer.param_groups:
+        group["lr"] *= group.get("lr_scale", 1.0)
         group.setdefault("initial_lr", float(group["lr"]))
     return optimizer, "fused" if fused else _unfused_note(optimizer, device)
 
@@ -146,13 +153,28 @@ def _with_fused(target: Target) -> Target:
 
 
 def _construct(
-    target: Target, parameters: Sequence[nn.Parameter], model: nn.Module | None = None
+    target: Target, parameters: Sequence[Any], model: nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """Build it; one that takes a keyword `model` is told which module each parameter belongs to."""
     try:
         return target.build(list(parameters), model=model)
     except (TypeError, ValueError) as error:
         raise ConfigError("C005", str(error), key="optimizer", value=target.path) from error
+
+
+def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse weight decay of a group by which the optimizer would not go."""
+    for group in groups:
+        decay = group.get("weight_decay")
+        if decay is not None and "weight_decay" not in optimizer.defaults:
+            what = f"{type(optimizer).__name__} knows no weight decay"
+            hint = "Set optimizer.decay_1d=true, and no weight_decay in optimizer.groups"
+        elif decay and optimizer.defaults.get("exclude_1d") and all(p.ndim <= 1 for p in group["params"]):
+            what = f"weight decay {decay:g} of parameters that optimizer.exclude_1d leaves without"
+            hint = "Set optimizer.exclude_1d=false optimizer.decay_1d=false"
+        else:
+            continue
+        raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
 
 
 def _unfused_note(optimizer: torch.optim.Optimizer, device: torch.device) -> str:

@@ -33,8 +33,8 @@ class Muon(Optimizer):
     with a row for each output channel. `hidden_matrices` says which parameters these are.
 
     Args:
-        params: parameters in the model's order, or pairs of name and parameter, or groups with `muon: true`
-            or `muon: false` each.
+        params: parameters in the model's order, or pairs of name and parameter, or groups of parameters; a
+            group may say itself whose it is, with `muon: true` or `muon: false`.
         lr: learning rate of both, >= 0.
         momentum: of Muon, in [0, 1).
         nesterov: of Muon.
@@ -80,10 +80,11 @@ class Muon(Optimizer):
         for_muon |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         given = list(params)
         if not given or not isinstance(given[0], dict):
-            named = _named(given, model)
-            hidden = hidden_matrices(named, model, adamw_names=adamw_names, ends=ends)
-            parts = {flag: [p for _, p in named if (id(p) in hidden) is flag] for flag in (True, False)}
-            given = [{"params": part, "muon": flag} for flag, part in parts.items() if part]
+            given = [{"params": given}]
+        if any("muon" not in group for group in given):
+            named = [pair for group in given for pair in _named(list(group["params"]), model)]
+            hidden = hidden_matrices(_in_order(named, model), model, adamw_names=adamw_names, ends=ends)
+            given = [part for group in given for part in _split(group, hidden)]
         groups = [{**(for_muon if group["muon"] else self._rest.defaults), **group} for group in given]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         self._step_rest = build_step(self._rest)
@@ -182,6 +183,21 @@ def _named(given: list[Any], model: nn.Module | None) -> list[tuple[str, Tensor]
         return given
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     return [(names.get(id(p), ""), p) for p in given]
+
+
+def _in_order(named: list[tuple[str, Tensor]], model: nn.Module | None) -> list[tuple[str, Tensor]]:
+    """As the model holds them, however they are grouped."""
+    places = {} if model is None else {id(p): place for place, p in enumerate(model.parameters())}
+    return sorted(named, key=lambda pair: places.get(id(pair[1]), 0))
+
+
+def _split(group: dict[str, Any], hidden: set[int]) -> list[dict[str, Any]]:
+    """A group as one of hidden matrices and one of the others, as far as there are any."""
+    if "muon" in group:
+        return [group]
+    parameters = [given[1] if isinstance(given, tuple) else given for given in group["params"]]
+    parts = {flag: [p for p in parameters if (id(p) in hidden) is flag] for flag in (True, False)}
+    return [{**group, "params": part, "muon": flag} for flag, part in parts.items() if part]
 
 
 def _last(name: str) -> str:

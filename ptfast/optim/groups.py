@@ -1,0 +1,255 @@
+"""Parameter groups: what the config asks of each parameter by its name, its dimensions and its depth."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.durations import Duration
+from ptfast.errors import ConfigError
+from ptfast.optim.depth import layer_depths
+from ptfast.optim.freezing import Freezing, Window
+from ptfast.optim.muon import Muon
+from ptfast.optim.novograd import Novograd
+
+if TYPE_CHECKING:
+    from ptfast.config.sections import ParameterGroup
+
+Scaling = Literal["none", "linear", "sqrt"]
+START = Duration(0, "epochs")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the config asks of one parameter; those of which it asks the same make a group."""
+
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    clip_norm: tuple[int, float] | None = None
+    """The entry that limits its gradient, and the limit."""
+    trains_from: Duration = START
+    trains_until: Duration | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it never trains."""
+        return self.trains_until is not None and not self.trains_until.value
+
+    @property
+    def switches(self) -> bool:
+        """Whether it trains in a part of the run only."""
+        return not self.frozen and (self.trains_until is not None or bool(self.trains_from.value))
+
+
+class Grouping:
+    """What the config asks of the parameters of a model, by plain name.
+
+    Rates are those of the optimizer times `layer_decay` for every layer above (`layer_depths`) times an
+    entry's `lr_scale`. All entries of `groups` that match a parameter hold for it, key by key; where two say
+    the same key, the later one counts. A parameter that several modules share goes by any of its names.
+
+    Args:
+        model: the plain model.
+        decay_1d: whether parameters of at most one dimension have weight decay, unless an entry says so.
+        layer_decay: in (0, 1], about 0.65 to 0.9 for fine-tuning transformers.
+        groups: the entries.
+
+    Raises:
+        ConfigError: C005 for a pattern that matches no parameter, with the nearest names, C011 for layer
+            decay in a model of one layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decay_1d: bool = True,
+        layer_decay: float | None = None,
+        groups: Sequence[ParameterGroup] = (),
+    ) -> None:
+        self._model, self._groups = model, groups
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        depths = layer_depths(model) if layer_decay is not None else {}
+        deepest = max(depths.values(), default=0)
+        if layer_decay is not None and not deepest:
+            what = "this model has one layer only"
+            raise ConfigError("C011", what, key="optimizer.layer_decay", value=layer_decay)
+        self._notes = []
+        if not decay_1d:
+            self._notes.append("no decay on norms and biases")
+        if layer_decay is not None:
+            self._notes.append(f"lr x {layer_decay:g} per layer, {deepest + 1} layers")
+        self._asked: dict[str, Asked] = {}
+        matches = [0] * len(groups)
+        for name, parameter in model.named_parameters():
+            scale = 1.0 if layer_decay is None else layer_decay ** (deepest - depths[name])
+            asked = Asked(lr_scale=scale, weight_decay=None if decay_1d or parameter.ndim > 1 else 0.0)
+            for index, entry in enumerate(groups):
+                if any(fnmatchcase(other, entry.match) for other in names[id(parameter)]):
+                    matches[index] += 1
+                    asked = _refined(asked, entry, index, scale)
+            self._asked[name] = asked
+        for index, entry in enumerate(groups):
+            if not matches[index]:
+                raise _no_match(entry.match, [name for known in names.values() for name in known], index)
+            self._notes.append(f"{entry.match} ({matches[index]}){_said(entry)}")
+
+    @property
+    def trivial(self) -> bool:
+        """Whether nothing is asked of any parameter."""
+        return not self._notes
+
+    def freeze(self) -> None:
+        """Freeze what never trains; before the model is wrapped for several ranks.
+
+        Raises:
+            ConfigError: C011 where that leaves nothing to train.
+        """
+        frozen = [parameter for asked, parameter in self._parameters() if asked.frozen]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        if frozen and not any(parameter.requires_grad for parameter in self._model.parameters()):
+            raise ConfigError("C011", "every parameter is frozen throughout", key="optimizer.groups")
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The parameters that train, as groups for an optimizer, in the model's order.
+
+        Each has `lr_scale`, on the optimizer's rate, and `weight_decay` where it is not the optimizer's.
+        """
+        parts: dict[Asked, dict[str, Any]] = {}
+        for asked, parameter in self._parameters():
+            if parameter.requires_grad:
+                given = {} if asked.weight_decay is None else {"weight_decay": asked.weight_decay}
+                part = parts.setdefault(asked, {"params": [], "lr_scale": asked.lr_scale, **given})
+                part["params"].append(parameter)
+        return list(parts.values())
+
+    def clip_norms(self) -> list[tuple[float, list[Tensor]]]:
+        """The longest norm and the parameters of each entry with one."""
+        members: dict[tuple[int, float], list[Tensor]] = {}
+        for asked, parameter in self._parameters():
+            if asked.clip_norm is not None and parameter.requires_grad:
+                members.setdefault(asked.clip_norm, []).append(parameter)
+        return [(norm, parameters) for (_, norm), parameters in members.items()]
+
+    def freezing(self, steps_of: Callable[[str, Duration], int], total_steps: int) -> Freezing | None:
+        """When which parameters train, or None where all of them do throughout.
+
+        Args:
+            steps_of: a duration of a key in steps.
+            total_steps: of the run.
+
+        Raises:
+            ConfigError: C011 for parameters that would stop before they begin, or steps that train nothing.
+        """
+        members: dict[Asked, list[Tensor]] = {}
+        for asked, parameter in self._parameters():
+            if parameter.requires_grad:
+                members.setdefault(asked, []).append(parameter)
+        windows = []
+        for asked, parameters in members.items():
+            if asked.switches:
+                first, last = steps_of("optimizer.groups", asked.trains_from), math.inf
+                if asked.trains_until is not None:
+                    last = steps_of("optimizer.groups", asked.trains_until)
+                if first >= min(last, total_steps):
+                    until = f" until {asked.trains_until}" if asked.trains_until is not None else ""
+                    what = f"training from {asked.trains_from}{until} is no step of {total_steps:,}"
+                    raise ConfigError("C011", what, key="optimizer.groups")
+                windows.append(Window(parameters, first, last))
+        if not windows:
+            return None
+        ends = [
+            end for asked in members for end in (asked.trains_from, asked.trains_until) if end is not None
+        ]
+        return Freezing(
+            windows,
+            others=any(not asked.switches for asked in members),
+            total_steps=total_steps,
+            extendable=all(end.unit != "percent" for end in ends),
+        )
+
+    def describe(self) -> str | None:
+        """One line for the panel; None where nothing is asked."""
+        return "; ".join(self._notes) or None
+
+    def _parameters(self) -> list[tuple[Asked, Tensor]]:
+        return [(self._asked[name], parameter) for name, parameter in self._model.named_parameters()]
+
+
+def scale_for_batch(
+    optimizer: torch.optim.Optimizer, rule: Scaling, batch_size: int, reference_batch: int | None
+) -> None:
+    """Bring the rate, and the weight decay that goes with it, from a reference batch to that of the run.
+
+    With k times the batch there are k times fewer steps for as many samples. SGD makes up for it with k times
+    the rate (`linear`, up to some thousands of images), Adam and its like with the root of it (`sqrt`): their
+    step does not grow with the gradient, whose noise falls by that much. Where decay comes to `lr *
+    weight_decay` in a step, it should be k times as much too, so that weights forget at the same pace per
+    sample: the linear rule does that by the rate alone, the root rule needs the other root on the decay. So
+    it is with SGD, decoupled decay (AdamW), Adafactor, NovoGrad and Muon; elsewhere decay passes through a
+    normalisation (Adam's L2, LARS, LAMB) or is not known, and stays. Betas and eps stay too.
+
+    Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, decay kept); Malladi, Lyu, Panigrahi, Arora 2022,
+        arXiv:2205.10287 (root, for Adam); Wang, Aitchison 2024, arXiv:2405.13698 (rate times decay in
+        proportion to the batch).
+    """
+    if rule == "none" or reference_batch is None:
+        return
+    ratio = batch_size / reference_batch
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+        group["initial_lr"] = float(group["lr"])
+        decoupled = group.get("decoupled_weight_decay") or isinstance(
+            optimizer, (torch.optim.SGD, torch.optim.Adafactor, Muon, Novograd)
+        )
+        if decoupled and "weight_decay" in group:
+            group["weight_decay"] *= ratio / factor
+
+
+def reference_lr(optimizer: torch.optim.Optimizer, name: str = "lr") -> float:
+    """The rate of an optimizer where no group scales it: that of now, or as `initial_lr` its base."""
+    group = min(optimizer.param_groups, key=lambda group: group.get("lr_scale", 1.0) != 1.0)
+    return group[name] / group.get("lr_scale", 1.0)
+
+
+def _refined(asked: Asked, entry: ParameterGroup, index: int, scale: float) -> Asked:
+    """`asked` with what an entry says."""
+    changes: dict[str, Any] = {
+        "lr_scale": None if entry.lr_scale is None else scale * entry.lr_scale,
+        "weight_decay": entry.weight_decay,
+        "clip_norm": None if entry.clip_norm is None else (index, entry.clip_norm),
+        "trains_from": entry.trains_from,
+        "trains_until": entry.trains_until,
+    }
+    return replace(asked, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _said(entry: ParameterGroup) -> str:
+    """What an entry asks, for the panel."""
+    until = entry.trains_until
+    parts = {
+        "lr x {:g}": entry.lr_scale,
+        "decay {:g}": entry.weight_decay,
+        "norm up to {:g}": entry.clip_norm,
+        "from {}": entry.trains_from,
+        "frozen" if until is not None and not until.value else "until {}": until,
+    }
+    return "".join(f" {text.format(value)}" for text, value in parts.items() if value is not None)
+
+
+def _no_match(pattern: str, names: list[str], index: int) -> ConfigError:
+    near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.0)
+    hint = f"The nearest are {', '.join(near)}"
+    key = f"optimizer.groups.{index}.match"
+    return ConfigError("C005", "matches no parameter", key=key, value=pattern, suggestion=hint)
