@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from ptfast.config.schema import Config
+from ptfast.config.sections import Checkpointing
 from ptfast.run import Run
 
 
@@ -42,6 +43,7 @@ def build_panel(
         ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
     ]
     switches = {
+        "checkpointing": checkpointing_row(config.checkpointing, resolved["checkpointed"]),
         "compile": None if config.compile.mode == "none" else config.compile.mode,
         "clip norm": config.gradients.clip_norm,
         "clip value": config.gradients.clip_value,
@@ -85,6 +87,18 @@ def _regularisation(config: Config) -> dict[str, str | float | None]:
         "label smoothing": config.task.options.get("label_smoothing") or None,
         "drop path": next(filter(None, rates), None),
     }
+
+
+def checkpointing_row(checkpointing: Checkpointing, blocks: list[str]) -> str | None:
+    """What is computed again in the backward pass; None where nothing is."""
+    if checkpointing.mode == "none":
+        return None
+    if checkpointing.mode == "budget":
+        return f"the compiler keeps {checkpointing.memory_budget:.0%} of the activations"
+    what = "cheap operations" if checkpointing.mode == "selective" else "all"
+    which = f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else blocks[0]
+    every = f", 1 in {checkpointing.every}" if checkpointing.mode == "every_n" else ""
+    return f"{what} in {len(blocks)} block{'s' * (len(blocks) > 1)} computed again ({which}{every})"
 
 
 def device_name(run: Run) -> str:

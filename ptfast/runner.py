@@ -12,6 +12,7 @@ from torch import nn
 
 from ptfast import run_folder
 from ptfast.backend import apply_backend, resolve_device
+from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
 from ptfast.compile import apply_compile
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
@@ -57,7 +58,8 @@ def build(
 ) -> Run:
     """Build a run on this rank.
 
-    The order: data, model, rewrites, device and memory format, compiled model, parallel wrap, optimizer and
+    The order: data, model, rewrites, device and memory format, checkpointed blocks,
+    compiled model, parallel wrap, optimizer and
     averaged weights, schedule; the saved state comes last. An optimizer built before the model has its
     final place and form would hold parameters that nothing trains, in silence.
 
@@ -116,6 +118,14 @@ def build(
         model, decay_1d=section.decay_1d, layer_decay=section.layer_decay, groups=section.groups
     )
     grouping.freeze()
+    known, checkpointing = resolved.get("checkpointed"), config.checkpointing
+    checkpointed = apply_checkpointing(
+        model,
+        checkpointing.mode,
+        blocks=known or checkpointing.blocks,
+        every=1 if known else checkpointing.every,
+    )
+    apply_memory_budget(checkpointing.memory_budget if checkpointing.mode == "budget" else None)
     apply_compile(model, config.compile.mode)
     wrap = partial(wrap_for_ranks, model, ranks)
     forward = wrap()
@@ -171,6 +181,7 @@ def build(
         "channels_last": channels_last,
         "dataloader": train_loader.kind,
         "workers": getattr(train_loader, "workers", 0),
+        "checkpointed": list(checkpointed),
         "optimizer": stepping,
         "momentum": schedule.momentum_note,
         "precision": precision.describe(),

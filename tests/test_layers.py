@@ -26,7 +26,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "1 parts": (
         (
             *("data", "models", "optim", "tasks"),
-            *("precision", "schedule", "gradients", "parallel", "compile", "rewrites"),
+            *("precision", "schedule", "gradients", "parallel", "checkpointing", "compile", "rewrites"),
             *("backend", "debug", "ema", "seeding", "applies"),
             *("saving", "logger", "display"),
         ),

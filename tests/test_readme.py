@@ -41,7 +41,7 @@ def test_the_table_of_groups_lists_the_options_that_there_are():
     section = README.split("## Override anything")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", section, re.MULTILINE)
     listed = {group: set(re.findall(r"`(\w+)`", text)) for group, text in rows}
-    assert set(listed) == set(paths.groups()) - {"checkpointing"}
+    assert set(listed) == set(paths.groups())
     for group, options in listed.items():
         assert options == set(paths.options(group)) - FOR_RECIPES, group
 

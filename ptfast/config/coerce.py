@@ -77,7 +77,7 @@ _RANGES: dict[str, Range] = {
     **dict.fromkeys(("momentum", "betas", "alpha", "label_smoothing"), FRACTION),
     **dict.fromkeys(("dropout", "attention_dropout", "drop_rate"), FRACTION),
     **dict.fromkeys(("drop_path", "drop_path_rate", "stochastic_depth_prob"), FRACTION),
-    "decay": Range(0, 1, open_low=True, open_high=True),
+    **dict.fromkeys(("decay", "memory_budget"), Range(0, 1, open_low=True, open_high=True)),
 }
 
 

@@ -25,6 +25,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     problems = [problem, *_name_problems(config), _clipping_problem(config), _warmup_problem(config)]
     problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
+    problems += [_checkpointing_problem(config, place)]
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
 
@@ -173,6 +174,26 @@ def _has_momentum(optimizer: Target) -> bool:
     given = {name: p.default for name, p in keywords(optimizer.resolve()).items() if p.default is not p.empty}
     given |= optimizer.kwargs
     return bool(given.get("momentum") or given.get("betas", (0,))[0])
+
+
+def _checkpointing_problem(config: Config, place: Place) -> Problem | None:
+    """A budget without a compiler; what the mode lacks; keys of another mode that are typed beside it."""
+    checkpointing = config.checkpointing
+    mode = checkpointing.mode
+    if mode == "budget" and config.compile.mode == "none":
+        what, hint = "a memory budget is kept by the compiler", "Set compile=model, or use checkpointing=full"
+        return Problem("C011", what, key="checkpointing", value=mode, suggestion=hint)
+    for name, owner, usual in (("every", "every_n", 2), ("memory_budget", "budget", 0.5)):
+        if mode == owner and getattr(checkpointing, name) is None:
+            what, key = f"needed by checkpointing={mode}", f"checkpointing.{name}"
+            return Problem("C016", what, key=key, suggestion=f"Set {key}={usual}")
+    owners = {"every": ["every_n"], "memory_budget": ["budget"], "blocks": ["full", "every_n", "selective"]}
+    for name, modes in owners.items():
+        value, key = getattr(checkpointing, name), f"checkpointing.{name}"
+        if mode not in modes and value not in (None, "auto") and place(key) == COMMAND_LINE:
+            what, hint = f"means nothing to checkpointing={mode}", f"Use checkpointing={modes[0]}"
+            return Problem("C011", what, key=key, value=value, suggestion=hint)
+    return None
 
 
 def _config_batch_problem(config: Config) -> Problem | None:

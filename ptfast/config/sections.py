@@ -235,8 +235,14 @@ class Parallel(Section):
 class Checkpointing(Section):
     """Activations that backward computes again."""
 
-    mode: Literal["none"] = "none"
-    """None so far."""
+    mode: Literal["none", "full", "every_n", "selective", "budget"] = "none"
+    """What is computed again: all of blocks, of every n-th, their cheap parts, or the compiler's choice."""
+    blocks: str | tuple[str, ...] = "auto"
+    """A pattern or patterns of module names, such as `layers.*`; `auto` for the blocks that recur."""
+    every: Count | None = None
+    """For `every_n`: 2 takes every second block."""
+    memory_budget: float | None = None
+    """For `budget`: the share that is kept of what a compiled model keeps."""
 
 
 class Rewrites(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ptfast.techniques import (
     augment,
+    checkpointing,
     dataloader,
     regularisation,
     small_print,
@@ -17,6 +18,7 @@ CATALOGUE: tuple[Technique, ...] = (
     *dataloader.TECHNIQUES,
     *transfers.TECHNIQUES,
     *augment.TECHNIQUES,
+    *checkpointing.TECHNIQUES,
     *regularisation.TECHNIQUES,
     *small_print.TECHNIQUES,
 )

@@ -1,0 +1,77 @@
+"""Memory for time: activations that the backward pass computes again."""
+
+from __future__ import annotations
+
+from ptfast.techniques.record import Technique
+
+_TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=14", "optimizer.lr=0.01")
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="checkpointing of all blocks",
+        family="checkpointing",
+        kind="exact",
+        on=("checkpointing=full",),
+        off=("checkpointing=none",),
+        why="Blocks keep their input alone, which makes room for a larger batch or model, or for doing "
+        "without accumulation.",
+        claim="A forward pass more, about a third of a step, for memory that grows with the number of blocks "
+        "and the size of the largest instead of with all layers.",
+        source="Chen, Xu, Zhang, Guestrin 2016, arXiv:1604.06174; torch.utils.checkpoint.",
+        avoid="Memory is not what limits the batch: then it only costs time.",
+        audit="Memory runs out, or limits the batch, while activations take most of it.",
+        options=("checkpointing/full",),
+        alternatives="checkpointing",
+        trial=_TRIAL,
+    ),
+    Technique(
+        name="checkpointing of every n-th block",
+        family="checkpointing",
+        kind="exact",
+        on=("checkpointing=every_n",),
+        off=("checkpointing=none",),
+        why="Only as much is computed again as memory asks for.",
+        claim="With every second block, about half of what `full` saves for half of what it costs.",
+        source="torchtitan, activation checkpointing of every n-th layer.",
+        avoid="Memory fits without it, or does not fit with it.",
+        audit="Memory is short by a part of what `full` saves.",
+        options=("checkpointing/every_n",),
+        alternatives="checkpointing",
+        trial=_TRIAL,
+    ),
+    Technique(
+        name="selective checkpointing",
+        family="checkpointing",
+        kind="exact",
+        on=("checkpointing=selective",),
+        off=("checkpointing=none",),
+        why="Norms, activations and dropout take much of the memory and little of the arithmetic: their "
+        "results alone are computed again.",
+        claim="In large transformers on A100s, choosing what is computed again saves over 90 % of the time "
+        "that whole layers take.",
+        source="Korthikanti et al. 2022, arXiv:2205.05198; the choice by operation is that of torch.utils."
+        "checkpoint.create_selective_checkpoint_contexts.",
+        avoid="Launches or Python bound the step: every operation of a block passes through Python twice.",
+        audit="Checkpointing of whole blocks where matrix products make up most of the forward pass.",
+        options=("checkpointing/selective",),
+        alternatives="checkpointing",
+        trial=_TRIAL,
+    ),
+    Technique(
+        name="memory budget of the compiler",
+        family="checkpointing",
+        kind="reordered",
+        on=("checkpointing=budget",),
+        off=("checkpointing=none",),
+        why="The compiler sees the whole graph, and computes again what costs least for the memory it frees, "
+        "within fused kernels.",
+        claim="In a transformer, computing pointwise operations again halves the memory of activations.",
+        source="PyTorch blog, March 2025, 'Current and New Activation Checkpointing Techniques in PyTorch'.",
+        avoid="The model is not compiled, or its graph breaks inside blocks.",
+        audit="A compiled model whose memory limits the batch.",
+        options=("checkpointing/budget",),
+        alternatives="checkpointing",
+        needs=("compiler",),
+        trial=("compile=model", "model=resnet_digits", "model.width=4", "optimizer.lr=0.01"),
+    ),
+)
