@@ -19,7 +19,7 @@ from ptfast.loading import build_eval_loaders, load_data
 from ptfast.loop import evaluate
 from ptfast.models import build_model
 from ptfast.precision import Precision, apply_half_weights, build_precision
-from ptfast.rewrites import apply_channels_last
+from ptfast.rewrites import apply_channels_last, drop_biases
 from ptfast.run import DataInfo, Task
 from ptfast.run_state import restore_model
 from ptfast.saving import State, read_state
@@ -65,6 +65,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
     precision = build_precision(config.precision.mode, device, matmul)
     if precision.half_weights:
         apply_half_weights(model)
+    drop_biases(model, resolved["dropped_biases"])
     restore_model(model.to(device), state)
     if "ema" in state.training:
         averaged = Ema(model, 0.5)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from ptfast.config.schema import Config
 from ptfast.data import Data, build_data, build_eval_loader
 from ptfast.data.sampler import smallest_micro_batch
+from ptfast.data.source import take
 from ptfast.distributed import Ranks, on_first_rank
 from ptfast.errors import DataError
 from ptfast.run import DataInfo, EvalLoader
@@ -62,6 +64,17 @@ def build_eval_loaders(
         for split, source in splits.items()
         if source is not None
     }
+
+
+def first_samples(data: Data, num_samples: int = 2, **loading: Any) -> Any:
+    """The first training samples as a task takes them, for a look at what the model does with them.
+
+    Raises:
+        TypeError: the data is iterable; looking at it would use it up.
+    """
+    few = take(data.train, np.arange(min(num_samples, len(data.train))))
+    loader = build_eval_loader(few, data.info, batch_size=num_samples, rank=0, num_ranks=1, **loading)
+    return next(iter(loader)).data
 
 
 def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:

@@ -16,6 +16,7 @@ def build_panel(
     from ptfast.machine import spare_cores
 
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
+    num_dropped = len(resolved["dropped_biases"])
     num_parameters = sum(p.numel() for p in run.model.parameters())
     layout = ", channels last" if resolved["channels_last"] else ""
     processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
@@ -45,6 +46,7 @@ def build_panel(
     switches = {
         "checkpointing": checkpointing_row(config.checkpointing, resolved["checkpointed"]),
         "compile": None if config.compile.mode == "none" else config.compile.mode,
+        "rewrites": f"{num_dropped} biases before a BatchNorm dropped" if num_dropped else None,
         "clip norm": config.gradients.clip_norm,
         "clip value": config.gradients.clip_value,
         "clip adaptive": config.gradients.clip_adaptive,

@@ -1,11 +1,24 @@
-"""Changes to a model that keep what it computes: so far, the memory layout of images and convolutions."""
+"""Changes to a model that keep what it computes: the memory layout of images, biases that a norm cancels."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+_BIASED = (
+    nn.Linear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def apply_channels_last(model: nn.Module) -> nn.Module:
@@ -33,3 +46,182 @@ def resolve_channels_last(
         return setting
     ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
     return kind == "image" and device.type in ("cpu", "cuda") and 2 * sum(ungrouped) > len(ungrouped)
+
+
+def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> dict[str, str]:
+    """Biases of convolutions and linear layers that the BatchNorm right behind them subtracts again.
+
+    Found by what the model does, whatever it is written in: `forward` is run in training and in evaluation
+    mode while every tensor operation is watched. A bias qualifies if one operation takes it, and its layer's
+    output goes to one BatchNorm, as it is and to nothing else: not through a ReLU, not into a sum, not to a
+    second norm, not kept or returned; and if that norm takes the statistics of the batch in training.
+    Subclasses of these layers and layers with hooks may do more than they seem to, and are left alone.
+
+    Args:
+        model: on the device of what `forward` feeds it; its buffers are put back as they were.
+        forward: runs the model, on two samples at least; its result is not used.
+
+    Returns:
+        Names of BatchNorms by the names of the layers before them.
+
+    Cost: two forward passes; nothing where no layer with a bias is as wide as a BatchNorm of the model.
+    """
+    named = dict(model.named_modules())
+    norms = {module: name for name, module in named.items() if type(module) in _NORMS and _is_bare(module)}
+    widths: set[int] = {norm.num_features for norm in norms}  # pyright: ignore[reportAssignmentType]
+    layers = {
+        module: name
+        for name, module in named.items()
+        if type(module) in _BIASED
+        and _is_bare(module)
+        and isinstance(module.bias, nn.Parameter)
+        and len(module.bias) in widths
+    }
+    if not layers:
+        return {}
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    was_training = model.training
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            model.train()
+            of_batches = {n: name for n, name in norms.items() if n.training or n.running_mean is None}
+            cancelled, _ = _watch(layers, of_batches, forward)
+            model.eval()
+            in_evaluation, called = _watch(layers, norms, forward)
+    finally:
+        model.train(was_training)
+        for buffer, before in kept:
+            buffer.copy_(before)
+    return {k: norm for k, norm in cancelled.items() if k not in called or in_evaluation.get(k) == norm}
+
+
+def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
+    """Take biases away from layers whose BatchNorm subtracts them again, in place.
+
+    The norm subtracts the batch's mean, and with it any constant: such a bias costs a pass over its layer's
+    output in the forward pass and one over the gradient in the backward pass, and has no effect. In
+    evaluation the running mean takes its place.
+
+    States of the model stay those of the plain one: it saves zeros under the bias's name, and a bias that it
+    loads goes into the running mean, from which it is subtracted.
+
+    Args:
+        model: before its optimizer is built.
+        norm_of: names of BatchNorms by the names of the layers before them, as `find_cancelled_biases`
+            gives them.
+
+    Source: NVIDIA, "PyTorch Performance Tuning Guide"; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.
+    """
+    for name, norm_name in norm_of.items():
+        layer: Any = model.get_submodule(name)
+        norm: Any = model.get_submodule(norm_name)
+        bias = layer.bias.detach()
+        if norm.running_mean is not None:
+            norm.running_mean -= bias.to(norm.running_mean)
+        layer.bias = None
+        layer.register_state_dict_post_hook(partial(_save_zeros, size=len(bias)))
+    if norm_of:
+        model.register_load_state_dict_pre_hook(partial(_load_into_mean, norm_of=dict(norm_of)))
+
+
+def _save_zeros(layer: Any, state: dict[str, Tensor], prefix: str, metadata: Any, *, size: int) -> None:
+    state[f"{prefix}bias"] = layer.weight.detach().new_zeros(size)
+
+
+def _load_into_mean(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    *others: Any,
+    norm_of: dict[str, str],
+) -> None:
+    for name, norm_name in norm_of.items():
+        bias, mean = state.pop(f"{prefix}{name}.bias", None), f"{prefix}{norm_name}.running_mean"
+        if bias is None:
+            missing.append(f"{prefix}{name}.bias")
+        elif mean in state:
+            state[mean] = state[mean] - bias.to(state[mean])
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether it does what its class does: hooks may look at what comes out, or change it."""
+    return not (module._forward_hooks or module._forward_pre_hooks)
+
+
+@dataclass(eq=False)
+class _Seen:
+    """What one forward pass did with one layer."""
+
+    calls: int = 0
+    bias_uses: int = 0
+    output_uses: int = 0
+    norm: nn.Module | None = None
+    kept: bool = False
+
+
+class _Uses(TorchDispatchMode):
+    """Counts the operations that take a watched tensor, in C++ and in functions of autograd too."""
+
+    def __init__(self, biases: dict[Tensor, _Seen]) -> None:
+        super().__init__()
+        self.biases = WeakIdKeyDictionary()
+        self.biases.update(biases)
+        # Weak: what is still there after the forward pass has been kept or returned.
+        self.outputs = WeakIdKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Or else torch imports its compiler, to hide this mode from it.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                if (seen := self.biases.get(tensor)) is not None:
+                    seen.bias_uses += 1
+                if (seen := self.outputs.get(tensor)) is not None:
+                    seen.output_uses += 1
+        return func(*args, **kwargs)
+
+
+def _watch(
+    layers: dict[Any, str], norms: dict[Any, str], forward: Callable[[], object]
+) -> tuple[dict[str, str], set[str]]:
+    """Run `forward` once: the norms of those layers whose output went to one alone, and who was called."""
+    seen = {layer: _Seen() for layer in layers}
+    norm_calls = dict.fromkeys(norms, 0)
+    uses = _Uses({layer.bias: seen[layer] for layer in layers})
+
+    def after_layer(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        seen[layer].calls += 1
+        uses.outputs[output] = seen[layer]
+
+    def before_norm(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+        norm_calls[norm] += 1
+        if inputs and (source := uses.outputs.get(inputs[0])) is not None:
+            source.norm = norm
+
+    hooks = [layer.register_forward_hook(after_layer) for layer in layers]
+    hooks += [norm.register_forward_pre_hook(before_norm) for norm in norms]
+    try:
+        with uses:
+            result = forward()
+        for left in uses.outputs.values():
+            left.kept = True
+        del result
+    finally:
+        for hook in hooks:
+            hook.remove()
+    qualified = {
+        name: norms[s.norm]
+        for layer, name in layers.items()
+        if (s := seen[layer]).norm is not None
+        and not s.kept
+        and (s.calls, s.bias_uses, s.output_uses, norm_calls[s.norm]) == (1, 1, 1, 1)
+    }
+    return qualified, {name for layer, name in layers.items() if seen[layer].calls}

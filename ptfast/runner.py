@@ -18,25 +18,26 @@ from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.config.targets import check_constructs
 from ptfast.data import (
+    Data,
     build_train_loader,
     check_same_data,
     read_info,
 )
 from ptfast.data.changed import Change, ChangedLoader
 from ptfast.data.mix import build_mix
-from ptfast.distributed import Ranks, broadcast_object
+from ptfast.distributed import Ranks, broadcast_object, on_first_rank
 from ptfast.durations import Duration
 from ptfast.ema import Ema
 from ptfast.errors import ConfigError
 from ptfast.gradients import build_clipper, head_of
-from ptfast.loading import build_eval_loaders, check_last_batch, load_data
+from ptfast.loading import build_eval_loaders, check_last_batch, first_samples, load_data
 from ptfast.logger import NoLogger
 from ptfast.models import build_model
 from ptfast.models.weights import load_weights
 from ptfast.optim import Grouping, build_optimizer, has_momentum, scale_for_batch, start_momentum
 from ptfast.parallel import wrap_for_ranks
-from ptfast.precision import apply_half_weights, build_precision
-from ptfast.rewrites import apply_channels_last, resolve_channels_last
+from ptfast.precision import Precision, apply_half_weights, build_precision
+from ptfast.rewrites import apply_channels_last, drop_biases, find_cancelled_biases, resolve_channels_last
 from ptfast.run import Cadence, Clock, DataInfo, Run, Task
 from ptfast.run_state import build_saver, restore_model, restore_training
 from ptfast.saving import read_state
@@ -111,6 +112,13 @@ def build(
     if precision.half_weights:
         apply_half_weights(model)
     model.to(device)
+    looking = {"normalize": config.data.normalize, "device": device, "channels_last": channels_last}
+    dropped = resolved.get("dropped_biases", {} if config.rewrites.bias_before_norm else None)
+    if dropped is None:
+        dropped = on_first_rank(
+            lambda: _cancelled_biases(model, task, data, precision, display, **looking), ranks
+        )
+    drop_biases(model, dropped)
     if state is not None:
         restore_model(model, state)
     section = config.optimizer
@@ -179,6 +187,7 @@ def build(
         "num_ranks": ranks.num_ranks,
         "micro_batches": micro_batches,
         "channels_last": channels_last,
+        "dropped_biases": dropped,
         "dataloader": train_loader.kind,
         "workers": getattr(train_loader, "workers", 0),
         "checkpointed": list(checkpointed),
@@ -306,3 +315,20 @@ def _build_model(config: Config, info: DataInfo, *, fresh: bool, display: Any) -
         for note in load_weights(model, weights, replace_head=config.model.replace_head):
             display.note(note)
     return model
+
+
+def _cancelled_biases(
+    model: nn.Module, task: Task, data: Data, precision: Precision, display: Any, **looking: Any
+) -> dict[str, str]:
+    """Biases that a BatchNorm subtracts, found on a few samples; none where the model cannot be looked at."""
+
+    def forward() -> object:
+        with precision.autocast():
+            return task.loss(model, first_samples(data, **looking))
+
+    try:
+        return find_cancelled_biases(model, forward)
+    except Exception as error:
+        # What is wrong with the model or the data, training will say; iterable data is not there to look at.
+        display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
+        return {}

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from running import train, weights
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptfast.config import paths
 from ptfast.config.compose import Composed
@@ -43,6 +43,8 @@ class Trial:
     losses: list[float] = field(default_factory=list)
     """Mean loss of each step."""
     weights: dict[str, Tensor] = field(default_factory=dict)
+    as_saved: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    """How the trained model saves another model's state once it has loaded it; a rewrite may move terms."""
     plain_loss: tuple[float, float] = (math.nan, math.nan)
     """Loss on a fixed batch before the first and after the last step, in float32, as `plain` computes it."""
 
@@ -90,6 +92,7 @@ def trained(words: Words, plain_words: Words | None = None) -> Trial:
         # Copied by a callback: the end of a run may put averages in the weights' place.
         run.callbacks.append(_Copy(trial))
         fit(run)
+        trial.as_saved = functools.partial(_loaded_and_saved, run.model)
         if plain_words is not None:
             trial.plain_loss = before, plain_loss(run, task)
     return trial
@@ -130,6 +133,11 @@ def plain_loss(run: Run, task: Any) -> float:
     loss, count = task.evaluate(run.model, data, task.metrics().to(run.device))
     run.model.train(was_training)
     return float(loss) / float(count)
+
+
+def _loaded_and_saved(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.load_state_dict(state)
+    return dict(model.state_dict())
 
 
 class _Losses:

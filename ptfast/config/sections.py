@@ -250,6 +250,8 @@ class Rewrites(Section):
 
     channels_last: bool | OrAuto = "auto"
     """Store images with the channels innermost; `auto` where that usually pays."""
+    bias_before_norm: bool = True
+    """Keep a layer's bias where the BatchNorm right behind subtracts it again."""
 
 
 class Compile(Section):

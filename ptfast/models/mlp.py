@@ -15,6 +15,7 @@ class Mlp(nn.Module):
         input_shape: shape of one input without the batch, filled from the data.
         num_classes: outputs, filled from the data.
         hidden: width of each hidden layer; an empty list gives a linear model.
+        batch_norm: BatchNorm between each hidden layer and its ReLU.
         dropout: probability of zeroing a hidden activation, in [0, 1).
     """
 
@@ -23,13 +24,17 @@ class Mlp(nn.Module):
         input_shape: Sequence[int],
         num_classes: int,
         hidden: Sequence[int] = (256, 128),
+        batch_norm: bool = False,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Flatten()]
         width = math.prod(input_shape)
         for next_width in hidden:
-            layers += [nn.Linear(width, next_width), nn.ReLU()]
+            layers.append(nn.Linear(width, next_width))
+            if batch_norm:
+                layers.append(nn.BatchNorm1d(next_width))
+            layers.append(nn.ReLU())
             if dropout:
                 layers.append(nn.Dropout(dropout))
             width = next_width

@@ -7,6 +7,7 @@ from ptfast.techniques import (
     checkpointing,
     dataloader,
     regularisation,
+    rewrites,
     small_print,
     transfers,
 )
@@ -19,6 +20,7 @@ CATALOGUE: tuple[Technique, ...] = (
     *transfers.TECHNIQUES,
     *augment.TECHNIQUES,
     *checkpointing.TECHNIQUES,
+    *rewrites.TECHNIQUES,
     *regularisation.TECHNIQUES,
     *small_print.TECHNIQUES,
 )
