@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import build_run, records, train
+from running import build_run, records, same_bits, train
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from ptfast.gradients import build_clipper, clip_adaptively, global_norm, head_of
+from ptfast.loop import fit
 
 
 def parameters(scale: float = 1.0) -> list[nn.Parameter]:
@@ -163,6 +164,24 @@ def test_groups_are_clipped_apart_from_the_others() -> None:
     alone()
     assert global_norm([p.grad for p in ours[:2] if p.grad is not None]) == pytest.approx(0.01, rel=1e-4)
     assert torch.equal(grads(ours[2:]), grads(theirs[2:]))
+
+
+def test_none_and_zero_give_the_same_bits(in_tmp: Path) -> None:
+    """What is passed over where there is no gradient is added to zeros otherwise."""
+    words = ("model.hidden=[8]", "steps=5", "log_every=5", "batch_size=128", "optimizer=sgd_cifar")
+    run, other = (build_run(in_tmp / name, *words, "gradients.accumulate=2") for name in "ab")
+    fit(run)
+    optimizer, model = other.optimizer, other.model
+    factors = other.schedule.lr_factors(0, 5)
+    for factor, batch in zip(factors, other.train_loader.steps(0, 5), strict=True):
+        optimizer.zero_grad(set_to_none=False)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        for data, _ in batch.micro_batches:
+            loss, _ = other.task.loss(model, data)
+            loss.backward(torch.tensor(1 / batch.num_samples))
+        optimizer.step()
+    assert same_bits(run.model.state_dict(), model.state_dict())
 
 
 class Unused(nn.Module):

@@ -6,6 +6,8 @@ from ptfast.techniques import (
     augment,
     checkpointing,
     dataloader,
+    gradients,
+    parameters,
     regularisation,
     rewrites,
     small_print,
@@ -18,6 +20,8 @@ __all__ = ["CATALOGUE", "PROMISES", "Kind", "Need", "Technique"]
 CATALOGUE: tuple[Technique, ...] = (
     *dataloader.TECHNIQUES,
     *transfers.TECHNIQUES,
+    *gradients.TECHNIQUES,
+    *parameters.TECHNIQUES,
     *augment.TECHNIQUES,
     *checkpointing.TECHNIQUES,
     *rewrites.TECHNIQUES,
