@@ -19,7 +19,7 @@ class Ema:
     The average of the last steps often generalises better than the last weights, for the price of one more
     copy. Averaged are the parameters that train and the saved floating-point buffers (BatchNorm's statistics
     belong to the weights they were measured with). The first update copies, so the random initial weights do
-    not linger.
+    not linger. Averages of half-width weights are kept in float32: what a step adds would be lost in bf16.
 
     Args:
         model: the plain model, before it is wrapped for several ranks.
@@ -36,16 +36,24 @@ class Ema:
         followed |= {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
         self._names = list(followed)
         self._weights = [weight.detach() for weight in followed.values()]
-        self._averages = [weight.clone() for weight in self._weights]
+        self._averages = [_wide(weight) for weight in self._weights]
+        halves = any(
+            weight.dtype != average.dtype
+            for weight, average in zip(self._weights, self._averages, strict=True)
+        )
+        self._widened = [torch.empty_like(average) for average in self._averages] if halves else None
         self._average = get_ema_multi_avg_fn(decay)
         self._updates = 0
 
     def update(self) -> None:
         """Follow the weights; call once after every optimizer step."""
+        weights = self._weights
+        if self._widened is not None:
+            torch._foreach_copy_(weights := self._widened, self._weights)
         if self._updates:
-            self._average(self._averages, self._weights, self._updates)
+            self._average(self._averages, weights, self._updates)
         else:
-            torch._foreach_copy_(self._averages, self._weights)
+            torch._foreach_copy_(self._averages, weights)
         self._updates += 1
 
     @contextmanager
@@ -87,3 +95,8 @@ class Ema:
         for name, average in zip(self._names, self._averages, strict=True):
             average.copy_(averages[name])
         self._updates = int(state["updates"])
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """A copy of `weight`, in float32 where it is narrower."""
+    return weight.to(torch.float32 if weight.element_size() < 4 else weight.dtype, copy=True)

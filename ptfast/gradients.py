@@ -81,7 +81,10 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     """The norm of tensors of one device taken as one vector: 0-d, there; 0 for none. Never read here."""
     if not grads:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    # Rounded to half width, norms would have two digits. (Of such models, norm layers stay in float32.)
+    half = grads[0].element_size() < 4 or grads[-1].element_size() < 4
+    norms = torch._foreach_norm(grads, dtype=torch.float32 if half else None)
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 @torch.no_grad()

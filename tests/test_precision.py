@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from running import build_run
 from torch import nn
 
 from ptfast import devices
+from ptfast import precision as precision_module
 from ptfast.errors import MachineError
-from ptfast.precision import build_precision
+from ptfast.precision import build_precision, try_matmuls
 
 CPU = torch.device("cpu")
 
@@ -97,6 +101,79 @@ def test_bf16_needs_hardware_on_cuda(monkeypatch):
     with pytest.raises(MachineError, match=r"Tesla T4 has no bf16\. Use precision=amp") as caught:
         build_precision("bf16", torch.device("cuda"))
     assert caught.value.code == "E005"
+
+
+@pytest.fixture
+def hardware(monkeypatch):
+    """A machine whose `high` is fp32 in 2/3 of the time, and whose `medium` is bf16 in a third of it."""
+    seconds = {"highest": 3.0, "high": 2.0, "medium": 1.0}
+
+    def timed(left, right):
+        setting = torch.get_float32_matmul_precision()
+        product = left.bfloat16() @ right.bfloat16() if setting == "medium" else left @ right
+        return product.float(), seconds[setting]
+
+    monkeypatch.setattr(precision_module, "_timed", timed)
+    yield seconds
+    build_precision("fp32", CPU)
+
+
+def test_auto_takes_the_quickest_products_that_are_as_exact_as_fp32(hardware):
+    before = torch.get_rng_state()
+    precision = build_precision("fp32", CPU, "auto")
+    assert precision.matmul == torch.get_float32_matmul_precision() == "high"
+    assert re.fullmatch(
+        r"fp32, high matmuls: 1\.5x at relative error \de-07, as exact as fp32", precision.note
+    )
+    hardware["high"] = 2.9
+    assert build_precision("fp32", CPU, "auto").matmul == torch.get_float32_matmul_precision() == "highest"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_products_that_are_asked_for_are_measured_and_taken(hardware):
+    precision = build_precision("fp32", CPU, "medium")
+    assert precision.matmul == torch.get_float32_matmul_precision() == "medium"
+    assert re.search(r"medium matmuls: 3\.0x at relative error \de-03, coarser than fp32", precision.note)
+
+
+def test_no_setting_outlives_its_run():
+    for matmul in ("medium", "highest"):
+        build_precision("fp32", CPU, matmul)
+        assert torch.get_float32_matmul_precision() == matmul
+    assert torch.backends.cudnn.allow_tf32 is False
+
+
+def test_only_float32_is_worth_trying(monkeypatch):
+    monkeypatch.setattr(precision_module, "try_matmuls", None)
+    for mode in ("bf16", "amp_fp16", "bf16_true"):
+        assert build_precision(mode, CPU, "auto").matmul == "highest"
+    assert build_precision("fp32", CPU, "highest").note == "fp32"
+
+
+def test_the_error_is_that_of_the_product():
+    trial = try_matmuls(("high",), CPU, rounds=1)["high"]
+    assert 1e-8 < trial.error < 1e-5
+    assert trial.speedup > 0
+
+
+def test_a_resumed_run_keeps_its_products(tmp_path, hardware):
+    words = ("model.hidden=[8]", "steps=1", "precision.matmul_precision=auto")
+    run = build_run(tmp_path, *words)
+    assert run.resolved["matmul_precision"] == "high"
+    hardware["high"] = 9.0
+    assert build_run(tmp_path, *words).resolved["matmul_precision"] == "high"
+    assert build_run(tmp_path / "new", *words).resolved["matmul_precision"] == "highest"
+
+
+@pytest.mark.gpu
+def test_tf32_rounds_products_and_convolutions():
+    device = torch.device("cuda")
+    exact, tf32 = (build_precision("fp32", device), build_precision("tf32", device, "auto"))
+    assert torch.backends.cudnn.allow_tf32
+    assert (exact.matmul, tf32.matmul) == ("highest", "high")
+    assert "coarser than fp32" in tf32.note
+    build_precision("fp32", device)
+    assert not torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.gpu
