@@ -67,6 +67,9 @@ class ThisMachine:
         if need == "bf16":
             fast = devices.multiplies_bf16(self.device)
             return None if fast else f"bfloat16 is no faster on this {self._device_name}"
+        if need == "half":
+            fast = self.device == "cuda" or devices.multiplies_bf16(self.device)
+            return None if fast else f"neither half-width type is faster on this {self._device_name}"
         if need == "fp16":
             return None if self.device == "cuda" else f"float16 is no faster on this {self._device_name}"
         if need == "compiler":

@@ -21,13 +21,13 @@ from trials import (
     Trial,
     a_run,
     every_option,
-    read,
     trained,
     trained_by_ranks,
     words_of,
 )
 
 from ptfast.config import paths
+from ptfast.config.compose import compose
 from ptfast.data.prepare import Prepare
 from ptfast.data.source import TensorSource, as_tensor
 from ptfast.techniques import CATALOGUE, PROMISES, Need, Technique
@@ -102,10 +102,10 @@ def test_a_record_is_complete(technique: Technique) -> None:
 @pytest.mark.parametrize("technique", SWITCHED, ids=name_of)
 def test_the_switch_changes_the_config_and_back(technique: Technique) -> None:
     """Off is what `plain` says, unless the recipe decides."""
-    on, off = (read(words_of(technique, switch))[0].tree for switch in (technique.on, technique.off))
+    on, off = (compose(words_of(technique, switch)).tree for switch in (technique.on, technique.off))
     assert on != off
     if technique.kind != "training":
-        assert off == read(words_of(technique, ()))[0].tree
+        assert off == compose(words_of(technique, ())).tree
 
 
 def test_options_that_records_name_exist() -> None:

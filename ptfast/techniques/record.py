@@ -11,6 +11,7 @@ Need = Literal[
     "nvidia_tf32",
     "bf16",
     "fp16",
+    "half",
     "compiler",
     "ranks",
     "images",
