@@ -17,7 +17,7 @@ import torch
 from optimizers import wave
 from torch import Tensor, nn
 
-from ptfast.optim import layerwise
+from ptfast.optim import portion as portions
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.novograd import Novograd
@@ -110,10 +110,10 @@ def reference(name: str, p: Tensor, g: Tensor, state: dict[str, Any], t: int, h:
     return p - h["lr"] * p.norm().clamp(low, high) / u.norm() * u
 
 
-@pytest.fixture(params=[layerwise.CPU_PORTION, 7], ids=["whole", "cut"])
+@pytest.fixture(params=[portions.CPU_PORTION, 7], ids=["whole", "cut"])
 def portion(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers whole and together, and every layer in pieces."""
-    monkeypatch.setattr(layerwise, "CPU_PORTION", request.param)
+    monkeypatch.setattr(portions, "CPU_PORTION", request.param)
 
 
 @pytest.mark.usefixtures("portion")

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ptfast.config.targets import Target
 from ptfast.errors import ConfigError
-from ptfast.optim import apply_lr, build_optimizer, layerwise
+from ptfast.optim import apply_lr, build_optimizer
+from ptfast.optim import portion as portions
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.muon import Muon
@@ -25,10 +26,10 @@ from ptfast.optim.novograd import Novograd
 from ptfast.optim.nvlamb import Nvlamb
 
 
-@pytest.fixture(params=[layerwise.CPU_PORTION, 7], ids=["whole", "cut"])
+@pytest.fixture(params=[portions.CPU_PORTION, 7], ids=["whole", "cut"])
 def portion(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers whole and together, and every layer in pieces."""
-    monkeypatch.setattr(layerwise, "CPU_PORTION", request.param)
+    monkeypatch.setattr(portions, "CPU_PORTION", request.param)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -12,8 +12,9 @@ from torch import nn
 
 from ptfast.errors import ConfigError, MachineError
 from ptfast.optim.groups import Grouping, reference_lr, scale_for_batch
-from ptfast.optim.layerwise import LayerwiseOptimizer, laid_out_as
+from ptfast.optim.layerwise import LayerwiseOptimizer
 from ptfast.optim.lean import build_step, keep_compiler_unimported
+from ptfast.optim.portion import laid_out_as
 
 if TYPE_CHECKING:
     from ptfast.config.targets import Target

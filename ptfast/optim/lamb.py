@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ptfast.optim import layerwise
-from ptfast.optim.layerwise import Group, LayerwiseOptimizer, Params, Portion, Tensors, trust_ratios
+from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, trust_ratios
+from ptfast.optim.portion import Group, Portion, Tensors, multiplied
 
 
 class Lamb(LayerwiseOptimizer):
@@ -54,31 +53,12 @@ class Lamb(LayerwiseOptimizer):
         adapt: bool = True,
         exclude_1d: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "norm_range": norm_range,
-            "adapt": adapt,
-            "exclude_1d": exclude_1d,
-        }
+        super().__init__(params, defaults_of(locals()))
         self._rooms: dict[torch.dtype, Tensors] = {}
-        super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._rooms = {}
         super().__setstate__(state)
-
-    def _room(self, piece: Tensor, index: int) -> Tensor:
-        """Where the update of a cut layer's piece is kept until the layer's norm is known.
-
-        It stays from step to step: to have memory mapped anew takes longer than to compute what goes there.
-        """
-        rooms = self._rooms.setdefault(piece.dtype, [])
-        if index == len(rooms):
-            rooms.append(piece.new_empty(layerwise.CPU_PORTION))
-        return rooms[index][: len(piece)]
 
     def _update(self, group: Group, portion: Portion) -> None:
         (steps,) = portion.scalars
@@ -88,29 +68,28 @@ class Lamb(LayerwiseOptimizer):
         decay = 0.0 if excluded else group["weight_decay"]
         adam = {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"]}
         adam |= {"amsgrad": False, "maximize": False, "found_inf": found_inf}
-        if excluded or not group["adapt"]:
-            for weights, grads, exp_avgs, exp_avg_sqs in portion.pieces:
-                state = (portion.scaled(grads), exp_avgs, exp_avg_sqs, [], steps)
-                torch._fused_adamw_(weights, *state, lr=group["lr"], weight_decay=decay, **adam)
-            return
+        rooms, scaling = portion.rooms(self._rooms), not excluded and group["adapt"]
         updates: list[Tensors] = []
-        weight_norms: Tensors = []
-        update_norms: Tensors = []
-        for index, (weights, grads, exp_avgs, exp_avg_sqs) in enumerate(portion.pieces):
+        weight_sizes: Tensors = []
+        update_sizes: Tensors = []
+        pairs = zip(rooms, portion.pieces, strict=True)
+        for (kept, passing), (weights, grads, exp_avgs, exp_avg_sqs) in pairs:
+            state = (portion.scaled(grads, passing), exp_avgs, exp_avg_sqs, [], steps)
+            if not scaling:
+                torch._fused_adamw_(weights, *state, lr=group["lr"], weight_decay=decay, **adam)
+                continue
+            weight_sizes += portion.sizes(weights)
             # Adam's kernel subtracts: with rate 1 it leaves minus the whole update.
-            if len(portion.pieces) > 1:
-                update = [torch.mul(weights[0], -decay, out=self._room(weights[0], index))]
-            else:
-                update = list(torch._foreach_mul(weights, -decay))
-            state = (portion.scaled(grads), exp_avgs, exp_avg_sqs, [], steps)
+            update = multiplied(weights, -decay, kept)
             torch._fused_adam_(update, *state, lr=1.0, weight_decay=0.0, **adam)
-            update_norms += torch._foreach_norm(update)
-            weight_norms += torch._foreach_norm(weights)
+            update_sizes += portion.sizes(update)
             updates.append(update)
-        norms = portion.norms(weight_norms)
+        if not scaling:
+            return
+        norms = portion.norms(weight_sizes)
         if group["norm_range"] is not None:
             norms = norms.clamp(*group["norm_range"])
-        ratios = trust_ratios(norms, portion.norms(update_norms)) * group["lr"]
+        ratios = trust_ratios(norms, portion.norms(update_sizes)) * group["lr"]
         ratios = portion.unless_found_inf(ratios, 0.0).unbind()
         # Backwards: what was written last is in the cache still.
         for (weights, *_), update in zip(reversed(portion.pieces), reversed(updates), strict=True):

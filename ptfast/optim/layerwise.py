@@ -1,8 +1,8 @@
-"""What the layer-wise optimizers share: many layers in one operation, in portions that the cache holds."""
+"""What the layer-wise optimizers share: steps over portions of layers, and manners like torch's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,51 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ptfast.errors import ConfigError
+from ptfast.optim.portion import Group, Portion, Tensors, laid_out_as, part, working_copy
 
-Group: TypeAlias = dict[str, Any]
-Tensors: TypeAlias = list[Tensor]
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
-
-CPU_PORTION = 1 << 19
-"""Elements that all passes of a step go over before the next ones do: what a CPU's cache keeps in between."""
-DEVICE_PORTION = 1 << 26
-"""The same elsewhere, where it bounds the memory a step takes for a while: to 256 MiB in float32."""
-HALF_TYPES = (torch.float16, torch.bfloat16)
-
-
-@dataclass
-class Portion:
-    """Layers that are updated together: of one group, device and type, all with a gradient.
-
-    They are 1-d all or none. Either they are whole, in one piece, or it is a single long layer in several.
-    """
-
-    layers: int
-    """How many they are."""
-    ndim: int
-    """Their number of dimensions, or the largest of them."""
-    pieces: list[list[Tensors]]
-    """Per piece: weights, gradients (unscaled still), then the state that has a layer's shape, by name."""
-    scalars: list[Tensors]
-    """State that is one number per layer, by name."""
-    grad_factor: Tensor | None
-    """0-d; what gradients are to be multiplied by, None for 1."""
-    found_inf: Tensor | None
-    """0-d, 1 where the step is to change nothing, None for 0."""
-
-    def norms(self, parts: Sequence[Tensor]) -> Tensor:
-        """Norm of every layer, from those of its parts in the order of the pieces."""
-        norms = torch.stack(list(parts))
-        return norms if len(self.pieces) == 1 else torch.linalg.vector_norm(norms).view(1)
-
-    def scaled(self, grads: Tensors) -> Tensors:
-        """The gradients times their factor, as new tensors where there is one."""
-        return grads if self.grad_factor is None else list(torch._foreach_mul(grads, self.grad_factor))
-
-    def unless_found_inf(self, new: Tensor, old: Tensor | float) -> Tensor:
-        """`new`, or `old` where an infinity was found; chosen on the device."""
-        return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
 
 
 class LayerwiseOptimizer(Optimizer):
@@ -84,7 +42,7 @@ class LayerwiseOptimizer(Optimizer):
         for beta in (*defaults.get("betas", ()), defaults.get("momentum", 0.0)):
             if not 0 <= beta < 1:
                 raise ValueError(f"betas and momentum must be in [0, 1), not {beta}")
-        self._plans: dict[int, list[tuple[Tensors, bool]]] = {}
+        self._plans: dict[int, list[_Planned]] = {}
         super().__init__(params, defaults)
 
     def _update(self, group: Group, portion: Portion) -> None:
@@ -112,14 +70,18 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         factors: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
         for index, group in enumerate(self.param_groups):
-            for planned, copied in self._plan(index, group["params"]):
-                layers = [layer for layer in planned if layer.grad is not None]
+            for planned in self._plan(index, group["params"]):
+                layers = [layer for layer in planned.layers if layer.grad is not None]
                 if not layers:
                     continue
                 device = layers[0].device
                 if device not in factors:
                     factors[device] = self._useful_factor(device), self._found_inf(device)
-                self._update_layers(group, layers, copied, *factors[device])
+                portion = self._portion(planned, layers)
+                portion.grad_factor, portion.found_inf = factors[device]
+                portion.put_in_grads()
+                self._update(group, portion)
+                portion.finish(copied=planned.copied)
         return loss
 
     def add_param_group(self, param_group: Group) -> None:
@@ -159,30 +121,20 @@ class LayerwiseOptimizer(Optimizer):
         # A sum over devices, while torch's kernels skip the step at exactly 1.
         return None if found_inf is None else found_inf.to(device, non_blocking=True).clamp(max=1)
 
-    def _plan(self, index: int, layers: Tensors) -> list[tuple[Tensors, bool]]:
-        """The layers of a group in portions, and whether those are updated in a copy; found once."""
+    def _plan(self, index: int, layers: Tensors) -> list[_Planned]:
+        """The layers of a group in portions, found once."""
         plan = self._plans.get(index)
         if plan is None:
-            plan = self._plans[index] = _part(layers)
+            plan = self._plans[index] = [_Planned(*planned) for planned in part(layers)]
         return plan
 
-    def _update_layers(
-        self,
-        group: Group,
-        layers: Tensors,
-        copied: bool,
-        grad_factor: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        weights = [_working_copy(layer) for layer in layers] if copied else [p.detach() for p in layers]
-        states = [self._state_of(*pair) for pair in zip(layers, weights, strict=True)]
-        columns = [weights, [self._grad_of(*pair) for pair in zip(layers, weights, strict=True)]]
-        columns += [[state[name] for state in states] for name in self.layer_state]
-        scalars = [[state[name] for state in states] for name in self.scalar_state]
-        ndim = max(layer.ndim for layer in layers)
-        self._update(group, Portion(len(layers), ndim, _cut(columns), scalars, grad_factor, found_inf))
-        if copied:
-            torch._foreach_copy_([layer.detach() for layer in layers], weights)
+    def _portion(self, planned: _Planned, layers: Tensors) -> Portion:
+        """The portion of those of the planned layers that have a gradient."""
+        if planned.portion is None or planned.copied or not planned.portion.holds(layers, self.state):
+            weights = [working_copy(layer) if planned.copied else layer.detach() for layer in layers]
+            states = [self._state_of(*pair) for pair in zip(layers, weights, strict=True)]
+            planned.portion = Portion(layers, weights, states, self.layer_state, self.scalar_state)
+        return planned.portion
 
     def _state_of(self, layer: Tensor, weight: Tensor) -> dict[str, Tensor]:
         state = self.state[layer]
@@ -197,15 +149,21 @@ class LayerwiseOptimizer(Optimizer):
             state[name] = laid_out_as(weight, state[name])
         return state
 
-    def _grad_of(self, layer: Tensor, weight: Tensor) -> Tensor:
-        grad = layer.grad
-        assert grad is not None
-        if grad.is_sparse:
-            what = f"{type(self).__name__} takes no sparse gradients"
-            raise ConfigError(
-                "C011", what, key="optimizer", suggestion="Build the embedding with sparse=False"
-            )
-        return laid_out_as(weight, grad if grad.dtype == weight.dtype else grad.to(weight.dtype))
+
+@dataclass
+class _Planned:
+    """Layers that are updated together, if they have gradients."""
+
+    layers: Tensors
+    copied: bool
+    """Whether it is a copy of them that is updated."""
+    portion: Portion | None = None
+    """As of the last step."""
+
+
+def defaults_of(arguments: Group) -> Group:
+    """A constructor's keywords by name, from its `locals()`: what groups that do not set them get."""
+    return {name: arguments[name] for name in arguments if name not in ("self", "params", "__class__")}
 
 
 def step_by_momentum(
@@ -239,7 +197,7 @@ def step_by_momentum(
         # No host waits for a CPU: with the factor as its own dampening the kernel needs no pass before it.
         unscale = 1.0 if portion.grad_factor is None else portion.grad_factor.item()
         whole = factors if unscale == 1 else factors * unscale
-        numbers, decays = whole.tolist(), [decay_within / unscale] * portion.layers
+        numbers, decays = whole.tolist(), [decay_within / unscale] * len(portion.layers)
         if decay_beside:
             decays = (whole.reciprocal() * decay_beside + decays[0]).tolist()
         for columns in portion.pieces:
@@ -261,49 +219,3 @@ def step_by_momentum(
 def trust_ratios(layer_norms: Tensor, update_norms: Tensor) -> Tensor:
     """Length of each layer over that of its update, 1 where either is zero."""
     return torch.where(torch.minimum(layer_norms, update_norms) > 0, layer_norms / update_norms, 1.0)
-
-
-def _part(layers: Tensors) -> list[tuple[Tensors, bool]]:
-    """Portions that stay in the cache, one device and type each, 1-d layers apart; whether each is copied."""
-    current: dict[tuple[Any, ...], Tensors] = {}
-    portions: list[tuple[Tensors, bool]] = []
-    for layer in layers:
-        copied = layer.dtype in HALF_TYPES or not _is_dense(layer)
-        kind = (layer.device, layer.dtype, layer.ndim <= 1, copied)
-        portion = current.get(kind)
-        limit = CPU_PORTION if layer.is_cpu else DEVICE_PORTION
-        if portion is None or sum(other.numel() for other in portion) + layer.numel() > limit:
-            portion = current[kind] = []
-            portions.append((portion, copied))
-        portion.append(layer)
-    return portions
-
-
-def _cut(columns: list[Tensors]) -> list[list[Tensors]]:
-    """The columns as one piece, or in pieces of `CPU_PORTION` elements where they hold one longer layer."""
-    first = columns[0][0]
-    if len(columns[0]) > 1 or not first.is_cpu or first.numel() <= CPU_PORTION:
-        return [columns]
-    # All are laid out alike, so that it does not matter in which order elements are gone through.
-    flat = [column[0].as_strided((first.numel(),), (1,)).split(CPU_PORTION) for column in columns]
-    return [[[piece] for piece in pieces] for pieces in zip(*flat, strict=True)]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill a stretch of memory, in any order of dimensions."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _working_copy(layer: Tensor) -> Tensor:
-    dtype = torch.float32 if layer.dtype in HALF_TYPES else layer.dtype
-    return torch.empty_like(layer, dtype=dtype, requires_grad=False).copy_(layer)
-
-
-def laid_out_as(weight: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy of it in the memory layout of `weight`: torch's fused kernels go by addresses."""
-    if tensor.stride() == weight.stride():
-        return tensor
-    sizes = zip(weight.shape, weight.stride(), tensor.stride(), strict=True)
-    if all(size == 1 or ours == theirs for size, ours, theirs in sizes):
-        return tensor
-    return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor)

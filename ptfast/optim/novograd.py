@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ptfast.optim.layerwise import Group, LayerwiseOptimizer, Params, Portion, step_by_momentum
+from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step_by_momentum
+from ptfast.optim.portion import Group, Portion
 
 
 class Novograd(LayerwiseOptimizer):
@@ -50,20 +51,12 @@ class Novograd(LayerwiseOptimizer):
         grad_averaging: bool = False,
         exclude_1d: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "exclude_1d": exclude_1d,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults_of(locals()))
 
     def _update(self, group: Group, portion: Portion) -> None:
         (exp_avg_sqs,) = portion.scalars
         beta1, beta2 = group["betas"]
-        norms = portion.norms([norm for _, grads, _ in portion.pieces for norm in torch._foreach_norm(grads)])
+        norms = portion.norms([size for _, grads, _ in portion.pieces for size in portion.sizes(grads)])
         if portion.grad_factor is not None:
             norms = norms * portion.grad_factor
         squares, before = norms.square(), torch.stack(exp_avg_sqs)
