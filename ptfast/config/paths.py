@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ class Root:
     recipes: Path
 
 
+@functools.cache
 def builtin_root() -> Root:
     """The folders of the package: inside it when installed, at the top of the tree when run from source."""
     package = Path(__file__).resolve().parents[1]
