@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from trials import (
     SLOW,
     Trial,
     a_run,
+    chosen_by_plain,
     every_option,
     trained,
     trained_by_ranks,
@@ -117,9 +117,8 @@ def test_options_that_records_name_exist() -> None:
 def test_every_option_has_a_record() -> None:
     """An option is a technique's, what is there when it is off, or of a group that holds no techniques."""
     named = {option for technique in CATALOGUE for option in technique.options}
-    off = {
-        word.replace("=", "/") for technique in CATALOGUE for word in technique.off if "." not in word
-    } | set(chosen_by_plain())
+    words = [word for technique in CATALOGUE for word in technique.off]
+    off = {word.replace("=", "/") for word in words if "." not in word} | chosen_by_plain()
     assert not named & set(SAME_NUMBERS_ELSEWHERE)
     known = named | off | {o for o, base in SAME_NUMBERS_ELSEWHERE.items() if base in named | off}
     begun = {option.split("/")[0] for option in named}
@@ -130,21 +129,6 @@ def test_a_group_without_techniques_has_none() -> None:
     assert set(NO_TECHNIQUES) <= set(paths.groups())
     for technique in CATALOGUE:
         assert not {option.split("/")[0] for option in technique.options} & set(NO_TECHNIQUES)
-
-
-@functools.cache
-def chosen_by_plain() -> tuple[str, ...]:
-    """The options that the preset `plain` stands for, as far as it or the primary config names them."""
-    import yaml
-
-    conf = paths.builtin_root().conf
-    defaults = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
-    chosen = {
-        group: option for entry in defaults if isinstance(entry, dict) for group, option in entry.items()
-    }
-    plain = yaml.safe_load((conf / "preset" / "plain.yaml").read_text())
-    chosen |= {key: value for key, value in plain.items() if "." not in key}
-    return tuple(f"{group}/{option}" for group, option in chosen.items())
 
 
 # What the classes promise.

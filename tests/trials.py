@@ -20,6 +20,7 @@ from ptfast.config import paths
 from ptfast.config.compose import Composed
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
+from ptfast.config.yaml_file import read_yaml
 from ptfast.display.plain import Display
 from ptfast.distributed import Ranks
 from ptfast.loop import fit
@@ -54,10 +55,23 @@ def every_option() -> set[str]:
     return {f"{group}/{option}" for group in paths.groups() for option in paths.options(group)}
 
 
+@functools.cache
+def chosen_by_plain() -> frozenset[str]:
+    """The options that are there under the preset `plain`, by its own word or by default."""
+    conf = paths.builtin_root().conf
+    defaults = read_yaml(conf / "config.yaml").data["defaults"]
+    chosen = {key: value for entry in defaults if isinstance(entry, dict) for key, value in entry.items()}
+    plain = read_yaml(conf / "preset" / "plain.yaml").data
+    chosen |= {key: value for key, value in plain.items() if "." not in key}
+    return frozenset(f"{group}/{option}" for group, option in chosen.items())
+
+
 def words_of(technique: Technique, switch: Words, device: str = "cpu") -> Words:
     """Arguments of a trial: the preset `plain`, then what the record says, later words over earlier ones."""
     steps = f"steps={NUM_STEPS[technique.kind]}"
-    return merged("preset=plain", f"device={device}", "model=mlp", steps, *technique.trial, *switch)
+    words = merged("preset=plain", f"device={device}", steps, *technique.trial, *switch)
+    # Without what `plain` says anyway, more records share their runs.
+    return tuple(sorted({*words} - {option.replace("/", "=") for option in chosen_by_plain()}))
 
 
 def merged(*words: str) -> Words:
