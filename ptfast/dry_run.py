@@ -37,14 +37,17 @@ def dry_run(config: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         folder = Path(name)
         run = build(config, ranks=Ranks(), folder=folder, display=display)
-        batches = run.train_loader.steps(0, run.total_steps)
+        # What grows is measured at full size, which it has in the last steps.
+        first = max(run.total_steps - TIMED_STEPS - 1, 0) if run.resolved["curriculum"] else 0
+        run.progress.step = first
+        batches = run.train_loader.steps(first, run.total_steps)
         trainer = Trainer(run)
         counter = FlopCounterMode(display=False)
         with counter:
-            trainer.train(batches, 1)
+            trainer.train(batches, first + 1)
         trainer.read_loss()
         seconds = []
-        for step in range(2, min(TIMED_STEPS + 1, run.total_steps) + 1):
+        for step in range(first + 2, min(first + TIMED_STEPS + 1, run.total_steps) + 1):
             start = time.perf_counter()
             trainer.train(batches, step)
             trainer.read_loss()
@@ -69,7 +72,7 @@ def dry_run(config: Config) -> int:
         )
         flops = counter.get_total_flops()
         step_s = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
-        per_epoch = run.train_loader.steps_per_epoch
+        per_epoch = run.train_loader.plan.steps_per_epoch
         states = config.saving.keep + (2 if config.saving.best else 1)
         rows = [
             ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),

@@ -52,7 +52,8 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
         PtfastError: whatever stops the run before or during training.
     """
     num_ranks = resolve_num_ranks(config)
-    check_batch(config.batch_size, config.micro_batches, num_ranks, config.gradients.accumulate)
+    accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
+    check_batch(config.batch_size, config.micro_batches, num_ranks, accumulate, first)
     launched = config.parallel.strategy == "ddp"
     if launched:
         check_no_secrets(composed)
@@ -206,7 +207,8 @@ def _check_torchrun(config: Config, ranks: Ranks) -> None:
         if asked not in ("auto", 1, number):
             what, hint = f"torchrun started {number}", "Leave it out: torchrun decides"
             raise ConfigError("C011", what, key=f"parallel.{name}", value=asked, suggestion=hint)
-    check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, config.gradients.accumulate)
+    accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
+    check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, accumulate, first)
 
 
 def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:

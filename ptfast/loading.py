@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from ptfast.config.schema import Config
+from ptfast.curriculum import build_batch_sizes, build_cut, build_resize, describe_batch_sizes
 from ptfast.data import Data, build_data, build_eval_loader
+from ptfast.data.changed import Change
 from ptfast.data.sampler import smallest_micro_batch
 from ptfast.data.source import take
 from ptfast.distributed import Ranks, on_first_rank
-from ptfast.errors import DataError
+from ptfast.durations import Duration
+from ptfast.errors import ConfigError, DataError
+from ptfast.plan import BatchPlan, constant
 from ptfast.run import DataInfo, EvalLoader
 
 SMALL_SAMPLE_BYTES = 64 * 2**10
@@ -88,23 +93,94 @@ def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:
     return 2 * micro_batch_size if info.kind in ("text", "tokens") else micro_batch_size
 
 
-def check_last_batch(config: Config, data: Data, model: nn.Module, micro_batches: int) -> None:
+def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> None:
     """Refuse an epoch whose last micro-batch is one sample, where BatchNorm would take its statistics.
 
     Raises:
         DataError: D006.
     """
     normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    try:
-        num_samples = len(data.train)
-    except TypeError:
-        return
-    if (
-        normed
-        and smallest_micro_batch(num_samples, config.batch_size, micro_batches, config.dataloader.last) == 1
-    ):
+    if normed and plan.size is not None and smallest_micro_batch(plan.all_sizes(), micro_batches) == 1:
         what = (
-            f"{num_samples:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
+            f"{plan.size:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
         )
         hint = "Set dataloader.last=drop or another batch_size"
-        raise DataError("D006", what, key="batch_size", value=config.batch_size, suggestion=hint)
+        raise DataError("D006", what, key="batch_size", value=plan.batch_size, suggestion=hint)
+
+
+@dataclass
+class Course:
+    """How a run goes through its data, and what grows on the way."""
+
+    plan: BatchPlan
+    """Which samples make up each step."""
+    total_steps: int
+    changes: list[Change] = field(default_factory=list)
+    """What is made of each micro-batch on the device."""
+    notes: list[str] = field(default_factory=list)
+    """What grows, for the panel."""
+    spans_run: bool = False
+    """Whether a longer run would begin with other sizes."""
+
+
+def build_course(config: Config, info: DataInfo, model: nn.Module, micro_batches: int) -> Course:
+    """Count the steps of the run, and set out what is small at first.
+
+    Args:
+        model: as built, on the CPU; where images are to grow it is tried on small ones.
+
+    Raises:
+        ConfigError: C011 for what this data or model cannot have, C016 when only epochs are given and the
+            data has no length.
+    """
+    wanted, sizes = config.curriculum, constant(config.batch_size)
+    if wanted.batch_size_from is not None:
+        sizes = build_batch_sizes(
+            wanted.batch_size_from,
+            config.batch_size,
+            wanted.over,
+            micro_batches=micro_batches,
+            num_samples=info.num_train,
+            epochs=config.epochs,
+            steps=config.steps,
+        )
+    plan = BatchPlan(info.num_train, sizes, config.dataloader.last)
+    course = Course(plan, count_steps(config, plan))
+    # All that grows has grown by the same step.
+    over_steps = sizes.starts[-1]
+    if plan.grows:
+        course.notes.append(describe_batch_sizes(sizes))
+    elif (wanted.image_size_from, wanted.length_from) != (None, None):
+        over_steps = _over_steps(wanted.over, course)
+    if wanted.image_size_from is not None:
+        resize = build_resize(wanted.image_size_from, wanted.image_size_multiple, over_steps, info, model)
+        course.changes.append(resize)
+        course.notes.append(resize.describe())
+    if wanted.length_from is not None:
+        cut = build_cut(wanted.length_from, wanted.length_multiple, over_steps, info)
+        course.changes.append(cut)
+        course.notes.append(cut.describe())
+    course.spans_run = bool(course.notes) and wanted.over.unit == "percent"
+    return course
+
+
+def _over_steps(over: Duration, course: Course) -> int:
+    try:
+        return course.plan.steps(over, course.total_steps)
+    except ValueError as error:
+        raise ConfigError("C011", str(error), key="curriculum.over", value=over) from error
+
+
+def count_steps(config: Config, plan: BatchPlan) -> int:
+    """Optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: C016 when only epochs are given and the data has no length.
+    """
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None
+    if plan.size is None:
+        hint = "Iterable data has no epochs: set steps=1000, say"
+        raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
+    return plan.steps(Duration(config.epochs, "epochs"), None)

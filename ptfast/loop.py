@@ -52,8 +52,8 @@ def fit(run: Run) -> str:
             loss = trainer.read_loss()
             status, look_steps = _look_up(run, (progress.train_s - start_s) / (progress.step - start))
             over = progress.step >= run.total_steps
-            progress.evaluation_due = over or is_due(progress.step, cadence.eval_steps)
-            if progress.evaluation_due or is_due(progress.step, cadence.log_steps):
+            progress.evaluation_due = over or progress.step in cadence.eval_steps
+            if progress.evaluation_due or progress.step in cadence.log_steps:
                 trainer.log(loss)
         step, is_best = progress.step, False
         if progress.evaluation_due and status in ("finished", "paused"):
@@ -66,7 +66,7 @@ def fit(run: Run) -> str:
                 raise
             if status == "finished" and step < run.total_steps:
                 status = _judge(run)
-        if is_best or step >= run.total_steps or status != "finished" or is_due(step, cadence.save_steps):
+        if is_best or step >= run.total_steps or status != "finished" or step in cadence.save_steps:
             clock.charge("logging")
             run.save(run, is_best)
             clock.charge("saving")
@@ -189,11 +189,6 @@ def evaluate_and_rank(run: Run) -> bool:
     if "val" in run.eval_loaders:
         run.display.evaluation(progress.step, run.epoch, "val", figures, is_best)
     return is_best and run.keep_best
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens after `step`."""
-    return every > 0 and step % every == 0
 
 
 def _judge(run: Run) -> str:

@@ -26,10 +26,8 @@ def build_panel(
         batch += f" = {num_ranks} ranks x {run.micro_batches // num_ranks} micro-batches x {size} samples"
     length = f"epochs={config.epochs}"
     if config.steps is not None:
-        per_epoch = run.train_loader.steps_per_epoch
-        length = f"steps={config.steps}" + (
-            f", {run.total_steps / per_epoch:.3g} epochs" if per_epoch else ""
-        )
+        epochs = run.train_loader.plan.epoch_at(run.total_steps)
+        length = f"steps={config.steps}" + (f", {epochs:.3g} epochs" if epochs else "")
     shape, momentum = config.schedule.target.path.rsplit(".", 1)[-1], resolved["momentum"]
     lr, reason = _rate(config, run), getattr(run.train_loader, "reason", None)
     table = [
@@ -52,6 +50,7 @@ def build_panel(
         "clip adaptive": config.gradients.clip_adaptive,
         "parameters": run.groups_note,
         "ema": config.ema.decay,
+        "curriculum": "; ".join(resolved["curriculum"]) or None,
         **_regularisation(config),
         "resumed": f"at step {run.progress.step:,}" if run.progress.step else None,
     }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -13,6 +14,8 @@ from ptfast.distributed import Ranks
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from ptfast.plan import BatchPlan
 
 TASKS = {
     "classification": "ptfast.tasks.classification.Classification",
@@ -91,8 +94,8 @@ class StepBatch(NamedTuple):
 class TrainLoader(Protocol):
     """The training batches of one rank, a pure function of (seed, step)."""
 
-    steps_per_epoch: int | None
-    """None for iterable data of unknown length."""
+    plan: BatchPlan
+    """Which samples make up each step."""
     kind: str
     """What `auto` was resolved to."""
     reason: str
@@ -202,23 +205,21 @@ class Progress:
 
 @dataclass
 class Cadence:
-    """How often the host looks up from training, in optimizer steps; 0 is never."""
+    """After which optimizer steps, rising, the host looks up from training."""
 
-    log_steps: int
-    eval_steps: int
-    save_steps: int
-    switch_steps: tuple[int, ...] = ()
+    log_steps: Sequence[int]
+    eval_steps: Sequence[int]
+    save_steps: Sequence[int]
+    switch_steps: Sequence[int] = ()
     """Steps before which parameters freeze or thaw."""
 
     def next_stop(self, step: int, total_steps: int) -> int:
         """The first step after `step` at which something is due."""
-        stops = [
-            (step // every + 1) * every
-            for every in (self.log_steps, self.eval_steps, self.save_steps)
-            if every
-        ]
-        switches = [switch for switch in self.switch_steps if switch > step]
-        return min([total_steps, *stops, *switches])
+        stop = total_steps
+        for steps in (self.log_steps, self.eval_steps, self.save_steps, self.switch_steps):
+            if (index := bisect_right(steps, step)) < len(steps):
+                stop = min(stop, steps[index])
+        return stop
 
 
 @dataclass
@@ -283,8 +284,7 @@ class Run:
     @property
     def epoch(self) -> float:
         """Epochs trained so far; 0 where the data has no length."""
-        per_epoch = self.train_loader.steps_per_epoch
-        return self.progress.step / per_epoch if per_epoch else 0.0
+        return self.train_loader.plan.epoch_at(self.progress.step)
 
 
 class Clock:

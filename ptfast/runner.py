@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ from ptfast.durations import Duration
 from ptfast.ema import Ema
 from ptfast.errors import ConfigError
 from ptfast.gradients import build_clipper, head_of
-from ptfast.loading import build_eval_loaders, check_last_batch, first_samples, load_data
+from ptfast.loading import build_course, build_eval_loaders, check_last_batch, first_samples, load_data
 from ptfast.logger import NoLogger
 from ptfast.models import build_model
 from ptfast.models.weights import load_weights
@@ -90,7 +92,11 @@ def build(
     # A resumed run keeps its micro-batches, whatever its ranks would give now.
     known, accumulate = resolved.get("micro_batches"), config.gradients.accumulate
     micro_batches = check_batch(
-        config.batch_size, known or config.micro_batches, ranks.num_ranks, 1 if known else accumulate
+        config.batch_size,
+        known or config.micro_batches,
+        ranks.num_ranks,
+        1 if known else accumulate,
+        config.curriculum.batch_size_from,
     )
     state = read_state(state_folder) if state_folder is not None else None
 
@@ -104,6 +110,8 @@ def build(
     task = build_task(config.task.name, info, **config.task.build_options())
     seed_everything(config.seed)
     model = _build_model(config, info, fresh=state is None, display=display)
+    course = build_course(config, info, model, micro_batches)
+    plan, total_steps = course.plan, course.total_steps
     channels_last = resolved.get("channels_last")
     if channels_last is None:
         channels_last = resolve_channels_last(config.rewrites.channels_last, model, info.kind, device)
@@ -156,11 +164,12 @@ def build(
         seed=config.seed,
         augment=config.augment.model_dump(include={"crop_padding", "flip"}),
         last=loader.last,
+        sizes=plan.sizes,
         **sharding,
         **loading,
     )
     mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
-    changes: list[Change] = [mix] if mix is not None else []
+    changes: list[Change] = [*course.changes, *([mix] if mix is not None else [])]
     if changes:
         first_micro_batch = ranks.rank * (micro_batches // ranks.num_ranks)
         train_loader = ChangedLoader(train_loader, changes, first_micro_batch)
@@ -172,16 +181,15 @@ def build(
     if precision.scaler is not None:
         start_momentum(optimizer)
     ema = Ema(model, config.ema.decay) if config.ema.decay is not None else None
-    total_steps = count_steps(config, train_loader.steps_per_epoch)
-    check_last_batch(config, data, model, micro_batches)
+    check_last_batch(plan, model, micro_batches)
     schedule = build_schedule(
         config.schedule.target.build(),
         warmup=config.schedule.warmup,
         total_steps=total_steps,
-        steps_per_epoch=train_loader.steps_per_epoch,
-        batch_size=config.batch_size,
+        plan=plan,
         has_momentum=has_momentum(optimizer),
     )
+    schedule.extendable = schedule.extendable and not course.spans_run
     resolved |= {
         "device": str(device.type),
         "num_ranks": ranks.num_ranks,
@@ -196,18 +204,20 @@ def build(
         "precision": precision.describe(),
         "matmul_precision": precision.matmul,
         "total_steps": total_steps,
+        "curriculum": course.notes,
         **backend,
     }
 
     def steps_of(key: str, duration: Duration) -> int:
-        per_epoch = train_loader.steps_per_epoch
-        if per_epoch is None and duration == Duration(1, "epochs"):
+        with _naming(key, duration):
+            return plan.steps(duration, total_steps)
+
+    def every(key: str, duration: Duration) -> Sequence[int]:
+        if plan.size is None and duration == Duration(1, "epochs"):
             # The default, where there are no epochs: ten times a run.
-            per_epoch = math.ceil(total_steps / 10)
-        try:
-            return duration.steps(total_steps, per_epoch, config.batch_size)
-        except ValueError as error:
-            raise ConfigError("C011", str(error), key=key, value=duration) from error
+            duration = Duration(math.ceil(total_steps / 10), "steps")
+        with _naming(key, duration):
+            return plan.every(duration, total_steps)
 
     freezing = grouping.freezing(steps_of, total_steps)
     stop, gradients = config.stop, config.gradients
@@ -240,9 +250,9 @@ def build(
         batch_size=config.batch_size,
         micro_batches=micro_batches,
         cadence=Cadence(
-            steps_of("log_every", config.log_every),
-            steps_of("eval.every", config.eval.every),
-            steps_of("saving.every", config.saving.every),
+            every("log_every", config.log_every),
+            every("eval.every", config.eval.every),
+            every("saving.every", config.saving.every),
             switch_steps=freezing.switch_steps if freezing is not None else (),
         ),
         best_metric=metric,
@@ -270,24 +280,18 @@ def build(
     return run
 
 
+@contextlib.contextmanager
+def _naming(key: str, duration: Duration) -> Iterator[None]:
+    """Say of a duration that cannot be counted which key it belongs to."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError("C011", str(error), key=key, value=duration) from error
+
+
 def _unless_auto(wanted: Any, resolved: dict[str, Any], name: str) -> Any:
     """What the config says, and where it says `auto`, what that was resolved to before, if it was."""
     return resolved.get(name, wanted) if wanted == "auto" else wanted
-
-
-def count_steps(config: Config, steps_per_epoch: int | None) -> int:
-    """Optimizer steps of the whole run.
-
-    Raises:
-        ConfigError: C016 when only epochs are given and the data has no length.
-    """
-    if config.steps is not None:
-        return config.steps
-    if steps_per_epoch is None:
-        hint = "Iterable data has no epochs: set steps=1000, say"
-        raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
-    assert config.epochs is not None
-    return config.epochs * steps_per_epoch
 
 
 def _check_metric(metric: str | None, task: Task, has_val: bool) -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError
+from ptfast.plan import BatchPlan
 
 Curve = Callable[[int], float]
 """A figure at each step, counted from 0."""
@@ -20,11 +21,10 @@ EIGHTH = Duration(12.5, "percent")
 
 @dataclass(frozen=True)
 class Span:
-    """What durations are measured with: the steps a schedule spans, and what an epoch and a batch are."""
+    """What durations are measured with: the steps a schedule spans, and what the steps of an epoch are."""
 
     total_steps: int
-    steps_per_epoch: int | None
-    batch_size: int
+    plan: BatchPlan
 
     def steps(self, duration: Duration) -> int:
         """`duration` in whole steps.
@@ -33,9 +33,18 @@ class Span:
             ConfigError: C011 for a unit that this data cannot be counted in.
         """
         try:
-            return duration.steps(self.total_steps, self.steps_per_epoch, self.batch_size)
+            return self.plan.steps(duration, self.total_steps)
         except ValueError as error:
             raise ConfigError("C011", str(error), key="schedule", value=duration) from error
+
+    def every(self, duration: Duration) -> Sequence[int]:
+        """The steps after which another `duration` is over, rising.
+
+        Raises:
+            ConfigError: as `steps`.
+        """
+        self.steps(duration)
+        return self.plan.every(duration, self.total_steps)
 
     def position(self, duration: Duration) -> float:
         """`duration` in steps, where a percentage keeps its fraction of a step, as torch's one-cycle does."""
@@ -90,10 +99,11 @@ class Step(Shape):
         return self.every.unit != "percent"
 
     def factor(self, span: Span) -> Curve:
-        every_steps, gamma = span.steps(self.every), self.gamma
-        if every_steps < 1:
+        gamma = self.gamma
+        if span.steps(self.every) < 1:
             raise ConfigError("C005", "less than one step", key="schedule.every", value=self.every)
-        return lambda step: gamma ** (step // every_steps)
+        at_steps = span.every(self.every)
+        return lambda step: gamma ** bisect_right(at_steps, step)
 
 
 @dataclass
@@ -346,8 +356,7 @@ def build_schedule(
     *,
     warmup: Duration,
     total_steps: int,
-    steps_per_epoch: int | None,
-    batch_size: int,
+    plan: BatchPlan,
     has_momentum: bool = True,
 ) -> Schedule:
     """Turn durations into steps, once, and put a linear warm-up in front.
@@ -357,18 +366,19 @@ def build_schedule(
     shapes that end with the run span what the warm-up leaves of it, as SequentialLR puts them together.
 
     Args:
+        plan: which samples make up each step.
         has_momentum: whether the optimizer has a momentum that can be cycled.
 
     Raises:
         ConfigError: C011 for a warm-up longer than the run.
     """
-    span = Span(total_steps, steps_per_epoch, batch_size)
+    span = Span(total_steps, plan)
     warmup_steps = span.steps(warmup)
     if warmup_steps > total_steps:
         what = f"the warm-up of {warmup_steps:,} steps is longer than the run of {total_steps:,}"
         raise ConfigError("C011", what, key="schedule.warmup", value=warmup)
     delay_steps = warmup_steps if shape.spans_run else 0
-    span = Span(max(total_steps - delay_steps, 1), steps_per_epoch, batch_size)
+    span = Span(max(total_steps - delay_steps, 1), plan)
     momentum = shape.momentum(span)
     return Schedule(
         shape.factor(span),

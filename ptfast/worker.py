@@ -87,7 +87,7 @@ def train(
                 _note_environment(folder, run)
                 logger = run.logger = _open_loggers(folder, extra, run.progress.step, display)
             display.panel(*build_panel(config, run, panel))
-            display.start(run.progress.step, run.total_steps, run.train_loader.steps_per_epoch)
+            display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
             with debugging(config.debug.mode):
                 status = fit(run)
             exit_code = EXIT_CODES[status]

@@ -145,7 +145,7 @@ def test_iterable_data_is_read_in_order_again_from_its_start_and_resumed_by_skip
         "Stream: train of unknown length; nothing is held out of iterable data",
     )
     batches = loader(data)
-    assert batches.steps_per_epoch is None
+    assert batches.plan.steps_per_epoch is None
     assert values(batches.steps(0, 5), 5) == [i % 20 for i in range(40)]
     assert values(batches.steps(3, 5), 2) == [i % 20 for i in range(24, 40)]
 

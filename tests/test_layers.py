@@ -19,7 +19,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "0 ground": (
         ("errors", "techniques"),
         ("durations", "distributed", "units", "run_folder", "machine", "splitmix", "devices"),
-        ("run",),
+        ("run", "plan"),
         ("config",),
         ("blocks",),
     ),
@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             *("data", "models", "optim", "tasks"),
             *("precision", "schedule", "gradients", "parallel", "checkpointing", "compile", "rewrites"),
-            *("backend", "debug", "ema", "seeding", "applies"),
+            *("curriculum", "backend", "debug", "ema", "seeding", "applies"),
             *("saving", "logger", "display"),
         ),
     ),

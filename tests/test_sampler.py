@@ -37,10 +37,12 @@ def test_micro_batches_are_cut_evenly():
 @pytest.mark.parametrize("last", ["keep", "drop"])
 def test_an_epoch_covers_the_data_once(last: str):
     s = sampler(20, last=last)
-    assert s.steps_per_epoch == (3 if last == "keep" else 2)
-    seen = np.concatenate([share.indices for step in range(s.steps_per_epoch) for share in s.step(step)[0]])
+    assert s.plan.steps_per_epoch == (3 if last == "keep" else 2)
+    seen = np.concatenate(
+        [share.indices for step in range(s.plan.steps_per_epoch) for share in s.step(step)[0]]
+    )
     assert len(set(seen.tolist())) == len(seen) == (20 if last == "keep" else 16)
-    assert s.step(s.steps_per_epoch)[0][0].epoch == 1
+    assert s.step(s.plan.steps_per_epoch)[0][0].epoch == 1
 
 
 def test_ranks_take_runs_of_the_same_micro_batches_in_order():
@@ -65,7 +67,7 @@ def test_an_empty_share_has_a_stand_in_that_counts_for_nothing():
 def test_dropping_the_only_batch_is_refused():
     with pytest.raises(DataError, match=r"batch_size=8: 5 training samples do not fill one batch"):
         sampler(5, last="drop")
-    assert sampler(5).steps_per_epoch == 1
+    assert sampler(5).plan.steps_per_epoch == 1
 
 
 def test_no_samples_are_refused():
@@ -85,7 +87,7 @@ def test_no_samples_are_refused():
     ],
 )
 def test_the_smallest_micro_batch(size: int, batch_size: int, micro_batches: int, last: str, smallest: int):
-    assert smallest_micro_batch(size, batch_size, micro_batches, last) == smallest
     s = sampler(size, batch_size=batch_size, micro_batches=micro_batches, last=last)
-    seen = [share.num_samples for step in range(s.steps_per_epoch) for share in s.step(step)[0]]
+    assert smallest_micro_batch(s.plan.all_sizes(), micro_batches) == smallest
+    seen = [share.num_samples for step in range(s.plan.steps_per_epoch) for share in s.step(step)[0]]
     assert min(n for n in seen if n) == smallest

@@ -10,6 +10,7 @@ from ptfast.config import paths
 from ptfast.config.read import read_config
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError
+from ptfast.plan import BatchPlan, constant
 from ptfast.schedule import (
     Constant,
     Cosine,
@@ -27,6 +28,10 @@ from ptfast.schedule import (
 TOTAL = 97
 
 
+def plan(steps_per_epoch: int | None) -> BatchPlan:
+    return BatchPlan(steps_per_epoch and 32 * steps_per_epoch, constant(32))
+
+
 def built(
     shape: Shape, warmup: str = "0", total_steps: int = TOTAL, steps_per_epoch: int | None = 10
 ) -> Schedule:
@@ -34,8 +39,7 @@ def built(
         shape,
         warmup=Duration.parse(warmup),
         total_steps=total_steps,
-        steps_per_epoch=steps_per_epoch,
-        batch_size=32,
+        plan=plan(steps_per_epoch),
     )
 
 
@@ -162,8 +166,7 @@ def test_momentum_is_off_where_the_optimizer_has_none():
             shape,
             warmup=Duration(0, "steps"),
             total_steps=TOTAL,
-            steps_per_epoch=10,
-            batch_size=32,
+            plan=plan(10),
             has_momentum=has_momentum,
         )
         assert (schedule.momenta(0, 5) is not None) is (schedule.momentum_note == "cycled")

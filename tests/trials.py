@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import ROOT
 from running import train, weights
 from torch import Tensor, nn
 
@@ -69,7 +70,8 @@ def chosen_by_plain() -> frozenset[str]:
 def words_of(technique: Technique, switch: Words, device: str = "cpu") -> Words:
     """Arguments of a trial: the preset `plain`, then what the record says, later words over earlier ones."""
     steps = f"steps={NUM_STEPS[technique.kind]}"
-    words = merged("preset=plain", f"device={device}", steps, *technique.trial, *switch)
+    trial = (word.replace("{text}", str(ROOT / "LICENSE")) for word in technique.trial)
+    words = merged("preset=plain", f"device={device}", steps, *trial, *switch)
     # Without what `plain` says anyway, more records share their runs.
     return tuple(sorted({*words} - {option.replace("/", "=") for option in chosen_by_plain()}))
 
@@ -95,7 +97,7 @@ def trained(words: Words, plain_words: Words | None = None) -> Trial:
     """
     trial = Trial()
     with a_run(*words) as run:
-        run.cadence.log_steps = 1
+        run.cadence.log_steps = range(1, run.total_steps + 1)
         run.logger = _Losses(trial)
         run.save = lambda run, is_best: None
         before = math.nan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Literal
 
 from ptfast.config.machine import machine_problems
 from ptfast.config.problem import Problem
@@ -23,6 +24,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     """The config with one length, and what contradicts itself or cannot run here."""
     config, problem = _one_length(config, place)
     problems = [problem, *_name_problems(config), _clipping_problem(config), _warmup_problem(config)]
+    problems.append(_curriculum_problem(config))
     problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
     problems += [_checkpointing_problem(config, place)]
@@ -31,7 +33,12 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
 
 
 def check_batch(
-    batch_size: int, micro_batches: int | None, ranks: int, accumulate: int = 1, place: str | None = None
+    batch_size: int,
+    micro_batches: int | None,
+    ranks: int,
+    accumulate: int = 1,
+    first: int | Literal["auto"] | None = None,
+    place: str | None = None,
 ) -> int:
     """The number of micro-batches that a batch is cut into, if it can be cut evenly.
 
@@ -40,12 +47,13 @@ def check_batch(
         micro_batches: as configured; None for `ranks * accumulate`.
         ranks: processes that train.
         accumulate: micro-batches of each rank where `micro_batches` does not say it.
+        first: samples of the first steps, where batches grow.
         place: where the batch size was given.
 
     Raises:
         ConfigError: C010, naming the nearest number that divides.
     """
-    problem = _batch_problem(batch_size, micro_batches, ranks, accumulate)
+    problem = _batch_problem(batch_size, micro_batches, ranks, accumulate, first)
     if problem is not None:
         raise problem.error(place)
     return micro_batches or ranks * accumulate
@@ -129,12 +137,20 @@ def _lr_scaling_problem(config: Config) -> Problem | None:
 
 
 def _warmup_problem(config: Config) -> Problem | None:
-    warmup = config.schedule.warmup
-    total = {"steps": config.steps, "epochs": config.epochs}.get(warmup.unit)
-    if total is None or warmup.value <= total:
+    return _longer_than_run(config, "schedule.warmup", config.schedule.warmup)
+
+
+def _curriculum_problem(config: Config) -> Problem | None:
+    wanted = config.curriculum
+    grows = (wanted.image_size_from, wanted.length_from, wanted.batch_size_from) != (None, None, None)
+    return _longer_than_run(config, "curriculum.over", wanted.over) if grows else None
+
+
+def _longer_than_run(config: Config, key: str, length: Duration) -> Problem | None:
+    total = {"steps": config.steps, "epochs": config.epochs}.get(length.unit)
+    if total is None or length.value <= total:
         return None
-    what = f"a warm-up longer than the run of {total} {warmup.unit}"
-    return Problem("C011", what, key="schedule.warmup", value=warmup)
+    return Problem("C011", f"longer than the run of {total} {length.unit}", key=key, value=length)
 
 
 def _milestones_problem(config: Config) -> Problem | None:
@@ -203,10 +219,17 @@ def _config_batch_problem(config: Config) -> Problem | None:
         if parallel.nproc == "auto":
             return None
         ranks = parallel.nproc * parallel.nnodes
-    return _batch_problem(config.batch_size, config.micro_batches, ranks, config.gradients.accumulate)
+    first = config.curriculum.batch_size_from
+    return _batch_problem(config.batch_size, config.micro_batches, ranks, config.gradients.accumulate, first)
 
 
-def _batch_problem(batch_size: int, micro_batches: int | None, ranks: int, accumulate: int) -> Problem | None:
+def _batch_problem(
+    batch_size: int,
+    micro_batches: int | None,
+    ranks: int,
+    accumulate: int,
+    first: int | Literal["auto"] | None,
+) -> Problem | None:
     parts = micro_batches or ranks * accumulate
     if parts % ranks:
         what = f"cannot be shared evenly by {ranks} ranks"
@@ -218,16 +241,11 @@ def _batch_problem(batch_size: int, micro_batches: int | None, ranks: int, accum
         return Problem(
             "C011", what, key="micro_batches", value=micro_batches, suggestion="Give one of the two"
         )
-    if batch_size % parts:
-        of_what = f"{parts} micro-batches" + (f" ({ranks} ranks)" if ranks > 1 else "")
-        hint = _nearest_multiples(batch_size, parts)
-        return Problem(
-            "C010",
-            f"cannot be cut into {of_what} evenly",
-            key="batch_size",
-            value=batch_size,
-            suggestion=hint,
-        )
+    of_what = f"{parts} micro-batches" + (f" ({ranks} ranks)" if ranks > 1 else "")
+    for key, size in {"batch_size": batch_size, "curriculum.batch_size_from": first}.items():
+        if isinstance(size, int) and size % parts:
+            what, hint = f"cannot be cut into {of_what} evenly", _nearest_multiples(size, parts)
+            return Problem("C010", what, key=key, value=size, suggestion=hint)
     return None
 
 

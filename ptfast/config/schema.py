@@ -13,6 +13,7 @@ from ptfast.config.sections import (
     Checkpointing,
     Compile,
     Count,
+    Curriculum,
     Data,
     Dataloader,
     Debug,
@@ -85,6 +86,7 @@ class Config(Section):
     model: Model
     dataloader: Dataloader = Field(default_factory=Dataloader)
     augment: Augment = Field(default_factory=Augment)
+    curriculum: Curriculum = Field(default_factory=Curriculum)
     precision: Precision = Field(default_factory=Precision)
     optimizer: Optimizer
     schedule: Schedule

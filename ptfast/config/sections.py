@@ -156,6 +156,23 @@ class Augment(Section):
     """Paste a patch of another image into each: parameter of its Beta distribution; 0 for none."""
 
 
+class Curriculum(Section):
+    """What is small at first and grows while training goes on."""
+
+    image_size_from: Count | OrAuto | None = None
+    """Pixels of the shorter side of images at first; `auto` for half of theirs, null for all."""
+    image_size_multiple: Count = 32
+    """Sizes in between are multiples of it; every size is one more shape to find kernels for."""
+    length_from: Count | OrAuto | None = None
+    """Tokens of sequences at first; `auto` for a quarter of theirs, null for all."""
+    length_multiple: Count = 64
+    """Lengths in between are multiples of it."""
+    batch_size_from: Count | OrAuto | None = None
+    """Samples of a batch at first, by which it then grows; `auto` for a quarter, null for all."""
+    over: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(60, "percent")
+    """How long it takes to grow to full size, such as `60%` or `5epochs`."""
+
+
 class Precision(Section):
     """The number format that forward and backward compute in."""
 

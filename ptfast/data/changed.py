@@ -22,7 +22,7 @@ class ChangedLoader:
     """
 
     def __init__(self, loader: TrainLoader, changes: Sequence[Change], first_micro_batch: int) -> None:
-        self.steps_per_epoch, self.kind, self.reason = loader.steps_per_epoch, loader.kind, loader.reason
+        self.plan, self.kind, self.reason = loader.plan, loader.kind, loader.reason
         self.workers = getattr(loader, "workers", 0)
         self._loader, self._changes, self._first = loader, changes, first_micro_batch
 

@@ -16,6 +16,7 @@ from ptfast.data.sampler import Indices, micro_batch_bounds
 from ptfast.data.source import Source
 from ptfast.data.workers import failed
 from ptfast.errors import DataError, PtfastError
+from ptfast.plan import BatchPlan
 from ptfast.run import MicroBatch, StepBatch
 
 
@@ -73,13 +74,12 @@ class IterableSource(Source):
 
 
 class StreamLoader:
-    """Batches of iterable data: sample j of step k is sample `k * batch_size + j` of the stream.
+    """Batches of iterable data, one after another as the stream has them.
 
     Every rank reads the stream and keeps its own micro-batches.
     """
 
     kind = "plain"
-    steps_per_epoch: int | None = None
     workers = 0
     reason = "iterable data is read in order"
 
@@ -87,28 +87,30 @@ class StreamLoader:
         self,
         source: IterableSource,
         prepare: Prepare,
-        batch_size: int,
+        plan: BatchPlan,
         micro_batches: int,
         rank: int,
         num_ranks: int,
     ) -> None:
-        self._source, self._prepare, self._batch_size = source, prepare, batch_size
+        self.plan = plan
+        self._source, self._prepare, self._micro_batches = source, prepare, micro_batches
         per_rank = micro_batches // num_ranks
-        bounds = micro_batch_bounds(batch_size, micro_batches)
-        self._mine = bounds[rank * per_rank : (rank + 1) * per_rank]
+        self._mine = slice(rank * per_rank, (rank + 1) * per_rank)
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` up to, not including, `last_step`; fewer if data ends."""
         samples, generators = self._source.samples(), OwnGenerators()
         with generators.in_place():
-            next(islice(samples, first_step * self._batch_size, first_step * self._batch_size), None)
+            _, skipped, _ = self.plan.batch(first_step)
+            next(islice(samples, skipped, skipped), None)
         for step in range(first_step, last_step):
+            _, first, end = self.plan.batch(step)
             with generators.in_place():
-                batch = list(islice(samples, self._batch_size))
-            if len(batch) < self._batch_size:
+                batch = list(islice(samples, end - first))
+            if len(batch) < end - first:
                 return
-            first = step * self._batch_size
-            micro_batches = [self._micro_batch(batch, first, *bounds) for bounds in self._mine]
+            mine = micro_batch_bounds(len(batch), self._micro_batches)[self._mine]
+            micro_batches = [self._micro_batch(batch, first, *bounds) for bounds in mine]
             yield StepBatch(tuple(micro_batches), len(batch))
 
     def _micro_batch(self, batch: list[Any], first: int, start: int, stop: int) -> MicroBatch:

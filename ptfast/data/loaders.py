@@ -17,6 +17,7 @@ from ptfast.data.source import Data, Source, TensorSource, as_tensor, into_memor
 from ptfast.data.workers import WorkerPool
 from ptfast.errors import ConfigError
 from ptfast.machine import available_memory, spare_cores
+from ptfast.plan import BatchPlan, Stages, constant
 from ptfast.run import MicroBatch, StepBatch, TrainLoader
 
 STATIC_LIMIT_BYTES = 512 * 2**20
@@ -42,6 +43,7 @@ def build_train_loader(
     last: str,
     device: torch.device,
     channels_last: bool,
+    sizes: Stages | None = None,
 ) -> TrainLoader:
     """The training loader of one rank.
 
@@ -55,6 +57,7 @@ def build_train_loader(
         workers: processes of the kind `workers`, or `auto` for the cores to spare.
         prefetch: micro-batches that each worker prepares ahead.
         last: `keep` or `drop` a short last batch of an epoch.
+        sizes: samples of an optimizer step by step, where they grow to `batch_size`.
 
     Raises:
         ConfigError: C011 if images are to be augmented and the data has none, or for a kind that iterable
@@ -72,7 +75,8 @@ def build_train_loader(
         if kind not in ("auto", "plain"):
             what, hint = "iterable data is read in order, in this process", "Use dataloader=auto"
             raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
-        return StreamLoader(source, prepare, batch_size, micro_batches, rank, num_ranks)
+        plan = BatchPlan(None, sizes or constant(batch_size))
+        return StreamLoader(source, prepare, plan, micro_batches, rank, num_ranks)
     sampler = Sampler(
         len(source),
         batch_size=batch_size,
@@ -81,6 +85,7 @@ def build_train_loader(
         num_ranks=num_ranks,
         seed=seed,
         last=last,
+        sizes=sizes,
     )
     num_workers = count_workers(workers)
     reason = "as the config says"
@@ -109,7 +114,7 @@ class StepLoader:
     def __init__(
         self, sampler: Sampler, prepare: Prepare, batches: Callable[[Share], Any], kind: str, reason: str
     ) -> None:
-        self.steps_per_epoch: int | None = sampler.steps_per_epoch
+        self.plan = sampler.plan
         self.kind, self.reason = kind, reason
         self._sampler, self._prepare, self._batches = sampler, prepare, batches
 
@@ -130,7 +135,7 @@ class WorkerLoader:
     kind = "workers"
 
     def __init__(self, sampler: Sampler, prepare: Prepare, pool: WorkerPool, reason: str) -> None:
-        self.steps_per_epoch: int | None = sampler.steps_per_epoch
+        self.plan = sampler.plan
         self.reason, self.workers = reason, pool.workers
         self._sampler, self._prepare, self._pool = sampler, prepare, pool
 
@@ -159,7 +164,7 @@ class StaticLoader:
     workers = 0
 
     def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource, reason: str) -> None:
-        self.steps_per_epoch: int | None = sampler.steps_per_epoch
+        self.plan = sampler.plan
         self.reason = reason
         self._sampler, self._prepare = sampler, prepare
         inputs = prepare.inputs(source.inputs)
@@ -180,9 +185,9 @@ class StaticLoader:
 
     def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
         """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
-        epoch, position = divmod(step, self._sampler.steps_per_epoch)
-        start = step - position % self._chunk_steps
-        stop = min(start + self._chunk_steps, (epoch + 1) * self._sampler.steps_per_epoch)
+        _, first, end = self.plan.epoch_of(step)
+        start = step - (step - first) % self._chunk_steps
+        stop = min(start + self._chunk_steps, end)
         plan = [self._sampler.step(s) for s in range(start, stop)]
         shares = [share for step_shares, _ in plan for share in step_shares]
         index_parts, sizes, stride = _aligned(shares)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ptfast.data import draws
 from ptfast.errors import DataError
+from ptfast.plan import BatchPlan, Stages, constant
 
 Indices = NDArray[np.int64]
 
@@ -38,14 +39,11 @@ def micro_batch_bounds(num_samples: int, micro_batches: int) -> list[tuple[int, 
     return list(pairwise(cuts))
 
 
-def smallest_micro_batch(num_samples: int, batch_size: int, micro_batches: int, last: str) -> int:
-    """Samples in the smallest micro-batch that is not empty, over an epoch of `num_samples`.
+def smallest_micro_batch(batches: set[int], micro_batches: int) -> int:
+    """Samples in the smallest micro-batch that is not empty, of batches of these sizes.
 
     BatchNorm cannot train on one sample: the runner refuses such a run before it starts.
     """
-    batches = {batch_size} if num_samples >= batch_size else set()
-    if last == "keep" and num_samples % batch_size:
-        batches.add(num_samples % batch_size)
     sizes = (stop - start for batch in batches for start, stop in micro_batch_bounds(batch, micro_batches))
     return min((size for size in sizes if size), default=0)
 
@@ -68,6 +66,7 @@ class Sampler:
         micro_batches: parts that a batch is cut into, a multiple of `num_ranks`; rank r takes its run of them
             in order.
         last: `keep` or `drop` the last batch of an epoch where it is short.
+        sizes: samples of a step by step, where they grow to `batch_size`.
 
     Raises:
         DataError: D002 without samples, D006 if every batch would be dropped.
@@ -83,6 +82,7 @@ class Sampler:
         num_ranks: int,
         seed: int,
         last: str,
+        sizes: Stages | None = None,
     ) -> None:
         if size == 0:
             raise DataError("D002", "the training split has no samples", key="data")
@@ -97,19 +97,17 @@ class Sampler:
                 suggestion=f"Use batch_size={size} or less, or dataloader.last=keep",
             )
         self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.steps_per_epoch = size // batch_size if last == "drop" else -(-size // batch_size)
+        self.plan = BatchPlan(size, sizes or constant(batch_size), last)
         per_rank = micro_batches // num_ranks
         self._micro_batches, self._mine = micro_batches, slice(rank * per_rank, (rank + 1) * per_rank)
         self._full_bounds = micro_batch_bounds(batch_size, micro_batches)[self._mine]
 
     def step(self, step: int) -> tuple[list[Share], int]:
         """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        batch = permutation(self.seed, epoch, self.size)[
-            position * self.batch_size : (position + 1) * self.batch_size
-        ]
+        epoch, start, stop = self.plan.batch(step)
+        batch = permutation(self.seed, epoch, self.size)[start:stop]
         bounds = self._full_bounds
-        if len(batch) < self.batch_size:
+        if len(batch) != self.batch_size:
             bounds = micro_batch_bounds(len(batch), self._micro_batches)[self._mine]
         # An empty share still runs one sample, so that the ranks' collectives stay in step.
         shares = [

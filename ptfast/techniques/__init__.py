@@ -5,6 +5,7 @@ from __future__ import annotations
 from ptfast.techniques import (
     augment,
     checkpointing,
+    curriculum,
     dataloader,
     gradients,
     parameters,
@@ -24,9 +25,10 @@ CATALOGUE: tuple[Technique, ...] = (
     *gradients.TECHNIQUES,
     *parameters.TECHNIQUES,
     *precision.TECHNIQUES,
-    *augment.TECHNIQUES,
     *checkpointing.TECHNIQUES,
     *rewrites.TECHNIQUES,
+    *augment.TECHNIQUES,
+    *curriculum.TECHNIQUES,
     *regularisation.TECHNIQUES,
     *small_print.TECHNIQUES,
 )

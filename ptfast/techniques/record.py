@@ -64,6 +64,7 @@ class Technique:
     needs: tuple[Need, ...] = ()
     """What the machine, the model or the data must have for it to apply."""
     trial: tuple[str, ...] = ()
-    """Overrides of the smallest run in which it acts, for whoever checks its promise or measures it."""
+    """Overrides of the smallest run in which it acts, to check its promise or measure it by; `{text}` in one
+    stands for the path of any text file."""
     drift: float | None = None
     """For a reduced technique: the largest relative drift of the loss over ten steps that it stands for."""
