@@ -124,6 +124,30 @@ def test_three_processes_go_on_to_the_same_bits(in_tmp: Path) -> None:
     assert records(Path("stopped")) == records(Path("whole"))
 
 
+@pytest.mark.slow
+def test_two_processes_thaw_and_freeze_as_one_does_and_go_on_to_the_same_bits(in_tmp: Path) -> None:
+    groups = '[{match: "layers.1.*", trains_from: 6steps}, {match: "layers.3.*", trains_until: 10steps}]'
+    words = ("model.hidden=[64,32]", "micro_batches=2", "batch_size=128", "steps=13", "log_every=4")
+    words = (*words, f"optimizer.groups={groups}", "ema.decay=0.5", "gradients.log_norm=true")
+    assert train(*words, "run.dir=one") == 0
+    words = (*words, *DDP, "callbacks=[{_target_: callbacks.Misfortune}]", "run.resume=auto")
+    for name, misfortune, code in (
+        ("whole", "1 1000 SIGTERM", 0),
+        ("stopped", "1 3 SIGTERM", 75),
+        ("stopped", "1 6 SIGTERM", 75),
+        ("stopped", "1 1000 SIGTERM", 0),
+    ):
+        Path("misfortune").write_text(misfortune)
+        process = a_run(*words, f"run.dir={name}")
+        _, err = process.communicate(timeout=200)
+        assert (process.returncode, err) == (code, "")
+    assert same_bits(weights(Path("stopped")), weights(Path("whole")))
+    one, two = records(Path("one")), records(Path("whole"))
+    for figure in ("loss", "grad_norm"):
+        expected = [line[figure] for line in one if figure in line]
+        assert [line[figure] for line in two if figure in line] == pytest.approx(expected, rel=1e-4)
+
+
 def test_running_statistics_are_those_of_one_process(in_tmp: Path) -> None:
     words = ("model=resnet_digits", "model.width=4", "micro_batches=4", "batch_size=120", "epochs=1")
     words = (*words, "eval.every=5steps", "optimizer=sgd", "dataloader.last=drop")

@@ -16,6 +16,13 @@ SETTINGS = {
     "bf16, clipped": ("optimizer=adamw", "precision=bf16", "gradients=clip"),
     "onecycle, averaged": ("optimizer=adamw", "schedule=onecycle", "ema=ema"),
     "accumulated": ("optimizer=sgd", "gradients.accumulate=4"),
+    "clipped by unit, norm logged": ("optimizer=adamw", "gradients=adaptive", "gradients.log_norm=true"),
+    "groups under a scaler": (
+        "optimizer=sgd",
+        "precision=amp",
+        "gradients.log_norm=true",
+        'optimizer.groups=[{match: "*.bias", lr_scale: 2, clip_norm: 1}, {match: "norm*", trains_until: 0}]',
+    ),
     "LAMB": ("optimizer=lamb", "precision=amp"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ptfast.errors import ConfigError
 from ptfast.loop import fit
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
-from ptfast.optim import Grouping, build_optimizer, reference_lr, scale_for_batch
+from ptfast.optim import Grouping, build_optimizer, reference_lr, scale_for_batch, start_momentum
 from ptfast.optim.depth import layer_depths
 from ptfast.run import Callback
 
@@ -344,6 +345,37 @@ def test_windows_that_train_nothing(in_tmp: Path, groups: str, said: str) -> Non
     with pytest.raises(ConfigError, match=said) as caught:
         build_run(in_tmp / "a", *SMALL, "steps=8", f"optimizer.groups={groups}")
     assert (caught.value.code, caught.value.key) == ("C011", "optimizer.groups")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd_cifar", "adamw", "lamb"])
+def test_scaled_gradients_are_unscaled_once_for_all_groups(in_tmp: Path, optimizer: str) -> None:
+    groups = (
+        '[{match: "layers.1.*", clip_norm: 0.01}, {match: "*.bias", clip_norm: 0.02, trains_from: 3steps}]'
+    )
+    words = (*SMALL, "steps=6", f"optimizer={optimizer}", f"optimizer.groups={groups}")
+    words = (*words, "gradients.clip_norm=0.1", "gradients.log_norm=true", "optimizer.fused=auto")
+    run = build_run(in_tmp / "scaled", *words)
+    # What scaling and unscaling does to float32 gradients: nothing, a power of two being exact.
+    run.precision = replace(run.precision, scaler=torch.amp.GradScaler("cpu"))
+    start_momentum(run.optimizer)
+    plain = build_run(in_tmp / "plain", *words)
+    logged: dict[str, list[float]] = {}
+    for one, name in ((run, "scaled"), (plain, "plain")):
+        one.logger = Lines(logged.setdefault(name, []))
+        fit(one)
+    assert logged["scaled"] == logged["plain"]
+    torch.testing.assert_close(run.model.state_dict(), plain.model.state_dict())
+
+
+class Lines:
+    """A logger that keeps the gradients' norms."""
+
+    def __init__(self, norms: list[float]) -> None:
+        self.norms = norms
+
+    def log(self, record: dict[str, Any]) -> None:
+        if record["split"] == "train":
+            self.norms.append(record["grad_norm"])
 
 
 def test_the_logged_rate_is_the_unscaled_one(in_tmp: Path) -> None:

@@ -74,7 +74,9 @@ def build_optimizer(
         what = f"{target.path} has no fused step for these parameters on {device.type}"
         hint = "Use optimizer.fused=auto"
         raise MachineError("E005", what, key="optimizer.fused", value="true", suggestion=hint)
-    optimizer = _construct(_with_fused(unfused) if fused else unfused, groups or parameters, model)
+    # Torch writes its defaults into the groups that it is given.
+    given = [dict(group) for group in groups or ()] or parameters
+    optimizer = _construct(_with_fused(unfused) if fused else unfused, given, model)
     _check_decay(optimizer, groups or ())
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_scale", 1.0)
