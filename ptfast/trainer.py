@@ -190,7 +190,7 @@ class Trainer:
             weight = run.ranks.num_ranks / num_items.clamp(min=1).to(self.dtype)
         elif (weight := self.weights.get(num_items)) is None:
             value = run.ranks.num_ranks / max(num_items, 1)
-            weight = self.weights[num_items] = torch.tensor(value, device=run.device, dtype=self.dtype)
+            weight = self.weights[num_items] = torch.full((), value, device=run.device, dtype=self.dtype)
         return weight if run.precision.scaler is None else run.precision.scaler.scale(weight)
 
     def read_loss(self) -> float:

@@ -23,6 +23,10 @@ SETTINGS = {
         "gradients.log_norm=true",
         'optimizer.groups=[{match: "*.bias", lr_scale: 2, clip_norm: 1}, {match: "norm*", trains_until: 0}]',
     ),
+    "mixed and growing": (
+        *("model.drop_path=0.1", "augment.mixup=0.2", "augment.cutmix=1", "task.label_smoothing=0.1"),
+        *("curriculum=image_size", "curriculum.batch_size_from=16", "curriculum.over=20steps"),
+    ),
     "LAMB": ("optimizer=lamb", "precision=amp"),
 }
 
