@@ -29,7 +29,7 @@ def build_panel(
         epochs = run.train_loader.plan.epoch_at(run.total_steps)
         length = f"steps={config.steps}" + (f", {epochs:.3g} epochs" if epochs else "")
     shape, momentum = config.schedule.target.path.rsplit(".", 1)[-1], resolved["momentum"]
-    lr, reason = _rate(config, run), getattr(run.train_loader, "reason", None)
+    lr, reason = _rate(run), getattr(run.train_loader, "reason", None)
     table = [
         ("data", run.data_note),
         ("model", f"{type(run.model).__name__}, {num_parameters:,} parameters{layout}"),
@@ -63,14 +63,12 @@ def build_panel(
     return config.recipe or "train", table + rows, loud
 
 
-def _rate(config: Config, run: Run) -> str:
+def _rate(run: Run) -> str:
     """The learning rate, and how it came from that of a reference batch."""
     from ptfast.optim import reference_lr
 
-    optimizer, lr = config.optimizer, f"{reference_lr(run.optimizer, 'initial_lr'):g}"
-    if optimizer.lr_scaling == "none":
-        return lr
-    return f"{lr} ({optimizer.lr_scaling} from batch {optimizer.reference_batch} to {run.batch_size})"
+    scaling = run.resolved["lr_scaling"]
+    return f"{reference_lr(run.optimizer, 'initial_lr'):g}" + (f" ({scaling})" if scaling else "")
 
 
 def _regularisation(config: Config) -> dict[str, str | float | None]:

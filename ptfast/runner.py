@@ -177,7 +177,7 @@ def build(
 
     groups = None if grouping.trivial else grouping.parts()
     optimizer, stepping = build_optimizer(section.target, model, device, groups)
-    scale_for_batch(optimizer, section.lr_scaling, config.batch_size, section.reference_batch)
+    scaling = scale_for_batch(optimizer, section.lr_scaling, config.batch_size, section.reference_batch)
     if precision.scaler is not None:
         start_momentum(optimizer)
     ema = Ema(model, config.ema.decay) if config.ema.decay is not None else None
@@ -200,6 +200,7 @@ def build(
         "workers": getattr(train_loader, "workers", 0),
         "checkpointed": list(checkpointed),
         "optimizer": stepping,
+        "lr_scaling": scaling,
         "momentum": schedule.momentum_note,
         "precision": precision.describe(),
         "matmul_precision": precision.matmul,

@@ -203,7 +203,9 @@ def test_layer_decay_without_layers() -> None:
 def test_scaling_for_the_batch(name: str, rule: Any, lr: float, decay: float) -> None:
     kwargs = {"lr": 0.1, "weight_decay": 0.01}
     _, optimizer = grouped(f"torch.optim.{name}", kwargs, groups=[entry("6.*", lr_scale=3)])
-    scale_for_batch(optimizer, rule, 256, 64)
+    note = scale_for_batch(optimizer, rule, 256, 64)
+    assert (note is None) == (rule == "none")
+    assert ("weight decay x" in str(note)) == (decay != 1)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * lr, 0.3 * lr])
     assert [group["initial_lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * lr, 0.3 * lr])
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.01 * decay}

@@ -188,7 +188,7 @@ class Grouping:
 
 def scale_for_batch(
     optimizer: torch.optim.Optimizer, rule: Scaling, batch_size: int, reference_batch: int | None
-) -> None:
+) -> str | None:
     """Bring the rate, and the weight decay that goes with it, from a reference batch to that of the run.
 
     With k times the batch there are k times fewer steps for as many samples. SGD makes up for it with k times
@@ -199,22 +199,29 @@ def scale_for_batch(
     it is with SGD, decoupled decay (AdamW), Adafactor, NovoGrad and Muon; elsewhere decay passes through a
     normalisation (Adam's L2, LARS, LAMB) or is not known, and stays. Betas and eps stay too.
 
+    Returns:
+        What became of the two, for the panel; None where nothing did.
+
     Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, decay kept); Malladi, Lyu, Panigrahi, Arora 2022,
         arXiv:2205.10287 (root, for Adam); Wang, Aitchison 2024, arXiv:2405.13698 (rate times decay in
         proportion to the batch).
     """
     if rule == "none" or reference_batch is None:
-        return
+        return None
     ratio = batch_size / reference_batch
     factor = ratio if rule == "linear" else math.sqrt(ratio)
+    decay_factor = 1.0
     for group in optimizer.param_groups:
         group["lr"] *= factor
         group["initial_lr"] = float(group["lr"])
         decoupled = group.get("decoupled_weight_decay") or isinstance(
             optimizer, (torch.optim.SGD, torch.optim.Adafactor, Muon, Novograd)
         )
-        if decoupled and "weight_decay" in group:
-            group["weight_decay"] *= ratio / factor
+        if decoupled and group.get("weight_decay"):
+            decay_factor = ratio / factor
+            group["weight_decay"] *= decay_factor
+    decay = "" if decay_factor == 1 else f", weight decay x {decay_factor:g}"
+    return f"lr x {factor:g}{decay} from batch {reference_batch}"
 
 
 def reference_lr(optimizer: torch.optim.Optimizer, name: str = "lr") -> float:
