@@ -11,7 +11,7 @@ from ptfast.display import build_display, is_terminal, standard_output, table
 from ptfast.errors import ConfigError
 from ptfast.techniques import CATALOGUE, PROMISES, Technique
 
-WIDE = 130
+WIDE = 180
 """Columns of a terminal that has room for what techniques are worth."""
 ALWAYS_ON = "always on"
 BEGIN, END = "<!-- techniques: written by scripts/techniques_table.py -->", "<!-- end of techniques -->"
