@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import stand_ins
 from running import summary, train
-from trials import ON_GPU, SLOW, Words, every_option, merged, read, trained, words_of
+from trials import ON_GPU, SLOW, Words, every_option, merged, read, trained, trial_of, words_of
 
 from ptfast.errors import MachineError
 from ptfast.techniques import CATALOGUE, Technique
@@ -100,7 +100,7 @@ def words_for(option: str, technique: Technique | None, files: Path) -> Words:
     word = option.replace("/", "=")
     if technique is not None and word in technique.on:
         return words_of(technique, technique.on)
-    beside = WITH.get(option) or (technique.trial if technique is not None else ())
+    beside = WITH.get(option) or (trial_of(technique) if technique is not None else ())
     beside = [each.replace("FILES", str(files)) for each in beside]
     model = () if any(each.startswith("model=") for each in (word, *beside)) else SMALL
     return merged("preset=plain", "device=cpu", *model, *beside, word, "steps=2")

@@ -67,11 +67,15 @@ def chosen_by_plain() -> frozenset[str]:
     return frozenset(f"{group}/{option}" for group, option in chosen.items())
 
 
+def trial_of(technique: Technique) -> Words:
+    """The record's trial, with a text at hand."""
+    return tuple(word.replace("{text}", str(ROOT / "LICENSE")) for word in technique.trial)
+
+
 def words_of(technique: Technique, switch: Words, device: str = "cpu") -> Words:
     """Arguments of a trial: the preset `plain`, then what the record says, later words over earlier ones."""
     steps = f"steps={NUM_STEPS[technique.kind]}"
-    trial = (word.replace("{text}", str(ROOT / "LICENSE")) for word in technique.trial)
-    words = merged("preset=plain", f"device={device}", steps, *trial, *switch)
+    words = merged("preset=plain", f"device={device}", steps, *trial_of(technique), *switch)
     # Without what `plain` says anyway, more records share their runs.
     return tuple(sorted({*words} - {option.replace("/", "=") for option in chosen_by_plain()}))
 
