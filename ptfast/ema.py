@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ptfast.errors import SavedStateError
+from ptfast.shards import local_part, shard_like
 
 
 class Ema:
@@ -35,8 +36,11 @@ class Ema:
         followed: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         followed |= {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
         self._names = list(followed)
-        self._weights = [weight.detach() for weight in followed.values()]
-        self._averages = [_wide(weight) for weight in self._weights]
+        weights = [weight.detach() for weight in followed.values()]
+        self._wholes = [_wide(weight) for weight in weights]
+        # Where weights are shared out, each rank averages its part.
+        self._weights = [local_part(weight) for weight in weights]
+        self._averages = [local_part(average) for average in self._wholes]
         halves = any(
             weight.dtype != average.dtype
             for weight, average in zip(self._weights, self._averages, strict=True)
@@ -76,7 +80,7 @@ class Ema:
 
     def state_dict(self) -> dict[str, Any]:
         """Averages by the plain model's names, and the number of updates."""
-        return {"averages": dict(zip(self._names, self._averages, strict=True)), "updates": self._updates}
+        return {"averages": dict(zip(self._names, self._wholes, strict=True)), "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave.
@@ -85,15 +89,15 @@ class Ema:
             SavedStateError: S002 for averages of other names or shapes.
         """
         averages = state["averages"]
-        expected = {name: average.shape for name, average in zip(self._names, self._averages, strict=True)}
+        expected = {name: average.shape for name, average in zip(self._names, self._wholes, strict=True)}
         given = {name: average.shape for name, average in averages.items()}
         if given != expected:
             odd = min(name for name in expected | given if given.get(name) != expected.get(name))
             raise SavedStateError(
                 "S002", f"the averaged weights are of another model: {odd} differs", key="ema"
             )
-        for name, average in zip(self._names, self._averages, strict=True):
-            average.copy_(averages[name])
+        for name, average in zip(self._names, self._wholes, strict=True):
+            local_part(average).copy_(local_part(shard_like(average, averages[name])))
         self._updates = int(state["updates"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,12 @@ def shorten(value: Any, max_chars: int = 80) -> str:
     """`value` as text of at most `max_chars` characters, without control characters."""
     text = one_line(str(value))
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
+def name_some(names: Sequence[str], most: int = 5) -> str:
+    """The first of many names, and how many there are besides."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def one_line(text: str) -> str:

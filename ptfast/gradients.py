@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_
 
+from ptfast.shards import is_sharded, local_parts, norm_over_ranks
+
 Clipper = Callable[[], Tensor | None]
 
 
@@ -73,7 +75,7 @@ def clip_to_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     norm = global_norm(grads)
     if grads:
         # Always multiplied, by 1 at most: to ask whether it is too long would make the host wait for it.
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp_(max=1.0))
+        torch._foreach_mul_(local_parts(grads), (max_norm / (norm + 1e-6)).clamp_(max=1.0))
     return norm
 
 
@@ -83,8 +85,9 @@ def global_norm(grads: list[Tensor]) -> Tensor:
         return torch.zeros(())
     # Rounded to half width, norms would have two digits. (Of such models, norm layers stay in float32.)
     half = grads[0].element_size() < 4 or grads[-1].element_size() < 4
-    norms = torch._foreach_norm(grads, dtype=torch.float32 if half else None)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norms = torch._foreach_norm(local_parts(grads), dtype=torch.float32 if half else None)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return norm_over_ranks(norm) if is_sharded(grads[0]) else norm
 
 
 @torch.no_grad()

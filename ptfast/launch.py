@@ -54,7 +54,7 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
     num_ranks = resolve_num_ranks(config)
     accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
     check_batch(config.batch_size, config.micro_batches, num_ranks, accumulate, first)
-    launched = config.parallel.strategy == "ddp"
+    launched = config.parallel.strategy != "single"
     if launched:
         check_no_secrets(composed)
     place = find_place(composed, config)

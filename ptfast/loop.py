@@ -62,7 +62,8 @@ def fit(run: Run) -> str:
             except Abandoned:
                 status, _ = _look_up(run)
             except Exception:
-                run.save(run, False)
+                if not run.saves_together:
+                    run.save(run, False)
                 raise
             if status == "finished" and step < run.total_steps:
                 status = _judge(run)
@@ -97,12 +98,14 @@ def evaluate(
     precision: Precision,
     ema: Ema | None = None,
     stop_asked: Callable[[], bool] = lambda: False,
+    sharded: bool = False,
 ) -> dict[str, float]:
     """Figures of `model` over a whole split, each sample counted once, sums kept on the device.
 
     Args:
         ema: averaged weights, evaluated in place of the model's own.
         stop_asked: whether to give up, asked before every batch.
+        sharded: whether a forward pass takes all ranks, those too whose share is empty.
 
     Raises:
         Abandoned: some rank was asked to give up.
@@ -124,6 +127,8 @@ def evaluate(
                 loss, count = task.evaluate(model, data, metrics)
                 loss_sum += loss
                 num_items += count
+            elif sharded:
+                task.evaluate(model, data, task.metrics().to(device))
     model.train(was_training)
     total_loss, total_items, num_abandoned = sum_and_read([loss_sum, num_items, abandoned], device, ranks)
     if num_abandoned:
@@ -147,7 +152,9 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
         ranks=run.ranks,
         precision=run.precision,
         ema=run.ema,
-        stop_asked=lambda: run.stop_signal is not None,
+        # Ranks that gather weights together have to go through it together.
+        stop_asked=lambda: run.stop_signal is not None and not run.sharded,
+        sharded=run.sharded,
     )
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
     figures = run.figures[split] = broadcast_object(figures, run.ranks)

@@ -28,11 +28,13 @@ def build_panel(
     if config.steps is not None:
         epochs = run.train_loader.plan.epoch_at(run.total_steps)
         length = f"steps={config.steps}" + (f", {epochs:.3g} epochs" if epochs else "")
+    # Weights that are shared out come with a class of torch's own making.
+    model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
     shape, momentum = config.schedule.target.path.rsplit(".", 1)[-1], resolved["momentum"]
     lr, reason = _rate(run), getattr(run.train_loader, "reason", None)
     table = [
         ("data", run.data_note),
-        ("model", f"{type(run.model).__name__}, {num_parameters:,} parameters{layout}"),
+        ("model", f"{model}, {num_parameters:,} parameters{layout}"),
         ("device", f"{device_name(run)}, {processes}, {resolved['threads']} threads"),
         ("precision", run.precision.describe()),
         ("batch", batch),
@@ -42,6 +44,7 @@ def build_panel(
         ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
     ]
     switches = {
+        "parallel": _parallel(config, run) if run.ranks.distributed else None,
         "checkpointing": checkpointing_row(config.checkpointing, resolved["checkpointed"]),
         "compile": None if config.compile.mode == "none" else config.compile.mode,
         "rewrites": f"{num_dropped} biases before a BatchNorm dropped" if num_dropped else None,
@@ -69,6 +72,19 @@ def _rate(run: Run) -> str:
 
     scaling = run.resolved["lr_scaling"]
     return f"{reference_lr(run.optimizer, 'initial_lr'):g}" + (f" ({scaling})" if scaling else "")
+
+
+def _parallel(config: Config, run: Run) -> str:
+    """How the ranks train together, and what of it is switched on."""
+    parallel = config.parallel
+    if run.sharded:
+        words = [f"fsdp, weights in {len(run.resolved['shards']) + 1} parts"]
+    else:
+        words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]
+        words += ["copied gradients"] * (not parallel.gradient_as_bucket_view)
+        words += ["static graph"] * parallel.static_graph + ["unused parameters"] * parallel.unused_parameters
+        words += [f"{parallel.compression} gradients"] * (parallel.compression != "none")
+    return ", ".join(words + ["synced BatchNorm"] * parallel.sync_batchnorm)
 
 
 def _regularisation(config: Config) -> dict[str, str | float | None]:

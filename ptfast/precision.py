@@ -52,6 +52,11 @@ class Precision:
         """The one autocast context of the run: made once, entered again and again, never inside itself."""
         return self.context
 
+    @property
+    def half_type(self) -> torch.dtype | None:
+        """What autocast computes in; None without one."""
+        return getattr(self.context, "fast_dtype", None)
+
     def describe(self) -> str:
         """One line for the panel, e.g. `bf16 autocast`."""
         return self.note

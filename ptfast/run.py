@@ -282,6 +282,16 @@ class Run:
     """Set by a signal handler; the loop ends after the step it is in."""
 
     @property
+    def sharded(self) -> bool:
+        """Whether a rank has a part of the weights only: all have to be there when the model is used."""
+        return getattr(self.forward, "sharded", False)
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether every rank has something that is saved, and so has to take part in saving."""
+        return self.sharded or getattr(self.forward, "compression", None) is not None
+
+    @property
     def epoch(self) -> float:
         """Epochs trained so far; 0 where the data has no length."""
         return self.train_loader.plan.epoch_at(self.progress.step)

@@ -8,12 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ptfast.errors import NumericsError, SavedStateError
 from ptfast.optim import load_optimizer
 from ptfast.run import Progress, Run
 from ptfast.saving import State, check_length, point, prune, write_state
+from ptfast.shards import gather_whole
 
 
 def build_saver(keep: int) -> Callable[[Run, bool], None]:
@@ -24,15 +25,22 @@ def build_saver(keep: int) -> Callable[[Run, bool], None]:
     """
 
     def save(run: Run, is_best: bool) -> None:
-        if not run.ranks.is_first:
+        if not (run.ranks.is_first or run.saves_together):
             return
-        _check_finite(run)
-        callbacks: list[Any] = run.callbacks
+        model = run.model.state_dict()
         training: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
         if run.precision.scaler is not None:
             training["scaler"] = run.precision.scaler.state_dict()
         if run.ema is not None:
             training["ema"] = run.ema.state_dict()
+        if run.sharded:
+            model, training = gather_whole([model, training], keep=run.ranks.is_first)
+        elif run.saves_together:
+            training["compression"] = run.forward.compression.gather_state(run.ranks)
+        if not run.ranks.is_first:
+            return
+        _check_finite(model, run)
+        callbacks: list[Any] = run.callbacks
         training["callbacks"] = [
             callback.state_dict() if hasattr(callback, "state_dict") else None for callback in callbacks
         ]
@@ -44,7 +52,7 @@ def build_saver(keep: int) -> Callable[[Run, bool], None]:
             "resolved": run.resolved,
         }
         saved = run.folder / "saved"
-        state_folder = write_state(saved, run.progress.step, State(run.model.state_dict(), training, facts))
+        state_folder = write_state(saved, run.progress.step, State(model, training, facts))
         if is_best:
             point(saved, "best", state_folder)
         prune(saved, keep)
@@ -52,8 +60,9 @@ def build_saver(keep: int) -> Callable[[Run, bool], None]:
     return save
 
 
-def _check_finite(run: Run) -> None:
-    trained = [p.detach() for p in run.model.parameters() if p.requires_grad and p.numel()]
+def _check_finite(model: dict[str, Tensor], run: Run) -> None:
+    named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
+    trained = [model.get(name, p.detach()) for name, p in named]
     # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
     finite = [norm.isfinite() for norm in torch._foreach_norm(trained, math.inf)]
     if not bool(torch.stack(finite).all()):
@@ -90,6 +99,10 @@ def restore_training(run: Run, state: State) -> None:
         run.precision.scaler.load_state_dict(state.training["scaler"])
     if run.ema is not None and "ema" in state.training:
         run.ema.load_state_dict(state.training["ema"])
+    if "compression" in state.training and run.saves_together and not run.sharded:
+        saved_state = state.training["compression"]
+        if not run.forward.compression.load_state(saved_state, run.ranks, run.device):
+            run.display.note("PowerSGD forgets what it has not sent: there are other ranks than before")
     callbacks: list[Any] = run.callbacks
     for callback, callback_state in zip(callbacks, state.training["callbacks"], strict=True):
         if callback_state is not None:

@@ -14,8 +14,10 @@ from torch import nn
 
 from ptfast import run_folder
 from ptfast.backend import apply_backend, resolve_device
+from ptfast.blocks import find_blocks
 from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
 from ptfast.compile import apply_compile
+from ptfast.config.parallel_rules import check_ranks
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.config.targets import check_constructs
@@ -37,7 +39,7 @@ from ptfast.logger import NoLogger
 from ptfast.models import build_model
 from ptfast.models.weights import load_weights
 from ptfast.optim import Grouping, build_optimizer, has_momentum, scale_for_batch, start_momentum
-from ptfast.parallel import wrap_for_ranks
+from ptfast.parallel import apply_sync_batchnorm, wrap_for_ranks
 from ptfast.precision import Precision, apply_half_weights, build_precision
 from ptfast.rewrites import apply_channels_last, drop_biases, find_cancelled_biases, resolve_channels_last
 from ptfast.run import Cadence, Clock, DataInfo, Run, Task
@@ -98,6 +100,8 @@ def build(
         1 if known else accumulate,
         config.curriculum.batch_size_from,
     )
+    check_ranks(config, ranks.num_ranks, micro_batches, scales=precision.scaler is not None)
+    sharded = config.parallel.strategy == "fsdp" and ranks.distributed
     state = read_state(state_folder) if state_folder is not None else None
 
     with display.status("loading the data"):
@@ -112,7 +116,8 @@ def build(
     model = _build_model(config, info, fresh=state is None, display=display)
     course = build_course(config, info, model, micro_batches)
     plan, total_steps = course.plan, course.total_steps
-    channels_last = resolved.get("channels_last")
+    # Weights are shared out by rows that lie one after another.
+    channels_last = False if sharded else resolved.get("channels_last")
     if channels_last is None:
         channels_last = resolve_channels_last(config.rewrites.channels_last, model, info.kind, device)
     if channels_last:
@@ -129,6 +134,8 @@ def build(
     drop_biases(model, dropped)
     if state is not None:
         restore_model(model, state)
+    if config.parallel.sync_batchnorm:
+        apply_sync_batchnorm(model)
     section = config.optimizer
     grouping = Grouping(
         model, decay_1d=section.decay_1d, layer_decay=section.layer_decay, groups=section.groups
@@ -143,7 +150,10 @@ def build(
     )
     apply_memory_budget(checkpointing.memory_budget if checkpointing.mode == "budget" else None)
     apply_compile(model, config.compile.mode)
-    wrap = partial(wrap_for_ranks, model, ranks)
+    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if sharded else {}
+    wrap = partial(
+        wrap_for_ranks, model, ranks, config.parallel, blocks=shards, half_type=precision.half_type
+    )
     forward = wrap()
 
     loading = {
@@ -199,6 +209,7 @@ def build(
         "dataloader": train_loader.kind,
         "workers": getattr(train_loader, "workers", 0),
         "checkpointed": list(checkpointed),
+        "shards": list(shards),
         "optimizer": stepping,
         "lr_scaling": scaling,
         "momentum": schedule.momentum_note,

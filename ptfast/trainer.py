@@ -69,7 +69,7 @@ class Trainer:
         or more that changes the order of sums, which would tell a resumed run from one never killed.
         """
         run = self.run
-        if not run.ranks.distributed or not 0 < run.progress.step < run.total_steps:
+        if not run.ranks.distributed or run.sharded or not 0 < run.progress.step < run.total_steps:
             return batches
         first = next(batches, None)
         if first is None:
@@ -77,7 +77,8 @@ class Trainer:
         buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
         sums = self.loss_sum.clone(), self.num_items
         run.forward.train()
-        self._accumulate_gradients(first, run.progress.step)
+        with run.forward.rehearsing():
+            self._accumulate_gradients(first, run.progress.step)
         for parameter in self.parameters:
             parameter.grad = None
         for buffer, before in buffers:
@@ -92,7 +93,9 @@ class Trainer:
         factors = run.schedule.lr_factors(progress.step, last_step)
         momenta = run.schedule.momenta(progress.step, last_step)
         first_step, take_step, statistics = progress.step, self.take_step, self.statistics
-        inspected_step = last_step - 1 if self.seeks_unreached or run.log_norm else -1
+        # The last before the state may be saved.
+        inspects = self.seeks_unreached or run.log_norm or run.ranks.distributed
+        inspected_step = last_step - 1 if inspects else -1
         run.forward.train()
         for index, batch in enumerate(islice(batches, last_step - first_step)):
             apply_lr(optimizer, self.base_lrs, factors[index], momenta[index] if momenta else None)
@@ -151,6 +154,8 @@ class Trainer:
     def _inspect_gradients(self) -> None:
         """Keep the gradients' norm, on the device, and the names of parameters that get none in any look."""
         run = self.run
+        if run.ranks.distributed:
+            run.forward.check_gradients()
         if run.log_norm:
             norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
             self.grad_norm = norm if run.precision.scaler is None else norm / self.scale

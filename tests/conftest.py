@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -38,6 +38,14 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what libraries cache out of the home folder, in this process and in its children."""
     for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks found in the cases of `rank_cases`, all in one pair of processes."""
+    from ranks import on_two_ranks
+
+    return on_two_ranks("rank_cases", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ def train(*words: str) -> int:
     return cli.run(["train", *{word.partition("=")[0]: word for word in words}.values()])
 
 
-def build_run(folder: Path, *words: str, **given: Any) -> Run:
-    """What `ptfast train WORDS...` would train, built and not trained."""
+def build_run(folder: Path, *words: str, ranks: Ranks | None = None, **given: Any) -> Run:
+    """What `ptfast train WORDS...` would train, built and not trained; on one rank, or by itself."""
     folder.mkdir(parents=True, exist_ok=True)
-    return build(read_config(words)[1], ranks=Ranks(), folder=folder, display=Display(), **given)
+    return build(read_config(words)[1], ranks=ranks or Ranks(), folder=folder, display=Display(), **given)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

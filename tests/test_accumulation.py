@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rank_cases import BATCH, LAYOUTS, RAGGED
 from running import build_run, same_bits
 from torch import Tensor
 from toys import (
@@ -23,25 +25,37 @@ def train_parameters(folder: Path, *words: str) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in run.model.state_dict().items()}
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    """Weights after batches of 8 in one piece, by kind of data."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {kind: train_parameters(folder / kind, *words, *BATCH) for kind, words in RAGGED.items()}
+
+
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
-@pytest.mark.parametrize(
-    "data",
-    [
-        # 50 samples of 16 leave a last batch of 2: with 4 micro-batches two shares are empty.
-        ("data=custom", "data._target_=toys.blobs", "data.val=0", "model._target_=toys.DoubleMlp"),
-        (
-            *("data=custom", "data._target_=toys.tagged_tokens", "data.val=0"),
-            *("model._target_=toys.Tagger", "task=token_classification"),
-        ),
-    ],
-    ids=["samples", "tokens"],
-)
-def test_accumulation_changes_nothing(tmp_path: Path, data: tuple[str, ...], micro_batches: int) -> None:
-    words = (*data, "model=custom", "batch_size=16", "epochs=3", "optimizer=sgd", "schedule=constant")
-    words = (*words, "optimizer.lr=0.5", "eval.every=2steps", "log_every=3")
-    whole = train_parameters(tmp_path / "1", *words)
-    parts = train_parameters(tmp_path / "n", *words, f"micro_batches={micro_batches}")
-    for name, value in whole.items():
+@pytest.mark.parametrize("kind", ["samples", "tokens"])
+def test_accumulation_changes_nothing(
+    whole: dict[str, dict[str, Tensor]], tmp_path: Path, kind: str, micro_batches: int
+) -> None:
+    """8 x 1 = 4 x 2 = 2 x 4 = 1 x 8. The last batch is one sample: most parts of it are empty."""
+    parts = train_parameters(tmp_path, *RAGGED[kind], *BATCH, f"micro_batches={micro_batches}")
+    for name, value in whole[kind].items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("strategy", "micro_batches"), LAYOUTS)
+@pytest.mark.parametrize("kind", ["samples", "tokens"])
+def test_ranks_change_nothing(
+    whole: dict[str, dict[str, Tensor]],
+    two_ranks: dict[str, Any],
+    kind: str,
+    strategy: str,
+    micro_batches: int,
+) -> None:
+    """Nor do two ranks, of which one has an empty share of the last batch."""
+    parts = two_ranks[f"{kind} {strategy} {micro_batches}"]
+    assert parts.keys() == whole[kind].keys()
+    for name, value in whole[kind].items():
         torch.testing.assert_close(parts[name], value, rtol=1e-9, atol=1e-9)
 
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "ptfast"
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "0 ground": (
         ("errors", "techniques"),
-        ("durations", "distributed", "units", "run_folder", "machine", "splitmix", "devices"),
+        ("durations", "distributed", "units", "run_folder", "machine", "splitmix", "devices", "shards"),
         ("run", "plan"),
         ("config",),
         ("blocks",),

@@ -179,3 +179,34 @@ class Lines(list[dict[str, Any]]):
     """A logger that keeps what it is given."""
 
     log = list.append
+
+
+class DoubleNormed(nn.Module):
+    """Two BatchNorms in float64, one of them over positions as well."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.second, self.norm_2d, self.last = (
+            nn.Conv1d(2, 3, 2),
+            nn.BatchNorm1d(3, momentum=None),
+            nn.Linear(6, num_classes),
+        )
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.first(inputs.double())).relu()
+        return self.last(self.norm_2d(self.second(hidden.view(-1, 2, 3))).relu().flatten(1))
+
+
+class Forgetful(nn.Module):
+    """Leaves some parameters unused, from a certain pass on."""
+
+    def __init__(self, num_classes: int = 2, after: int = 0) -> None:
+        super().__init__()
+        self.used, self.unused, self.after, self.calls = nn.Linear(4, num_classes), nn.Linear(4, 1), after, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        outputs = self.used(inputs)
+        return outputs if self.calls > self.after else outputs + self.unused(inputs)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ptfast.config.machine import machine_problems
+from ptfast.config.parallel_rules import parallel_problems
 from ptfast.config.problem import Problem
 from ptfast.config.schema import Config
 from ptfast.config.targets import Target, keywords
@@ -28,6 +29,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
     problems += [_checkpointing_problem(config, place)]
+    problems += parallel_problems(config)
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
 

@@ -43,7 +43,9 @@ FREE_KEYS = (
     *(
         "saving",
         "logger",
-        "parallel",
+        *(f"parallel.{name}" for name in ("strategy", "nproc", "nnodes", "timeout", "blocks")),
+        *(f"parallel.{name}" for name in ("gradient_as_bucket_view", "bucket_mb", "static_graph")),
+        "parallel.unused_parameters",
         "dataloader.kind",
         "dataloader.workers",
         "dataloader.prefetch",

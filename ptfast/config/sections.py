@@ -239,14 +239,32 @@ class Gradients(Section):
 class Parallel(Section):
     """The processes that train together."""
 
-    strategy: Literal["single", "ddp"] = "single"
-    """One process, or several with averaged gradients."""
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
+    """One process; several with averaged gradients; several that share the weights out, too."""
     nproc: Count | OrAuto = "auto"
     """Processes on this machine; `auto` for one per visible GPU."""
     nnodes: Count = 1
     """Machines that train together."""
     timeout: WallTime = Duration(600, "seconds")
     """How long ranks wait for one another before the run fails."""
+    sync_batchnorm: bool = False
+    """BatchNorm takes its statistics over all ranks."""
+    gradient_as_bucket_view: bool = True
+    """ddp: gradients lie in the buffers that are sent, which saves a copy of them."""
+    bucket_mb: Annotated[float, POSITIVE] = 25.0
+    """ddp: megabytes of gradients that are sent together."""
+    static_graph: bool = False
+    """ddp: every step uses the same parameters in the same order."""
+    unused_parameters: bool = False
+    """ddp: look in every step for parameters that the loss does not depend on."""
+    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """ddp: what gradients are sent as."""
+    powersgd_rank: Count = 1
+    """Columns of the thin matrices that `compression=powersgd` sends."""
+    powersgd_start: Annotated[int, Range(2, 2**31)] = 1000
+    """Steps that send whole gradients before."""
+    blocks: list[str] | Literal["auto"] = "auto"
+    """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` finds what repeats."""
 
 
 class Checkpointing(Section):

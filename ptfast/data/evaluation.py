@@ -38,6 +38,8 @@ def build_eval_loader(
 ) -> EvalLoader:
     """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
 
+    Ranks yield the same number of batches; where one has fewer samples, the last is a stand-in of no samples.
+
     Args:
         batch_size: samples of one forward pass on this rank.
         kind, workers, prefetch, pin: as for the training loader. Samples that are not in memory are read by
@@ -47,6 +49,7 @@ def build_eval_loader(
         source, info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
     )
     size = len(source)
+    most = -(-size // num_ranks)
     return _EvalLoader(
         source,
         prepare,
@@ -54,6 +57,7 @@ def build_eval_loader(
         rank * size // num_ranks,
         (rank + 1) * size // num_ranks,
         batch_size,
+        -(-most // batch_size) if num_ranks > 1 else 0,
         count_workers(workers) if kind in ("auto", "workers") and not source.in_memory else 0,
         prefetch,
     )
@@ -68,6 +72,7 @@ class _EvalLoader:
         start: int,
         stop: int,
         batch_size: int,
+        num_batches: int,
         workers: int,
         prefetch: int,
     ) -> None:
@@ -77,6 +82,8 @@ class _EvalLoader:
             Share(0, np.arange(i, min(i + batch_size, stop)), min(batch_size, stop - i))
             for i in range(start, stop, batch_size)
         ]
+        # Where ranks have to go through a model together, all go through it as often.
+        self._shares += [Share(0, np.arange(1), 0)] * (num_batches - len(self._shares))
         self._pool: WorkerPool | None = None
         if workers:
             self._pool = WorkerPool(RawBatches(source, Augment(), 0), workers, prefetch, pin=prepare.pin)

@@ -15,6 +15,7 @@ from ptfast.optim.groups import Grouping, reference_lr, scale_for_batch
 from ptfast.optim.layerwise import LayerwiseOptimizer
 from ptfast.optim.lean import build_step, keep_compiler_unimported
 from ptfast.optim.portion import laid_out_as
+from ptfast.shards import is_sharded, shard_like
 
 if TYPE_CHECKING:
     from ptfast.config.targets import Target
@@ -89,11 +90,30 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
     Torch's fused kernels go by addresses: a state saved in another layout would be applied to other weights.
     """
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(_shared_out(optimizer, state))
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 kept[name] = laid_out_as(parameter, value)
+
+
+def _shared_out(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A saved state, of which this rank takes the part that it has of each parameter."""
+    layers = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(is_sharded(layer) for layer in layers):
+        return state
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    numbered = dict(zip(numbers, layers, strict=True))
+    parts = {
+        number: {
+            name: shard_like(numbered[number], value)
+            if getattr(value, "shape", None) == numbered[number].shape
+            else value
+            for name, value in kept.items()
+        }
+        for number, kept in state["state"].items()
+    }
+    return {**state, "state": parts}
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:
@@ -139,8 +159,10 @@ def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
     """Whether a fused step runs, found by taking one on a scalar: some optimizers refuse only then."""
     if "fused" not in inspect.signature(target.resolve()).parameters:
         return False
-    kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
-    probes = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for device, dtype in kinds]
+    kinds = {(p.device, p.dtype): torch.zeros(1, device=p.device, dtype=p.dtype) for p in parameters}
+    # Of parameters that are shared out, one of each kind: torch takes them or not.
+    kinds |= {(p.device, p.dtype): torch.zeros_like(p) for p in parameters if is_sharded(p)}
+    probes = [nn.Parameter(probe) for probe in kinds.values()]
     try:
         optimizer = _construct(_with_fused(target), probes)
         for probe in probes:

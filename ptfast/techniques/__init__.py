@@ -8,6 +8,7 @@ from ptfast.techniques import (
     curriculum,
     dataloader,
     gradients,
+    parallel,
     parameters,
     precision,
     regularisation,
@@ -30,6 +31,7 @@ CATALOGUE: tuple[Technique, ...] = (
     *augment.TECHNIQUES,
     *curriculum.TECHNIQUES,
     *regularisation.TECHNIQUES,
+    *parallel.TECHNIQUES,
     *small_print.TECHNIQUES,
 )
 """Every technique, in the order of the README's table."""

@@ -1,8 +1,7 @@
-"""Several ranks as one: gradients averaged, running statistics as one process would have them."""
+"""BatchNorm over several ranks: running statistics as one process would have them."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,30 +10,10 @@ import torch
 from torch import nn
 
 from ptfast.distributed import Ranks, broadcast_buffers
+from ptfast.parallel.batchnorm import SyncedBatchNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def wrap_for_ranks(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """The model as the loop calls it: in DistributedDataParallel where there are several ranks.
-
-    Batches are on the rank's device already, and `RunningStatistics` sees to BatchNorm: neither inputs nor
-    buffers are DDP's to move.
-    """
-    if not ranks.distributed:
-        return model
-    ddp = nn.parallel.DistributedDataParallel
-    known = inspect.signature(ddp).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    buffers: dict[str, Any] = {name: False}
-    return ddp(model, gradient_as_bucket_view=True, **buffers)
-
-
-def unwrap(forward: nn.Module) -> None:
-    """Take a model out of its wrapping, whose hooks would go on averaging beside those of a new one."""
-    if isinstance(forward, nn.parallel.DistributedDataParallel):
-        forward._remove_autograd_hooks()
 
 
 class RunningStatistics:
@@ -46,7 +25,7 @@ class RunningStatistics:
     step.
 
     Layers without a momentum, which average over all batches, take the first rank's statistics. Those of
-    SyncBatchNorm are the same everywhere already.
+    `SyncedBatchNorm` are the same everywhere already.
 
     Args:
         model: the plain model, on its device and restored.
@@ -57,11 +36,12 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._synced = [module for module in model.modules() if isinstance(module, SyncedBatchNorm)]
         self._norms = [
             module
             for module in model.modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm)
-            and not isinstance(module, nn.SyncBatchNorm)
+            and not isinstance(module, (SyncedBatchNorm, nn.SyncBatchNorm))
             and module.running_mean is not None
         ]
         moving = [norm for norm in self._norms if norm.momentum is not None]
@@ -106,8 +86,12 @@ class RunningStatistics:
         training = [norm for norm in self._norms if norm.training]
         for norm in training:
             norm.training = False
+        for norm in self._synced:
+            norm.counts = False
         try:
             yield
         finally:
             for norm in training:
                 norm.training = True
+            for norm in self._synced:
+                norm.counts = True

@@ -1,0 +1,197 @@
+"""What two ranks go through for the tests: runs whose outcome is compared with that of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from running import build_run, same_bits, weights
+from torch import nn
+from toys import Lines
+
+from ptfast.distributed import Ranks
+from ptfast.errors import PtfastError
+from ptfast.loop import fit
+from ptfast.parallel import apply_sync_batchnorm
+from ptfast.run import Run
+
+PLAIN = ("optimizer=sgd", "schedule=constant", "optimizer.lr=0.5", "model=custom")
+SAMPLES = (*PLAIN, "data=custom", "data._target_=toys.blobs", "data.val=0", "model._target_=toys.DoubleMlp")
+TOKENS = (
+    *PLAIN,
+    "data=custom",
+    "data._target_=toys.tagged_tokens",
+    "data.val=0",
+    "task=token_classification",
+)
+TOKENS = (*TOKENS, "model._target_=toys.Tagger")
+RAGGED = {"samples": (*SAMPLES, "data.num_samples=25"), "tokens": (*TOKENS, "data.num_samples=17")}
+"""Batches of 8 leave a last one of a single sample: one rank's share is empty."""
+BATCH = ("batch_size=8", "epochs=3", "log_every=2", "eval.every=2steps")
+LAYOUTS = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4)]
+"""Strategy and micro-batches."""
+SMALL = ("model.hidden=[47]", "batch_size=64", "steps=8", "log_every=2", "eval.every=4steps", "seed=3")
+OPTIMIZERS = ("sgd", "nadam", "radam")
+MIXED = ("ema.decay=0.6", "gradients.clip_norm=0.3", "gradients.accumulate=2", "optimizer=adamw")
+SYNCED = ("model=custom", "model._target_=toys.DoubleNormed", "data=custom", "data._target_=toys.blobs")
+SYNCED = (*SYNCED, "data.num_samples=52", "data.val=0", "optimizer=sgd", "batch_size=16", "epochs=2")
+
+RESNET = ("model=resnet_digits", "model.width=4", "batch_size=32", "steps=4", "log_every=1", "optimizer=sgd")
+RESNET = (*RESNET, "optimizer.lr=0.01", "gradients.clip_value=0.01", "data.val=1samples")
+FORGETFUL = ("model=custom", "model._target_=toys.Forgetful", "data=custom", "data._target_=toys.blobs")
+FORGETFUL = (*FORGETFUL, "data.val=0", "batch_size=10", "steps=6")
+UNUSED = {
+    "always": FORGETFUL,
+    "later": (*FORGETFUL, "+model.after=3"),
+    "switched": (*FORGETFUL, "parallel.unused_parameters=true"),
+    "recorded": (*FORGETFUL, "parallel.static_graph=true"),
+    "unused fsdp": FORGETFUL,
+}
+GPT = ("data=text_file", "data.path=text.txt", "data.context_length=16", "model=gpt", "model.depth=2")
+GPT = (*GPT, "model.width=16", "model.heads=2", "batch_size=8", "steps=6", "log_every=2")
+
+
+class Cases:
+    """Runs on this rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def build(self, name: str, *words: str, strategy: str = "ddp", **given: Any) -> Run:
+        words = (*words, f"parallel={strategy}", f"parallel.nproc={self.ranks.num_ranks}", "device=cpu")
+        run = build_run(Path(name), *words, ranks=self.ranks, **given)
+        run.logger = Lines()
+        return run
+
+    def train(self, name: str, *words: str, **given: Any) -> dict[str, Any]:
+        """Losses by step and split, and the weights as saved."""
+        run = self.build(name, *words, **given)
+        assert fit(run) == "finished"
+        torch.distributed.barrier()
+        return {"losses": [line["loss"] for line in run.logger], "weights": weights(Path(name))}
+
+    def resumed(self, name: str, *words: str, **given: Any) -> bool:
+        """Whether a run that goes on from the state in its middle ends in the same bits."""
+        whole = self.train(name, *words, "saving.every=4steps", "saving.keep=9", **given)
+        again = f"{name}-resumed"
+        middle = Path(name) / "saved" / "step-4"
+        run = self.build(again, *words, state_folder=middle, **given)
+        assert run.progress.step == 4
+        fit(run)
+        torch.distributed.barrier()
+        left, right = (torch.load(Path(n) / "saved/last/training.pt") for n in (name, again))
+        return same_bits(weights(Path(again)), whole["weights"]) and same_bits(left, right)
+
+    def refusal(self, name: str, *words: str, **given: Any) -> str:
+        """What is said where a run is refused."""
+        run = self.build(name, *words, **given)
+        try:
+            fit(run)
+        except PtfastError as error:
+            return f"{error.code} after step {run.progress.step}: {error}"
+        finally:
+            torch.distributed.barrier()
+        return "nothing was refused"
+
+
+def cases(ranks: Ranks) -> dict[str, Any]:
+    """Everything, by name."""
+    on = Cases(ranks)
+    found: dict[str, Any] = {"folder": str(Path.cwd())}
+    for kind, words in RAGGED.items():
+        for strategy, parts in LAYOUTS:
+            name = f"{kind} {strategy} {parts}"
+            case = on.train(name, *words, *BATCH, f"micro_batches={parts}", strategy=strategy)
+            found[name] = case["weights"]
+    found |= ddp_cases(on)
+    found |= fsdp_cases(on)
+    for name, words in UNUSED.items():
+        found[name] = on.refusal(name, *words, strategy="fsdp" if "fsdp" in name else "ddp")
+    return found
+
+
+def ddp_cases(on: Cases) -> dict[str, Any]:
+    switches = {
+        "copied": ("parallel.gradient_as_bucket_view=false",),
+        "buckets": ("parallel.bucket_mb=0.001",),
+        "static": ("parallel.static_graph=true",),
+        "unused": ("parallel.unused_parameters=true",),
+        "bf16": ("parallel.compression=bf16",),
+        "fp16": ("parallel.compression=fp16",),
+    }
+    found: dict[str, Any] = {"ddp": on.train("ddp", *SMALL)}
+    for name, words in switches.items():
+        found[name] = on.train(name, *SMALL, *words)
+    powersgd = ("parallel.compression=powersgd", "parallel.powersgd_start=2")
+    found["powersgd resumes"] = on.resumed("powersgd", *SMALL, *powersgd)
+    found["powersgd"] = {"weights": weights(Path("powersgd"))}
+    found["layers"] = [normed(on.ranks, shares) for shares in ((3, 2), (0, 5), (4, 4))]
+    found["resnet synced"] = on.train("resnet-synced", *RESNET, "parallel.sync_batchnorm=true")
+    found["synced"] = on.train("synced", *SYNCED, "parallel.sync_batchnorm=true")
+    return found
+
+
+def normed(ranks: Ranks, shares: tuple[int, int], dtype: torch.dtype = torch.float64) -> float:
+    """Largest error of a BatchNorm over two ranks, beside one that sees both shares at once.
+
+    A share of 0 is a stand-in that counts for nothing.
+    """
+    draws = torch.Generator().manual_seed(5)
+    whole = torch.randn(sum(shares), 3, 2, generator=draws, dtype=dtype)
+    weights, factors = torch.randn(2, 3, generator=draws), torch.randn(whole.shape, generator=draws)
+    one, several = nn.BatchNorm1d(3, momentum=0.3).to(dtype), nn.Sequential(nn.BatchNorm1d(3, momentum=0.3))
+    several.to(dtype)
+    apply_sync_batchnorm(several)
+    for norm in (one, several[0]):
+        norm.load_state_dict({"weight": weights[0], "bias": weights[1]}, strict=False)
+    mine = slice(shares[0] * ranks.rank, shares[0] + shares[1] * ranks.rank)
+    full, part = (
+        x.clone().requires_grad_() for x in (whole, whole[mine] if shares[ranks.rank] else whole[:1])
+    )
+    one_out = one(full)
+    (one_out * factors).square().sum().backward()
+    several[0].counts = bool(shares[ranks.rank])
+    out = several(part)
+    loss = (out * (factors[mine] if shares[ranks.rank] else 0)).square().sum()
+    loss.backward()
+    grads = torch.cat([several[0].weight.grad, several[0].bias.grad])
+    torch.distributed.all_reduce(grads)
+    pairs = [
+        (grads, torch.cat([one.weight.grad, one.bias.grad])),
+        (several[0].running_mean, one.running_mean),
+        (several[0].running_var, one.running_var),
+        (several[0].num_batches_tracked, one.num_batches_tracked),
+    ]
+    if shares[ranks.rank]:
+        pairs += [(out, one_out[mine]), (part.grad, full.grad[mine])]
+    errors = torch.tensor([float((left - right).detach().abs().max()) for left, right in pairs])
+    worst = errors.max()
+    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
+    return float(worst)
+
+
+def fsdp_cases(on: Cases) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if on.ranks.is_first:
+        Path("text.txt").write_text("so it goes, and on it goes. " * 60)
+    torch.distributed.barrier()
+    for name in OPTIMIZERS:
+        for strategy in ("ddp", "fsdp"):
+            words = (*SMALL, f"optimizer={name}", "optimizer.lr=0.01")
+            found[f"{name} {strategy}"] = on.train(f"{name}-{strategy}", *words, strategy=strategy)
+    for strategy in ("ddp", "fsdp"):
+        words = (*SMALL, *MIXED, "saving.every=4steps", "saving.keep=9")
+        found[f"mixed {strategy}"] = on.train(f"mixed-{strategy}", *words, strategy=strategy)
+    for strategy in ("ddp", "fsdp"):
+        found[f"resnet {strategy}"] = on.train(f"resnet-{strategy}", *RESNET, strategy=strategy)
+        words = (*RESNET, "checkpointing=full", "parallel.sync_batchnorm=true")
+        found[f"checkpointed {strategy}"] = on.train(f"checkpointed-{strategy}", *words, strategy=strategy)
+        for precision in ("fp32", "bf16", "amp_fp16"):
+            name = f"gpt {precision} {strategy}"
+            found[name] = on.train(name, *GPT, f"precision={precision}", strategy=strategy)
+    middle = Path("mixed-ddp/saved/step-4")
+    words = (*SMALL, *MIXED)
+    found["taken up"] = on.train("taken-up", *words, strategy="fsdp", state_folder=middle)
+    found["fsdp resumes"] = on.resumed("fsdp", *SMALL, *MIXED, strategy="fsdp")
+    return found
