@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -11,12 +12,16 @@ from ptfast.devices import device_type, lack_of_device
 from ptfast.distributed import Ranks, under_torchrun
 from ptfast.errors import ConfigError, MachineError
 from ptfast.machine import usable_cores
+from ptfast.run import StepBatch
+
+MOST_SHAPES = 8
+"""Shapes of inputs up to which searching for kernels pays: full and last batches, a few sizes of images."""
 
 
 def apply_backend(
     threads: int | Literal["auto"],
     *,
-    cudnn_benchmark: bool,
+    cudnn_benchmark: bool | Literal["auto"],
     deterministic: bool,
     device: torch.device,
     num_local_ranks: int = 1,
@@ -28,7 +33,8 @@ def apply_backend(
 
     Args:
         threads: CPU threads of this process; `auto`: an equal share of the usable cores for each local rank.
-        cudnn_benchmark: let cuDNN time its kernels on each new shape and keep the fastest.
+        cudnn_benchmark: let cuDNN time its kernels on each new shape and keep the fastest; `auto`: unless
+            `deterministic`, and until `watch_shapes` has seen too many.
         deterministic: refuse operations whose result depends on timing; slower, bit-identical from run to
             run.
         device: where the model will be.
@@ -36,13 +42,7 @@ def apply_backend(
 
     Returns:
         `threads`, `interop_threads`, `cudnn_benchmark` and `deterministic`, JSON-serialisable.
-
-    Raises:
-        ConfigError: C011 where `cudnn_benchmark` and `deterministic` are both on.
     """
-    if deterministic and cudnn_benchmark:
-        what = "kernels chosen by timing differ from run to run; backend.deterministic forbids that"
-        raise ConfigError("C011", what, key="backend.cudnn_benchmark", value="true")
     num_threads = resolve_threads(num_local_ranks) if threads == "auto" else threads
     torch.set_num_threads(num_threads)
     if deterministic:
@@ -52,13 +52,44 @@ def apply_backend(
         # Asked first because the call imports the compiler, which takes seconds.
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
-    torch.backends.cudnn.benchmark = cudnn_benchmark and device.type == "cuda"
+    # Kernels chosen by timing differ from run to run.
+    torch.backends.cudnn.benchmark = bool(cudnn_benchmark) and not deterministic and device.type == "cuda"
     return {
         "threads": num_threads,
         "interop_threads": torch.get_num_interop_threads(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": deterministic,
     }
+
+
+def watch_shapes(
+    batches: Iterator[StepBatch], turn_off: Callable[[], None], most: int = MOST_SHAPES
+) -> Iterator[StepBatch]:
+    """The same batches; `turn_off` is called once, before the first whose inputs have one shape too many.
+
+    cuDNN's search runs every kernel on every new shape, which takes as long as tens of steps. Few shapes
+    repay that; where nearly every batch has one of its own, as with images of any size, nothing does.
+
+    Cost: a lookup on the host per micro-batch until then; nothing is read from the device.
+    """
+    seen: set[Any] = set()
+    for batch in batches:
+        seen.update(_input_shape(data) for data, _ in batch.micro_batches)
+        if len(seen) > most:
+            turn_off()
+            yield batch
+            break
+        yield batch
+    yield from batches
+
+
+def _input_shape(data: Any) -> Any:
+    """What tells the shapes of two micro-batches' inputs apart."""
+    if isinstance(data, torch.Tensor):
+        return data.shape
+    if isinstance(data, dict):
+        return tuple(_input_shape(value) for value in data.values())
+    return _input_shape(data[0]) if isinstance(data, (tuple, list)) and data else None
 
 
 def resolve_threads(num_local_ranks: int) -> int:

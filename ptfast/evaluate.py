@@ -12,6 +12,7 @@ from torch import nn
 from ptfast.backend import apply_backend, resolve_device
 from ptfast.config.schema import Config
 from ptfast.data import check_same_data, read_info
+from ptfast.data.transfers import open_side_stream
 from ptfast.distributed import Ranks
 from ptfast.ema import Ema
 from ptfast.errors import EXIT_OK, ConfigError
@@ -107,6 +108,8 @@ def evaluate_saved(
         normalize=config.data.normalize,
         device=saved.device,
         channels_last=saved.channels_last,
+        side=open_side_stream(saved.device) if config.dataloader.side_stream else None,
+        worker_threads=config.backend.worker_threads,
         **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
     )
     if not loaders:

@@ -15,6 +15,7 @@ from ptfast.data import Data, build_data, build_eval_loader
 from ptfast.data.changed import Change
 from ptfast.data.sampler import smallest_micro_batch
 from ptfast.data.source import take
+from ptfast.data.transfers import PrefetchedEvaluation, Side
 from ptfast.distributed import Ranks, on_first_rank
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError, DataError
@@ -52,23 +53,28 @@ def build_eval_loaders(
     micro_batches: int | None = None,
     rank: int,
     num_ranks: int,
+    side: Side | None = None,
     **loading: Any,
 ) -> dict[str, EvalLoader]:
     """Loaders of the splits that the data has besides `train`, by name.
 
     Args:
         micro_batches: that a batch is cut into in training; None for what the config says.
+        side: stream on which batches are made ready, None for that of the model.
     """
     micro_batches = micro_batches or config.micro_batches or num_ranks * config.gradients.accumulate
     batch_size = config.eval.batch_size or eval_batch_size(data.info, config.batch_size // micro_batches)
     splits = {"val": data.val, "test": data.test}
-    return {
+    loaders = {
         split: build_eval_loader(
             source, data.info, batch_size=batch_size, rank=rank, num_ranks=num_ranks, **loading
         )
         for split, source in splits.items()
         if source is not None
     }
+    if side is None:
+        return loaders
+    return {split: PrefetchedEvaluation(loader, side) for split, loader in loaders.items()}
 
 
 def first_samples(data: Data, num_samples: int = 2, **loading: Any) -> Any:

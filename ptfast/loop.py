@@ -41,6 +41,8 @@ def fit(run: Run) -> str:
     progress, cadence, clock = run.progress, run.cadence, run.clock
     trainer = Trainer(run)
     batches = trainer.rehearse(run.train_loader.steps(progress.step, run.total_steps))
+    if run.watch is not None:
+        batches = run.watch(batches)
     status, look_steps = _judge(run), 1
     clock.charge("start-up")
     while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from ptfast.config.schema import Config
 from ptfast.config.sections import Checkpointing
@@ -52,6 +53,8 @@ def build_panel(
         "clip value": config.gradients.clip_value,
         "clip adaptive": config.gradients.clip_adaptive,
         "parameters": run.groups_note,
+        "kernels": _kernels(config, resolved),
+        "transfers": "on a side stream, one batch ahead" if resolved["side_stream"] else None,
         "ema": config.ema.decay,
         "curriculum": "; ".join(resolved["curriculum"]) or None,
         **_regularisation(config),
@@ -64,6 +67,16 @@ def build_panel(
     if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
     return config.recipe or "train", table + rows, loud
+
+
+def _kernels(config: Config, resolved: dict[str, Any]) -> str | None:
+    """How kernels are chosen, where there is a choice."""
+    if resolved["deterministic"]:
+        return "deterministic"
+    if not resolved["cudnn_benchmark"]:
+        return None
+    until = ", while inputs have few shapes" if config.backend.cudnn_benchmark == "auto" else ""
+    return f"cuDNN takes the quickest by trying{until}"
 
 
 def _rate(run: Run) -> str:

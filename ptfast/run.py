@@ -274,6 +274,8 @@ class Run:
     clock: Clock = field(default_factory=lambda: Clock())
     resolved: dict[str, Any] = field(default_factory=dict)
     """What `auto` became."""
+    watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
+    """What looks at the training batches as they go by."""
     data_note: str = ""
     """The data in one line, for the panel."""
     stop_reason: str | None = None

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ptfast import run_folder
-from ptfast.backend import apply_backend, resolve_device
+from ptfast.backend import MOST_SHAPES, apply_backend, resolve_device, watch_shapes
 from ptfast.blocks import find_blocks
 from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
 from ptfast.compile import apply_compile
@@ -29,6 +30,7 @@ from ptfast.data import (
 )
 from ptfast.data.changed import Change, ChangedLoader
 from ptfast.data.mix import build_mix
+from ptfast.data.transfers import PrefetchedLoader, open_side_stream
 from ptfast.distributed import Ranks, broadcast_object, on_first_rank
 from ptfast.durations import Duration
 from ptfast.ema import Ema
@@ -81,9 +83,13 @@ def build(
         # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
         resolved = {name: value for name, value in resolved.items() if name not in ("threads", "workers")}
     loader = config.dataloader
+    benchmark = config.backend.cudnn_benchmark
+    if benchmark == "auto" and (resolved.get("device"), resolved.get("cudnn_benchmark")) == ("cuda", False):
+        # Shapes had become too many before.
+        benchmark = False
     backend = apply_backend(
         threads=_unless_auto(config.backend.threads, resolved, "threads"),
-        cudnn_benchmark=config.backend.cudnn_benchmark,
+        cudnn_benchmark=benchmark,
         deterministic=config.backend.deterministic,
         device=device,
         num_local_ranks=ranks.num_local_ranks,
@@ -164,7 +170,9 @@ def build(
         "workers": _unless_auto(loader.workers, resolved, "workers"),
         "prefetch": loader.prefetch,
         "pin": loader.pin,
+        "worker_threads": config.backend.worker_threads,
     }
+    side = open_side_stream(device) if loader.side_stream else None
     sharding = {"rank": ranks.rank, "num_ranks": ranks.num_ranks}
     train_loader = build_train_loader(
         data,
@@ -178,12 +186,16 @@ def build(
         **sharding,
         **loading,
     )
+    if side is not None:
+        train_loader = PrefetchedLoader(train_loader, side)
     mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
     changes: list[Change] = [*course.changes, *([mix] if mix is not None else [])]
     if changes:
         first_micro_batch = ranks.rank * (micro_batches // ranks.num_ranks)
         train_loader = ChangedLoader(train_loader, changes, first_micro_batch)
-    eval_loaders = build_eval_loaders(config, data, micro_batches=micro_batches, **sharding, **loading)
+    eval_loaders = build_eval_loaders(
+        config, data, micro_batches=micro_batches, side=side, **sharding, **loading
+    )
 
     groups = None if grouping.trivial else grouping.parts()
     optimizer, stepping = build_optimizer(section.target, model, device, groups)
@@ -208,6 +220,8 @@ def build(
         "dropped_biases": dropped,
         "dataloader": train_loader.kind,
         "workers": getattr(train_loader, "workers", 0),
+        "worker_threads": config.backend.worker_threads,
+        "side_stream": side is not None,
         "checkpointed": list(checkpointed),
         "shards": list(shards),
         "optimizer": stepping,
@@ -285,6 +299,8 @@ def build(
         resolved=resolved,
         data_note=data.note,
     )
+    if benchmark == "auto" and backend["cudnn_benchmark"]:
+        run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
     if state is not None:
         restore_training(run, state)
     if ranks.is_first:
@@ -299,6 +315,15 @@ def _naming(key: str, duration: Duration) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError("C011", str(error), key=key, value=duration) from error
+
+
+def _stop_searching(run: Run) -> None:
+    torch.backends.cudnn.benchmark = run.resolved["cudnn_benchmark"] = False
+    run.display.note(
+        f"cudnn_benchmark is off from step {run.progress.step}: inputs of more than {MOST_SHAPES} shapes"
+    )
+    if run.ranks.is_first:
+        run_folder.write_json(run.folder / run_folder.RESOLVED, run.resolved)
 
 
 def _unless_auto(wanted: Any, resolved: dict[str, Any], name: str) -> Any:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from running import build_run
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ptfast.backend import apply_backend, resolve_threads, usable_cores
+from ptfast import runner
+from ptfast.backend import apply_backend, resolve_threads, usable_cores, watch_shapes
 from ptfast.compile import apply_compile
 from ptfast.debug import debugging
 from ptfast.ema import Ema
-from ptfast.errors import ConfigError, MachineError, NumericsError, SavedStateError
+from ptfast.errors import MachineError, NumericsError, SavedStateError
+from ptfast.loop import fit
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
+from ptfast.run import MicroBatch, StepBatch
+from ptfast.run_folder import read_json
 from ptfast.seeding import build_seeder, mix, seed_everything
 
 CPU = torch.device("cpu")
@@ -36,6 +45,12 @@ def conv_net(groups: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(4, 8, 3, groups=groups), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 3))
 
 
+def test_ranks_share_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("ptfast.backend.usable_cores", lambda: 6)
+    assert [resolve_threads(ranks) for ranks in (1, 2, 4, 12)] == [6, 3, 1, 1]
+
+
 @pytest.mark.usefixtures("restore_backend")
 class TestBackend:
     def test_threads_are_set_and_recorded(self):
@@ -45,11 +60,6 @@ class TestBackend:
         assert resolved["cudnn_benchmark"] is False
         again = apply_backend(resolved["threads"], cudnn_benchmark=True, deterministic=False, device=CPU)
         assert again == resolved
-
-    def test_ranks_share_the_cores(self, monkeypatch):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr("ptfast.backend.usable_cores", lambda: 6)
-        assert [resolve_threads(ranks) for ranks in (1, 2, 4, 12)] == [6, 3, 1, 1]
 
     def test_the_users_own_number_wins_but_not_torchruns(self, monkeypatch):
         monkeypatch.setattr("ptfast.backend.usable_cores", lambda: 6)
@@ -71,10 +81,74 @@ class TestBackend:
         apply_backend(1, cudnn_benchmark=False, deterministic=False, device=CPU)
         assert not torch.are_deterministic_algorithms_enabled()
 
-    def test_deterministic_forbids_kernels_chosen_by_timing(self):
-        with pytest.raises(ConfigError) as caught:
-            apply_backend(1, cudnn_benchmark=True, deterministic=True, device=CPU)
-        assert caught.value.code == "C011"
+    @pytest.mark.parametrize(
+        ("wanted", "deterministic", "device", "expected"),
+        [
+            ("auto", False, "cuda", True),
+            (True, False, "cuda", True),
+            (False, False, "cuda", False),
+            ("auto", True, "cuda", False),
+            ("auto", False, "cpu", False),
+        ],
+    )
+    def test_cudnn_searches_on_a_gpu_alone(self, wanted, deterministic, device, expected):
+        where = torch.device(device)
+        resolved = apply_backend(1, cudnn_benchmark=wanted, deterministic=deterministic, device=where)
+        assert resolved["cudnn_benchmark"] is torch.backends.cudnn.benchmark is expected
+
+
+def batches_of(*shapes: tuple[int, ...]) -> Iterator[StepBatch]:
+    for shape in shapes:
+        inputs: Any = torch.zeros(shape)
+        yield StepBatch((MicroBatch((inputs, torch.zeros(1)), 1), MicroBatch({"ids": inputs}, 1)), 2)
+
+
+class TestShapes:
+    def test_the_search_ends_with_one_shape_too_many(self):
+        events = []
+        shapes = [(1, 2), (1, 2), (1, 3), (1, 2), (1, 4), (1, 5)]
+        # Each shape counts twice here: once in a pair, once in a mapping.
+        for batch in watch_shapes(batches_of(*shapes), lambda: events.append("off"), most=4):
+            events.append(tuple(batch.micro_batches[0].data[0].shape))
+        assert events == [*shapes[:4], "off", *shapes[4:]]
+
+    def test_targets_do_not_count(self):
+        calls = []
+        batches = [StepBatch((MicroBatch((torch.zeros(2), torch.zeros(n)), 1),), 1) for n in range(1, 20)]
+        assert len(list(watch_shapes(iter(batches), lambda: calls.append(1), most=1))) == 19
+        assert calls == []
+
+    def test_a_run_says_it_and_remembers(self, tmp_path, monkeypatch):
+        """On a GPU; here the switch is a stand-in's."""
+
+        def as_on_cuda(*args, **kwargs):
+            wanted = kwargs["cudnn_benchmark"]
+            return {**apply_backend(*args, **kwargs), "cudnn_benchmark": bool(wanted)}
+
+        monkeypatch.setattr(runner, "apply_backend", as_on_cuda)
+        monkeypatch.setattr(runner, "MOST_SHAPES", 1)
+        monkeypatch.setattr(runner, "watch_shapes", partial(watch_shapes, most=1))
+        words = ("model.hidden=[8]", "epochs=1", "batch_size=512", "eval.every=4steps")
+        run = build_run(tmp_path, *words)
+        assert run.watch is not None
+        notes = []
+        monkeypatch.setattr(run.display, "note", notes.append)
+        assert fit(run) == "finished"
+        assert notes == ["cudnn_benchmark is off from step 3: inputs of more than 1 shapes"]
+        assert read_json(tmp_path / "resolved.json")["cudnn_benchmark"] is False
+        assert build_run(tmp_path / "off", *words, "backend.cudnn_benchmark=true").watch is None
+
+    def test_a_resumed_run_does_not_search_again(self, tmp_path, monkeypatch):
+        asked = []
+        monkeypatch.setattr(
+            runner, "apply_backend", lambda **kwargs: asked.append(kwargs) or apply_backend(**kwargs)
+        )
+        for device in ("cuda", "cpu"):
+            (tmp_path / "resolved.json").write_text(
+                json.dumps({"device": device, "cudnn_benchmark": False, "num_ranks": 1})
+            )
+            build_run(tmp_path, "model.hidden=[8]", "steps=1")
+        assert [kwargs["cudnn_benchmark"] for kwargs in asked] == [False, "auto"]
 
 
 class TestSeeding:

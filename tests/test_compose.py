@@ -178,7 +178,7 @@ def test_recipes_inherit() -> None:
         (
             "precision=ampp",
             "C003",
-            ["precision=ampp (command line)", "Did you mean precision=amp?", "bf16, fp32"],
+            ["precision=ampp (command line)", "Did you mean precision=amp?", "bf16, bf16_true, fp32"],
         ),
         ("precision=", "C003", ["Options of precision"]),
         ("logger=null", "C003", ["Did you mean logger=none?"]),

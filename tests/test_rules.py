@@ -123,6 +123,12 @@ def test_compiling_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Install g++, or use compile=none" in str(error)
 
 
+def test_kernels_by_timing_are_not_deterministic() -> None:
+    error = refused(backend__deterministic=True, backend__cudnn_benchmark=True)
+    assert (error.code, error.key) == ("C011", "backend.cudnn_benchmark")
+    check(backend__deterministic=True, backend__cudnn_benchmark="auto")
+
+
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for changes in ({}, {"parallel": {"strategy": "ddp", "nproc": 4}}):

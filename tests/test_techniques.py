@@ -45,6 +45,7 @@ NO_TECHNIQUES = {
 }
 """Groups of which no option is a technique, and what they are about."""
 ALWAYS_ON = {
+    "threads by cores": "test_backend.py::test_ranks_share_the_cores",
     "tensors made on the device": "test_techniques.py::test_a_step_makes_no_tensor_on_the_host",
     "arrays without a copy": "test_techniques.py::test_built_in_data_shares_the_memory_of_its_arrays",
     "gradients set to None": "test_gradients.py::test_none_and_zero_give_the_same_bits",
@@ -53,6 +54,8 @@ ALWAYS_ON = {
     "learning rates from a table": "test_schedule.py::test_any_segment_of_any_option_is_the_same_function",
 }
 """What cannot be switched off, and the test that shows it."""
+NOT_FOR_SPEED = {"backend/deterministic": "the same bits in every run, at the price of speed"}
+"""Options that are no techniques, in groups that hold some."""
 SAME_NUMBERS_ELSEWHERE = {
     "optimizer/adamw_gpt": "optimizer/adamw",
     "optimizer/adamw_onecycle": "optimizer/adamw",
@@ -120,7 +123,7 @@ def test_every_option_has_a_record() -> None:
     words = [word for technique in CATALOGUE for word in technique.off]
     off = {word.replace("=", "/") for word in words if "." not in word} | chosen_by_plain()
     assert not named & set(SAME_NUMBERS_ELSEWHERE)
-    known = named | off | {o for o, base in SAME_NUMBERS_ELSEWHERE.items() if base in named | off}
+    known = named | off | set(NOT_FOR_SPEED) | {o for o, base in SAME_NUMBERS_ELSEWHERE.items() if base in named | off}
     begun = {option.split("/")[0] for option in named}
     assert {option for option in every_option() - known if option.split("/")[0] in begun} == set()
 

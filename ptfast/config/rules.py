@@ -28,7 +28,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     problems.append(_curriculum_problem(config))
     problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
-    problems += [_checkpointing_problem(config, place)]
+    problems += [_checkpointing_problem(config, place), _benchmark_problem(config)]
     problems += parallel_problems(config)
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
@@ -153,6 +153,15 @@ def _longer_than_run(config: Config, key: str, length: Duration) -> Problem | No
     if total is None or length.value <= total:
         return None
     return Problem("C011", f"longer than the run of {total} {length.unit}", key=key, value=length)
+
+
+def _benchmark_problem(config: Config) -> Problem | None:
+    backend = config.backend
+    if not (backend.deterministic and backend.cudnn_benchmark is True):
+        return None
+    what = "kernels chosen by timing differ from run to run, which backend.deterministic forbids"
+    hint = "Use backend.cudnn_benchmark=auto"
+    return Problem("C011", what, key="backend.cudnn_benchmark", value=True, suggestion=hint)
 
 
 def _milestones_problem(config: Config) -> Problem | None:

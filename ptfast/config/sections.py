@@ -139,6 +139,8 @@ class Dataloader(Section):
     """Batches that each worker reads ahead."""
     pin: bool | OrAuto = "auto"
     """Page-locked memory, from which copies to the GPU run beside the training."""
+    side_stream: bool = True
+    """Copy the next batch to a CUDA device while this one trains, on a stream of its own."""
     last: Literal["keep", "drop"] = "keep"
     """Whether an epoch's last, smaller batch is trained on."""
 
@@ -308,8 +310,10 @@ class Backend(Section):
 
     threads: Count | OrAuto = "auto"
     """Threads of each rank."""
-    cudnn_benchmark: bool = True
-    """Let cuDNN time its kernels and take the quickest."""
+    worker_threads: Count = 1
+    """Threads of each of the loader's worker processes."""
+    cudnn_benchmark: bool | OrAuto = "auto"
+    """Let cuDNN time its kernels and take the quickest; `auto` while the shapes of inputs are few."""
     deterministic: bool = False
     """Only kernels that give the same bits in every run."""
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data.labels import check_labels
-from ptfast.data.source import Splits, TensorSource
+from ptfast.data.source import Splits, TensorSource, as_tensor
 from ptfast.errors import DataError
 from ptfast.run import IGNORE_INDEX, DataInfo
 
@@ -155,13 +154,13 @@ def as_inputs(array: NDArray, where: str) -> tuple[Tensor, bool]:
             array = array[..., None]
         elif array.shape[3] not in _FEW_CHANNELS and array.shape[1] in _FEW_CHANNELS:
             array = array.transpose(0, 2, 3, 1)
-        return torch.from_numpy(np.array(array)), True
-    vectors = array.reshape(len(array), -1).astype(np.float32)
+        return as_tensor(np.ascontiguousarray(array)), True
+    vectors = array.reshape(len(array), -1).astype(np.float32, copy=False)
     if not np.isfinite(vectors).all():
         sample, column = (int(i) for i in np.argwhere(~np.isfinite(vectors))[0])
         what = f"sample {sample:,} holds {vectors[sample, column]} in column {column}"
         raise DataError("D005", what, key=where, suggestion="Replace or drop such samples")
-    return torch.from_numpy(vectors), False
+    return as_tensor(vectors), False
 
 
 def _tensors(inputs: NDArray, targets: NDArray, path: Path, split: str) -> tuple[Tensor, Tensor, bool]:
@@ -175,10 +174,10 @@ def _tensors(inputs: NDArray, targets: NDArray, path: Path, split: str) -> tuple
     if targets.ndim == 2 and targets.shape[1] == 1:
         targets = targets[:, 0]
     tensor, images = as_inputs(inputs, where)
-    targets = targets.astype(np.float32 if targets.dtype.kind == "f" else np.int64)
+    targets = targets.astype(np.float32 if targets.dtype.kind == "f" else np.int64, copy=False)
     if not np.isfinite(targets).all():
         raise DataError("D004", "targets that are not finite", key=where)
-    return tensor, torch.from_numpy(targets), images
+    return tensor, as_tensor(targets), images
 
 
 def _find(arrays: dict[str, NDArray], known: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:

@@ -35,6 +35,7 @@ def build_eval_loader(
     workers: int | str = 0,
     prefetch: int = 2,
     pin: bool | str = "auto",
+    worker_threads: int = 1,
 ) -> EvalLoader:
     """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
 
@@ -42,8 +43,8 @@ def build_eval_loader(
 
     Args:
         batch_size: samples of one forward pass on this rank.
-        kind, workers, prefetch, pin: as for the training loader. Samples that are not in memory are read by
-            worker processes for the kinds `auto` and `workers`.
+        kind, workers, prefetch, pin, worker_threads: as for the training loader. Samples that are not in
+            memory are read by worker processes for the kinds `auto` and `workers`.
     """
     prepare = build_prepare(
         source, info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
@@ -60,6 +61,7 @@ def build_eval_loader(
         -(-most // batch_size) if num_ranks > 1 else 0,
         count_workers(workers) if kind in ("auto", "workers") and not source.in_memory else 0,
         prefetch,
+        worker_threads,
     )
 
 
@@ -75,6 +77,7 @@ class _EvalLoader:
         num_batches: int,
         workers: int,
         prefetch: int,
+        worker_threads: int,
     ) -> None:
         self.num_samples = size
         self._source, self._prepare = source, prepare
@@ -86,7 +89,9 @@ class _EvalLoader:
         self._shares += [Share(0, np.arange(1), 0)] * (num_batches - len(self._shares))
         self._pool: WorkerPool | None = None
         if workers:
-            self._pool = WorkerPool(RawBatches(source, Augment(), 0), workers, prefetch, pin=prepare.pin)
+            self._pool = WorkerPool(
+                RawBatches(source, Augment(), 0), workers, prefetch, pin=prepare.pin, threads=worker_threads
+            )
         self._keep = isinstance(source, TensorSource) and source.prepared_bytes <= KEEP_LIMIT_BYTES
         self._kept: list[MicroBatch] | None = None
 

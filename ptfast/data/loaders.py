@@ -44,6 +44,7 @@ def build_train_loader(
     device: torch.device,
     channels_last: bool,
     sizes: Stages | None = None,
+    worker_threads: int = 1,
 ) -> TrainLoader:
     """The training loader of one rank.
 
@@ -56,6 +57,7 @@ def build_train_loader(
             `memory` (everything decoded in memory, batches gathered and augmented at once).
         workers: processes of the kind `workers`, or `auto` for the cores to spare.
         prefetch: micro-batches that each worker prepares ahead.
+        worker_threads: of each worker process.
         last: `keep` or `drop` a short last batch of an epoch.
         sizes: samples of an optimizer step by step, where they grow to `batch_size`.
 
@@ -92,10 +94,12 @@ def build_train_loader(
     if kind == "auto":
         kind, reason = _resolve(source, num_workers)
     if kind == "workers" and num_workers > 0:
-        pool = WorkerPool(RawBatches(source, wanted, seed), num_workers, prefetch, pin=prepare.pin)
-        return WorkerLoader(
-            sampler, prepare, pool, f"{num_workers} process{'es' * (num_workers > 1)}, {reason}"
+        pool = WorkerPool(
+            RawBatches(source, wanted, seed), num_workers, prefetch, pin=prepare.pin, threads=worker_threads
         )
+        who = f"{num_workers} process{'es' * (num_workers > 1)}"
+        who += f" of {worker_threads} threads" if worker_threads > 1 else ""
+        return WorkerLoader(sampler, prepare, pool, f"{who}, {reason}")
     if kind == "memory":
         source = source if source.in_memory else into_memory(source)
     if kind == "memory" and isinstance(source, TensorSource):

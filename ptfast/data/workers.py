@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import signal
 import warnings
@@ -54,6 +55,7 @@ class WorkerPool:
         prefetch: micro-batches that each prepares ahead.
         pin: whether batches come in pinned memory.
         start_method: of processes; None for the platform's own.
+        threads: of each process.
 
     Raises:
         DataError: D008 if processes are not forked and `batches` cannot be pickled.
@@ -67,8 +69,9 @@ class WorkerPool:
         *,
         pin: bool = False,
         start_method: str | None = None,
+        threads: int = 1,
     ) -> None:
-        self.workers, self._prefetch, self._pin = workers, prefetch, pin
+        self.workers, self._prefetch, self._pin, self._threads = workers, prefetch, pin, threads
         self._fetch, self._method = _Fetch(batches), start_method or mp.get_start_method()
         self._iterator: Any = None
         if self._method != "fork":
@@ -92,7 +95,7 @@ class WorkerPool:
                 prefetch_factor=max(1, self._prefetch),
                 pin_memory=self._pin,
                 collate_fn=_unchanged,
-                worker_init_fn=_start_worker,
+                worker_init_fn=functools.partial(_start_worker, self._threads),
                 multiprocessing_context=self._method,
                 # The default draws from the global generator: dropout would differ with and without workers.
                 generator=torch.Generator(),
@@ -166,12 +169,12 @@ def _unchanged(raw: Any) -> Any:
     return raw
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(threads: int, _: int) -> None:
     # The signals of a terminal reach the whole group: workers serve until the parent has saved and closes
     # them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     die_with_parent()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ptfast.techniques import (
     augment,
+    backend,
     checkpointing,
     curriculum,
     dataloader,
@@ -26,6 +27,7 @@ CATALOGUE: tuple[Technique, ...] = (
     *gradients.TECHNIQUES,
     *parameters.TECHNIQUES,
     *precision.TECHNIQUES,
+    *backend.TECHNIQUES,
     *checkpointing.TECHNIQUES,
     *rewrites.TECHNIQUES,
     *augment.TECHNIQUES,
