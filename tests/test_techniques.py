@@ -123,7 +123,12 @@ def test_every_option_has_a_record() -> None:
     words = [word for technique in CATALOGUE for word in technique.off]
     off = {word.replace("=", "/") for word in words if "." not in word} | chosen_by_plain()
     assert not named & set(SAME_NUMBERS_ELSEWHERE)
-    known = named | off | set(NOT_FOR_SPEED) | {o for o, base in SAME_NUMBERS_ELSEWHERE.items() if base in named | off}
+    known = (
+        named
+        | off
+        | set(NOT_FOR_SPEED)
+        | {o for o, base in SAME_NUMBERS_ELSEWHERE.items() if base in named | off}
+    )
     begun = {option.split("/")[0] for option in named}
     assert {option for option in every_option() - known if option.split("/")[0] in begun} == set()
 

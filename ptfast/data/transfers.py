@@ -87,7 +87,7 @@ class PrefetchedLoader:
     """A training loader whose batches are filled on a side stream, by `prefetched`."""
 
     def __init__(self, loader: TrainLoader, side: Side) -> None:
-        self.steps_per_epoch, self.kind, self.reason = loader.steps_per_epoch, loader.kind, loader.reason
+        self.plan, self.kind, self.reason = loader.plan, loader.kind, loader.reason
         self.workers = getattr(loader, "workers", 0)
         self._loader, self._side = loader, side
 
