@@ -45,6 +45,7 @@ CODES = {
     "E004": "a package that is not installed",
     "E005": "something this machine cannot run: a device, number format or tool that is not there",
     "N001": "a loss or gradient that is not finite",
+    "N002": "a gradient that does not fit its loss",
     "S001": "a saved state that is damaged",
     "S002": "a saved state of another model",
     "S003": "a saved state of another config",

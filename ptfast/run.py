@@ -268,6 +268,8 @@ class Run:
     groups_note: str | None = None
     """What is asked of single parameters, for the panel."""
     progress: Progress = field(default_factory=Progress)
+    watchers: list[Callback] = field(default_factory=list, init=False)
+    """Debugging aids: called after the callbacks' `on_step`, and never saved."""
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest evaluation of each split."""
     best_figures: dict[str, float] = field(default_factory=dict)

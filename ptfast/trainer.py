@@ -89,7 +89,8 @@ class Trainer:
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
         """Take optimizer steps up to `last_step`, or up to a signal."""
         run, progress, optimizer = self.run, self.run.progress, self.run.optimizer
-        scaler, clip, ema, callbacks = run.precision.scaler, run.clip, run.ema, run.callbacks
+        scaler, clip, ema = run.precision.scaler, run.clip, run.ema
+        callbacks = [*run.callbacks, *run.watchers]
         factors = run.schedule.lr_factors(progress.step, last_step)
         momenta = run.schedule.momenta(progress.step, last_step)
         first_step, take_step, statistics = progress.step, self.take_step, self.statistics

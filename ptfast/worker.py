@@ -88,7 +88,8 @@ def train(
                 logger = run.logger = _open_loggers(folder, extra, run.progress.step, display)
             display.panel(*build_panel(config, run, panel))
             display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
-            with debugging(config.debug.mode):
+            debug = config.debug
+            with debugging(debug.mode, run, wait=debug.wait, warmup=debug.warmup, active=debug.active):
                 status = fit(run)
             exit_code = EXIT_CODES[status]
         except PtfastError as error:

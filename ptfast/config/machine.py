@@ -13,6 +13,7 @@ def machine_problems(config: Config) -> list[Problem]:
     Imports torch only where it is needed to tell.
     """
     problems = [_no_device(config), _too_many_ranks(config), _no_precision(config), _no_compiler(config)]
+    problems += [_no_nvtx(config)]
     return [problem for problem in problems if problem is not None]
 
 
@@ -46,6 +47,13 @@ def _no_compiler(config: Config) -> Problem | None:
     if mode == "none":
         return None
     return _problem(devices.lack_of_compiler(_device_of(config)), "compile", mode)
+
+
+def _no_nvtx(config: Config) -> Problem | None:
+    if config.debug.mode != "nvtx" or _device_of(config) == "cuda":
+        return None
+    what, hint = "marks are for a CUDA device, and none is used", "Use debug=profiler"
+    return Problem("E005", what, key="debug", value="nvtx", suggestion=hint)
 
 
 def _device_of(config: Config) -> str:

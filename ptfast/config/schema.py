@@ -40,6 +40,7 @@ from ptfast.errors import is_secret
 
 FREE_KEYS = (
     *("recipe", "preset", "trust", "epochs", "steps", "log_every", "device", "run", "eval", "stop", "sweep"),
+    "debug",
     *(
         "saving",
         "logger",

@@ -319,10 +319,16 @@ class Backend(Section):
 
 
 class Debug(Section):
-    """Checks that slow training down."""
+    """Looks at a run that slow it down and change nothing in it."""
 
-    mode: Literal["none", "anomaly"] = "none"
-    """`anomaly` names the operation that made a NaN, and is slow."""
+    mode: Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"] = "none"
+    """What is looked at: NaN, operators, marks for Nsight Systems, the gradient of the loss, or memory."""
+    wait: Annotated[int, NOT_NEGATIVE] = 5
+    """Steps before `profiler` and `memory` start."""
+    warmup: Annotated[int, NOT_NEGATIVE] = 2
+    """Further steps, in which `profiler` runs without recording."""
+    active: Count = 5
+    """Steps that `profiler` and `memory` look at."""
 
 
 class Saving(Section):

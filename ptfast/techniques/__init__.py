@@ -8,6 +8,7 @@ from ptfast.techniques import (
     checkpointing,
     curriculum,
     dataloader,
+    debug,
     gradients,
     parallel,
     parameters,
@@ -23,6 +24,7 @@ __all__ = ["CATALOGUE", "PROMISES", "Kind", "Need", "Technique"]
 
 CATALOGUE: tuple[Technique, ...] = (
     *dataloader.TECHNIQUES,
+    *debug.TECHNIQUES,
     *transfers.TECHNIQUES,
     *gradients.TECHNIQUES,
     *parameters.TECHNIQUES,
