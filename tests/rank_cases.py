@@ -193,5 +193,10 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
     middle = Path("mixed-ddp/saved/step-4")
     words = (*SMALL, *MIXED)
     found["taken up"] = on.train("taken-up", *words, strategy="fsdp", state_folder=middle)
+    words = ("model=resnet_digits", "batch_size=32", "steps=2", "precision=bf16_true")
+    try:
+        on.build("two types", *words, strategy="fsdp")
+    except PtfastError as error:
+        found["two types"] = f"{error.code}: {error}"
     found["fsdp resumes"] = on.resumed("fsdp", *SMALL, *MIXED, strategy="fsdp")
     return found

@@ -39,6 +39,11 @@ def test_it_goes_on_to_the_same_bits(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["fsdp resumes"]
 
 
+def test_weights_of_two_types_are_refused(two_ranks: dict[str, Any]) -> None:
+    """Among weights in bf16, norms stay in float32."""
+    assert two_ranks["two types"].startswith("C011: parallel=fsdp: the weights are bfloat16 and float32")
+
+
 @pytest.fixture
 def rank_folder(two_ranks: dict[str, Any]) -> Path:
     """Where the two ranks have trained."""

@@ -77,6 +77,10 @@ def build_optimizer(
         raise MachineError("E005", what, key="optimizer.fused", value="true", suggestion=hint)
     # Torch writes its defaults into the groups that it is given.
     given = [dict(group) for group in groups or ()] or parameters
+    if wanted is not False and not fused and is_sharded(parameters[0]) and _takes(target, "foreach"):
+        # Each operation on weights that are shared out costs its Python, a list's not more than one weight's:
+        # a third of the time. Torch takes it for plain tensors only, unless it is told.
+        unfused = replace(unfused, kwargs={"foreach": True, **kwargs})
     optimizer = _construct(_with_fused(unfused) if fused else unfused, given, model)
     _check_decay(optimizer, groups or ())
     for group in optimizer.param_groups:
@@ -157,7 +161,7 @@ def _check_step(target: Target) -> None:
 
 def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
     """Whether a fused step runs, found by taking one on a scalar: some optimizers refuse only then."""
-    if "fused" not in inspect.signature(target.resolve()).parameters:
+    if not _takes(target, "fused"):
         return False
     kinds = {(p.device, p.dtype): torch.zeros(1, device=p.device, dtype=p.dtype) for p in parameters}
     # Of parameters that are shared out, one of each kind: torch takes them or not.
@@ -171,6 +175,10 @@ def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _takes(target: Target, keyword: str) -> bool:
+    return keyword in inspect.signature(target.resolve()).parameters
 
 
 def _with_fused(target: Target) -> Target:

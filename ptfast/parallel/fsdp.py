@@ -26,12 +26,15 @@ class Sharded:
     float32: its kernels want weights and running statistics of one type.
 
     Args:
-        model: the plain model, on its device and restored; changed in place. Its parameters become DTensors
-            under the names they had, so an optimizer has to be built afterwards.
+        model: the plain model, on its device and restored, with parameters of one type; changed in place.
+            They become DTensors under the names they had, so an optimizer has to be built afterwards.
         blocks: parts of the model, none inside another. What is in none is one more block.
         half_type: what autocast computes in; None for float32.
 
-    Cost: a second or two to import, once. Source: Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277;
+    Raises:
+        ConfigError: C011 for parameters of several types.
+
+    Cost: two seconds to import, once. Source: Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277;
     Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054.
     """
 
@@ -43,6 +46,11 @@ class Sharded:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        types = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+        if len(types) > 1:
+            what = f"the weights are {' and '.join(types)}, and fsdp gathers those of a block as one"
+            hint = "Use precision=bf16, which gathers float32 weights as bf16, or parallel=ddp"
+            raise ConfigError("C011", what, key="parallel", value="fsdp", suggestion=hint)
         # As DDP does: a model that draws its weights from somewhere else differs from rank to rank.
         broadcast_buffers([p.detach() for p in model.parameters()], ranks)
         device = next(model.parameters()).device
