@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import RunPtfast
-from running import WITH_TESTS, build_run
+from running import build_run, train
 from torch import Tensor, nn
 
+from ptfast.cli import run
 from ptfast.config.compose import compose
 from ptfast.config.freeze import freeze
 from ptfast.config.overrides import parse
@@ -174,8 +174,8 @@ def test_a_sweep_goes_over_names_and_options() -> None:
     assert points[1] == ["++task.name=hf", "++task.label_smoothing=0"]
 
 
-def test_training_with_a_loss_of_ones_own(run_ptfast: RunPtfast) -> None:
+def test_training_with_a_loss_of_ones_own(in_tmp: Path) -> None:
     words = ("steps=3", "model.hidden=[4]", "run.dir=run", f"task.loss._target_={HERE}.half_loss")
-    done = run_ptfast("train", *words, env=WITH_TESTS)
-    assert done.code == 0, done.err
-    assert run_ptfast("eval", "run", f"trust=[{HERE}]", env=WITH_TESTS).code == 0
+    assert train(*words) == 0
+    assert run(["eval", "run"]) == 2
+    assert run(["eval", "run", f"trust=[{HERE}]"]) == 0
