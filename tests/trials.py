@@ -125,7 +125,7 @@ def trained_by_ranks(words: Words, folder: Path, plain_words: Words | None = Non
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     trial = Trial([line["loss"] for line in lines if line["split"] == "train"], weights(folder))
     if plain_words is not None:
-        with a_run(*plain_words, "parallel=single", "parallel.nproc=1") as plain:
+        with a_run(*merged(*plain_words, "parallel=single", "parallel.nproc=1")) as plain:
             before = plain_loss(plain, plain.task)
             plain.model.load_state_dict(trial.weights)
             trial.plain_loss = before, plain_loss(plain, plain.task)
