@@ -14,11 +14,13 @@ from running import build_run, same_bits
 from torch import Tensor
 
 from ptfast import runner
+from ptfast.config.read import read_config
 from ptfast.data import arrays, transfers
 from ptfast.data.source import as_tensor
 from ptfast.data.text import Windows
 from ptfast.data.transfers import PrefetchedEvaluation, PrefetchedLoader, open_side_stream, prefetched
 from ptfast.loop import fit
+from ptfast.panel import build_panel
 
 CPU = torch.device("cpu")
 ALL = ("steps=14", "eval.every=7steps", "model.hidden=[16]", "batch_size=128", "gradients.accumulate=2")
@@ -100,6 +102,19 @@ def test_a_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run = build_run(tmp_path, *ALL, "dataloader.side_stream=false")
     assert not isinstance(run.train_loader, PrefetchedLoader)
     assert run.resolved["side_stream"] is False
+
+
+def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*ALL, "precision=amp_fp16")
+    monkeypatch.setattr(runner, "open_side_stream", lambda device: Recorder())
+    config, run = read_config(words)[1], build_run(tmp_path, *words)
+    _, rows, warnings = build_panel(config, run, [])
+    assert dict(rows)["transfers"] == "on a side stream, one batch ahead"
+    assert "kernels" not in dict(rows)
+    assert warnings == ["precision=amp_fp16 is slow on a CPU, few of which have float16; bf16 is theirs"]
+    run.resolved["cudnn_benchmark"] = True
+    kernels = dict(build_panel(config, run, [])[1])["kernels"]
+    assert kernels == "cuDNN takes the quickest by trying, while inputs have few shapes"
 
 
 def test_a_cpu_has_no_side_stream() -> None:
