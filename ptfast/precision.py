@@ -95,9 +95,8 @@ def build_precision(
     elif matmul == "auto" and mode != "fp32":
         # Autocast and bf16 weights leave no float32 products worth mentioning.
         matmul = "highest"
-    chosen, trial = on_first_rank(lambda: _choose_matmul(matmul, device), ranks or Ranks())
+    chosen, note = on_first_rank(lambda: _choose_matmul(matmul, device), ranks or Ranks())
     _apply_switches(chosen, tf32_convolutions=mode == "tf32")
-    note = f", {chosen} matmuls: {trial}" if trial is not None else ""
     if mode == "amp":
         return _build_amp(device, chosen, note)
     if mode == "amp_fp16":
@@ -183,15 +182,19 @@ def _synchronise(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tuple[Matmul, Trial | None]:
+def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tuple[Matmul, str]:
+    """The setting that `wanted` stands for, and what the note adds about it."""
     if wanted == "highest":
-        return wanted, None
+        return wanted, ""
     if wanted != "auto":
-        return wanted, try_matmuls((wanted,), device)[wanted]
+        return wanted, f", {wanted} matmuls: {try_matmuls((wanted,), device)[wanted]}"
     trials = try_matmuls(("high", "medium"), device)
     good = [trial for trial in trials.values() if trial.error <= FP32_GRADE]
     best = max(good, key=lambda trial: trial.speedup, default=None)
-    return (best.setting, best) if best is not None and best.speedup >= WORTH else ("highest", None)
+    if best is not None and best.speedup >= WORTH:
+        return best.setting, f", {best.setting} matmuls: {best}"
+    tried = "; ".join(f"{name}: {trial}" for name, trial in trials.items())
+    return "highest", f", highest matmuls ({tried})"
 
 
 def _apply_switches(matmul: Matmul, *, tf32_convolutions: bool) -> None:

@@ -126,7 +126,10 @@ def test_auto_takes_the_quickest_products_that_are_as_exact_as_fp32(hardware):
         r"fp32, high matmuls: 1\.5x at relative error \de-07, as exact as fp32", precision.note
     )
     hardware["high"] = 2.9
-    assert build_precision("fp32", CPU, "auto").matmul == torch.get_float32_matmul_precision() == "highest"
+    stays = build_precision("fp32", CPU, "auto")
+    assert stays.matmul == torch.get_float32_matmul_precision() == "highest"
+    assert stays.note.startswith("fp32, highest matmuls (high: 1.0x at relative error")
+    assert stays.note.endswith("coarser than fp32)")
     assert torch.equal(torch.get_rng_state(), before)
 
 
