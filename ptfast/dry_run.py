@@ -60,7 +60,8 @@ def dry_run(config: Config) -> int:
                 device=run.device,
                 ranks=run.ranks,
                 precision=run.precision,
-                ema=run.ema,
+                average=run.ema,
+                flip=run.flip,
             )
         run.save(run, False)
         for loader in (run.train_loader, *run.eval_loaders.values()):

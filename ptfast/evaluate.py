@@ -14,8 +14,9 @@ from ptfast.config.schema import Config
 from ptfast.data import check_same_data, read_info
 from ptfast.data.transfers import open_side_stream
 from ptfast.distributed import Ranks
-from ptfast.ema import Ema
+from ptfast.ema import Average
 from ptfast.errors import EXIT_OK, ConfigError
+from ptfast.flip import check_flip
 from ptfast.loading import build_eval_loaders, load_data
 from ptfast.loop import evaluate
 from ptfast.models import build_model
@@ -32,6 +33,8 @@ class SavedModel:
     """A model as it was trained, on its device and ready to evaluate."""
 
     model: nn.Module
+    average: Average | None
+    """Of its weights, where they were averaged; not in the model yet."""
     task: Task
     info: DataInfo
     device: torch.device
@@ -43,7 +46,7 @@ class SavedModel:
 
 
 def load_saved(config: Config, state_folder: Path) -> SavedModel:
-    """Build the model of a saved state, with its averaged weights where it has them. Needs no data.
+    """Build the model of a saved state, and the average of its weights where there is one. Needs no data.
 
     Raises:
         SavedStateError: S001 when the state is damaged, S002 when it is of another model.
@@ -68,14 +71,15 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         apply_half_weights(model)
     drop_biases(model, resolved["dropped_biases"])
     restore_model(model.to(device), state)
+    average = None
     if "ema" in state.training:
-        averaged = Ema(model, 0.5)
-        averaged.load_state_dict(state.training["ema"])
-        averaged.copy_to_model()
+        average = Average(model)
+        average.load_state_dict(state.training["ema"])
     model.eval()
     task = build_task(config.task.name, info, **config.task.build_options())
+    check_flip(config.eval.flip, info, task)
     micro_batches, step = int(resolved["micro_batches"]), int(state.facts["progress"]["step"])
-    return SavedModel(model, task, info, device, precision, channels_last, micro_batches, step)
+    return SavedModel(model, average, task, info, device, precision, channels_last, micro_batches, step)
 
 
 def evaluate_saved(
@@ -126,6 +130,8 @@ def evaluate_saved(
             device=saved.device,
             ranks=Ranks(),
             precision=saved.precision,
+            average=saved.average,
+            flip=config.eval.flip,
         )
         print(json.dumps({"step": saved.step, "split": name, **figures}))
     for loader in loaders.values():

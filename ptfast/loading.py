@@ -25,6 +25,9 @@ from ptfast.run import DataInfo, EvalLoader
 SMALL_SAMPLE_BYTES = 64 * 2**10
 """A sample that takes no more as float32 is small: an image of 72 x 72, say."""
 
+STATISTICS_SAMPLES = 4096
+"""Training samples that BatchNorm's statistics are measured on; more do not change them much."""
+
 
 def load_data(config: Config, ranks: Ranks | None = None, **saved: Any) -> Data:
     """The splits that the config names, and the facts about them.
@@ -63,7 +66,7 @@ def build_eval_loaders(
         side: stream on which batches are made ready, None for that of the model.
     """
     micro_batches = micro_batches or config.micro_batches or num_ranks * config.gradients.accumulate
-    batch_size = config.eval.batch_size or eval_batch_size(data.info, config.batch_size // micro_batches)
+    batch_size = evaluated_at_once(config, data.info, micro_batches)
     splits = {"val": data.val, "test": data.test}
     loaders = {
         split: build_eval_loader(
@@ -77,6 +80,11 @@ def build_eval_loaders(
     return {split: PrefetchedEvaluation(loader, side) for split, loader in loaders.items()}
 
 
+def evaluated_at_once(config: Config, info: DataInfo, micro_batches: int) -> int:
+    """Samples of a forward pass in evaluation on one rank."""
+    return config.eval.batch_size or eval_batch_size(info, config.batch_size // micro_batches)
+
+
 def first_samples(data: Data, num_samples: int = 2, **loading: Any) -> Any:
     """The first training samples as a task takes them, for a look at what the model does with them.
 
@@ -86,6 +94,35 @@ def first_samples(data: Data, num_samples: int = 2, **loading: Any) -> Any:
     few = take(data.train, np.arange(min(num_samples, len(data.train))))
     loader = build_eval_loader(few, data.info, batch_size=num_samples, rank=0, num_ranks=1, **loading)
     return next(iter(loader)).data
+
+
+def build_statistics_loader(
+    data: Data, *, batch_size: int, seed: int, rank: int, num_ranks: int, **loading: Any
+) -> EvalLoader | None:
+    """Some thousand training samples in a random order, as many on each rank, as they are evaluated.
+
+    Returns:
+        None where there are too few samples, or iterable data, of which none may be taken.
+    """
+    try:
+        size = len(data.train)
+    except TypeError:
+        return None
+    share = min(STATISTICS_SAMPLES, size) // num_ranks
+    # BatchNorm takes no batch of one sample.
+    share -= share % batch_size == 1
+    if share < 2:
+        return None
+    # In the order of a folder a batch would hold a single class.
+    picked = np.random.default_rng(seed).permutation(size)[: share * num_ranks]
+    return build_eval_loader(
+        take(data.train, picked),
+        data.info,
+        batch_size=batch_size,
+        rank=rank,
+        num_ranks=num_ranks,
+        **loading,
+    )
 
 
 def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:

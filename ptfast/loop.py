@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import signal
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ptfast.distributed import Ranks, broadcast_buffers, broadcast_object, sum_over_ranks
-from ptfast.ema import Ema
+from ptfast.ema import Average
 from ptfast.errors import ConfigError
+from ptfast.flip import FlipAveraged
 from ptfast.precision import Precision
 from ptfast.run import EvalLoader, Run, Task
 from ptfast.trainer import Trainer, sum_and_read, sum_dtype
@@ -71,6 +72,8 @@ def fit(run: Run) -> str:
                 status = _judge(run)
         if is_best or step >= run.total_steps or status != "finished" or step in cadence.save_steps:
             clock.charge("logging")
+            if run.ema is not None:
+                run.ema.settle()
             run.save(run, is_best)
             clock.charge("saving")
     ended = status in ("finished", "stopped", "paused")
@@ -82,14 +85,10 @@ def fit(run: Run) -> str:
     return status
 
 
-_nothing = contextlib.nullcontext()
-
-
 class Abandoned(Exception):  # noqa: N818 - nothing is wrong
     """An evaluation that a signal has cut short, on all ranks."""
 
 
-@torch.inference_mode()
 def evaluate(
     model: nn.Module,
     task: Task,
@@ -98,27 +97,52 @@ def evaluate(
     device: torch.device,
     ranks: Ranks,
     precision: Precision,
-    ema: Ema | None = None,
+    average: Average | None = None,
+    flip: bool = False,
     stop_asked: Callable[[], bool] = lambda: False,
     sharded: bool = False,
 ) -> dict[str, float]:
     """Figures of `model` over a whole split, each sample counted once, sums kept on the device.
 
     Args:
-        ema: averaged weights, evaluated in place of the model's own.
+        average: averaged weights. Where there are such, the figures are theirs, and those of the model's own
+            weights stand beside them as `raw_loss` and the like.
+        flip: average outputs over each image and its mirror image.
         stop_asked: whether to give up, asked before every batch.
         sharded: whether a forward pass takes all ranks, those too whose share is empty.
 
     Raises:
         Abandoned: some rank was asked to give up.
     """
+    predictor = FlipAveraged(model) if flip else model
+    figures_of_weights = partial(
+        _evaluate, predictor, task, loader, device, ranks, precision, stop_asked, sharded
+    )
+    if average is None or not average.ready:
+        return figures_of_weights()
+    with average.swapped():
+        figures = figures_of_weights()
+    return figures | {f"raw_{name}": value for name, value in figures_of_weights().items()}
+
+
+@torch.inference_mode()
+def _evaluate(
+    model: nn.Module,
+    task: Task,
+    loader: EvalLoader,
+    device: torch.device,
+    ranks: Ranks,
+    precision: Precision,
+    stop_asked: Callable[[], bool],
+    sharded: bool,
+) -> dict[str, float]:
     metrics = task.metrics().to(device)
     loss_sum = torch.zeros((), dtype=sum_dtype(device), device=device)
     num_items: Any = 0
     abandoned = 0
     was_training = model.training
     model.eval()
-    with ema.swapped() if ema is not None else _nothing, precision.autocast():
+    with precision.autocast():
         # BatchNorm's are the same everywhere; a model may have others.
         broadcast_buffers(list(model.buffers()), ranks)
         for data, num_samples in loader:
@@ -146,6 +170,8 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     """Evaluate a split, log it, tell the callbacks."""
     step = run.progress.step
     run.clock.charge("logging")
+    if run.ema is not None:
+        run.ema.settle()
     figures = evaluate(
         run.model,
         run.task,
@@ -153,7 +179,8 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
         device=run.device,
         ranks=run.ranks,
         precision=run.precision,
-        ema=run.ema,
+        average=run.ema,
+        flip=run.flip,
         # Ranks that gather weights together have to go through it together.
         stop_asked=lambda: run.stop_signal is not None and not run.sharded,
         sharded=run.sharded,

@@ -12,6 +12,7 @@ from ptfast.config.schema import Config
 from ptfast.data import read_inputs
 from ptfast.errors import EXIT_OK, MachineError
 from ptfast.evaluate import load_saved
+from ptfast.flip import FlipAveraged
 
 
 def predict_files(config: Config, state_folder: Path, paths: list[str], out: str | None = None) -> int:
@@ -27,6 +28,9 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
         DataError: D001, D005 for what cannot be read.
     """
     saved = load_saved(config, state_folder)
+    if saved.average is not None:
+        saved.average.copy_to_model()
+    model = FlipAveraged(saved.model) if config.eval.flip else saved.model
     lines: list[str] = []
     with torch.inference_mode(), saved.precision.autocast():
         for name, inputs in read_inputs(
@@ -36,7 +40,7 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
             channels_last=saved.channels_last,
             normalize=config.data.normalize,
         ):
-            records = saved.task.predict(saved.model, inputs)
+            records = saved.task.predict(model, inputs)
             names = name if isinstance(name, list) else [name]
             for source, record in zip(names, records, strict=True):
                 lines.append(json.dumps({"input": source, **record}))

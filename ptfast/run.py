@@ -237,6 +237,7 @@ class Run:
     precision: Any
     clip: Callable[[], Any] | None
     ema: Any | None
+    """The average of the weights, of `ptfast.ema`."""
     train_loader: TrainLoader
     eval_loaders: dict[str, EvalLoader]
     device: torch.device
@@ -278,6 +279,8 @@ class Run:
     """What `auto` became."""
     watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
     """What looks at the training batches as they go by."""
+    flip: bool = False
+    """Whether evaluations average over each image and its mirror image."""
     data_note: str = ""
     """The data in one line, for the panel."""
     stop_reason: str | None = None

@@ -110,7 +110,8 @@ def restore_training(run: Run, state: State) -> None:
     run.progress = Progress(**state.facts["progress"])
     run.best_figures = state.facts["best_figures"]
     run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
-    extendable = run.schedule.extendable and (run.freezing is None or run.freezing.extendable)
+    parts = (run.schedule, run.freezing, run.ema)
+    extendable = all(part is None or part.extendable for part in parts)
     check_length(run.progress.step, state.facts["resolved"]["total_steps"], run.total_steps, extendable)
     # A kill between a state and the link to it leaves the link behind.
     saved = run.folder / "saved"

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ptfast import run_folder
+from ptfast.averaging import build_average
 from ptfast.backend import MOST_SHAPES, apply_backend, resolve_device, watch_shapes
 from ptfast.blocks import find_blocks
 from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
@@ -33,8 +34,8 @@ from ptfast.data.mix import build_mix
 from ptfast.data.transfers import PrefetchedLoader, open_side_stream
 from ptfast.distributed import Ranks, broadcast_object, on_first_rank
 from ptfast.durations import Duration
-from ptfast.ema import Ema
 from ptfast.errors import ConfigError
+from ptfast.flip import check_flip
 from ptfast.gradients import build_clipper, head_of
 from ptfast.loading import build_course, build_eval_loaders, check_last_batch, first_samples, load_data
 from ptfast.logger import NoLogger
@@ -118,6 +119,7 @@ def build(
     if saved_info is not None:
         check_same_data(saved_info, info)
     task = build_task(config.task.name, info, **config.task.build_options())
+    check_flip(config.eval.flip, info, task)
     seed_everything(config.seed)
     model = _build_model(config, info, fresh=state is None, display=display)
     course = build_course(config, info, model, micro_batches)
@@ -202,7 +204,6 @@ def build(
     scaling = scale_for_batch(optimizer, section.lr_scaling, config.batch_size, section.reference_batch)
     if precision.scaler is not None:
         start_momentum(optimizer)
-    ema = Ema(model, config.ema.decay) if config.ema.decay is not None else None
     check_last_batch(plan, model, micro_batches)
     schedule = build_schedule(
         config.schedule.target.build(),
@@ -246,6 +247,19 @@ def build(
             return plan.every(duration, total_steps)
 
     freezing = grouping.freezing(steps_of, total_steps)
+    average = build_average(
+        config,
+        model,
+        data,
+        task,
+        precision,
+        ranks,
+        micro_batches=micro_batches,
+        steps_of=steps_of,
+        every=every,
+        total_steps=total_steps,
+        **loading,
+    )
     stop, gradients = config.stop, config.gradients
     metric = stop.metric or (task.metric if "val" in eval_loaders else "loss")
     _check_metric(stop.metric, task, "val" in eval_loaders)
@@ -265,7 +279,7 @@ def build(
             head=head_of(model) if gradients.clip_adaptive is not None else (),
             by_group=grouping.clip_norms(),
         ),
-        ema=ema,
+        ema=average,
         train_loader=train_loader,
         eval_loaders=eval_loaders,
         device=device,
@@ -297,6 +311,7 @@ def build(
         groups_note=grouping.describe(),
         clock=clock or Clock(),
         resolved=resolved,
+        flip=config.eval.flip,
         data_note=data.note,
     )
     if benchmark == "auto" and backend["cudnn_benchmark"]:

@@ -97,6 +97,7 @@ class Trainer:
         # The last before the state may be saved.
         inspects = self.seeks_unreached or run.log_norm or run.ranks.distributed
         inspected_step = last_step - 1 if inspects else -1
+        skipped = None
         run.forward.train()
         for index, batch in enumerate(islice(batches, last_step - first_step)):
             apply_lr(optimizer, self.base_lrs, factors[index], momenta[index] if momenta else None)
@@ -110,13 +111,13 @@ class Trainer:
             if scaler is None:
                 take_step()
             else:
-                self._take_scaled_step(scaler)
+                skipped = self._take_scaled_step(scaler)
             for parameter in self.parameters:
                 parameter.grad = None
             if statistics is not None:
                 statistics.merge()
             if ema is not None:
-                ema.update()
+                ema.update(progress.step + 1, skipped)
             progress.step += 1
             progress.samples += batch.num_samples
             for callback in callbacks:
@@ -165,11 +166,11 @@ class Trainer:
             missing = {name for name, p in named if p.requires_grad and p.grad is None}
             self.unreached = missing if self.unreached is None else self.unreached & missing
 
-    def _take_scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+    def _take_scaled_step(self, scaler: torch.amp.GradScaler) -> Tensor:
         """A step that is left out where the scaled gradients overflow; its loss then counts for nothing.
 
-        Whether it was is read off the scale, which falls, and stays on the device. Fused optimizers are told
-        there, too; torch's others make the host wait for it.
+        Returned is whether it was: read off the scale, which falls then, it stays on the device. Fused
+        optimizers are told there, too; torch's others make the host wait for it.
         """
         scaler.step(self.run.optimizer)
         scaler.update()
@@ -180,6 +181,7 @@ class Trainer:
         loss_before, items_before = self.sums_before
         self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
         self.num_items = torch.where(skipped, items_before, self.num_items)
+        return skipped
 
     def _item_weight(self, batch: StepBatch) -> Tensor:
         """What one item's loss weighs: one over the items of the step, times the ranks DDP averages over.

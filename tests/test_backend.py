@@ -13,14 +13,12 @@ import pytest
 import torch
 from running import build_run
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ptfast import runner
 from ptfast.backend import apply_backend, resolve_threads, usable_cores, watch_shapes
 from ptfast.compile import apply_compile
 from ptfast.debug import debugging
-from ptfast.ema import Ema
-from ptfast.errors import MachineError, NumericsError, SavedStateError
+from ptfast.errors import MachineError, NumericsError
 from ptfast.loop import fit
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
 from ptfast.run import MicroBatch, StepBatch
@@ -186,89 +184,6 @@ class TestSeeding:
             weights.append(nn.Linear(3, 3).weight.detach())
         assert torch.equal(weights[0], weights[1])
         assert not torch.equal(weights[0], weights[2])
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.randn(4, 4, 3, 3)).square().sum().backward()
-    optimizer.step()
-
-
-class TestEma:
-    def test_equals_torchs_averaged_model(self):
-        model = conv_net()
-        ema, reference = (
-            Ema(model, 0.9),
-            AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(5):
-            train_step(model, optimizer)
-            ema.update()
-            reference.update_parameters(model)
-        with ema.swapped():
-            for ours, theirs in zip(model.parameters(), reference.module.parameters(), strict=True):
-                assert torch.equal(ours, theirs)
-            torch.testing.assert_close(model[1].running_var, reference.module[1].running_var)
-
-    @pytest.mark.parametrize("inference", [False, True])
-    def test_swapping_is_undone_bit_for_bit(self, inference):
-        model = conv_net()
-        ema, optimizer = Ema(model, 0.5), torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(3):
-            train_step(model, optimizer)
-            ema.update()
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        addresses = [p.data_ptr() for p in model.parameters()]
-        with torch.inference_mode(inference), ema.swapped():
-            assert not torch.equal(model[0].weight, before["0.weight"])
-            model(torch.randn(4, 4, 3, 3))
-        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-        assert addresses == [p.data_ptr() for p in model.parameters()]
-        train_step(model, optimizer)
-
-    def test_weights_come_back_after_an_error(self):
-        model = conv_net()
-        ema = Ema(model, 0.5)
-        with torch.no_grad():
-            model[3].weight.fill_(7)
-        with pytest.raises(KeyError), ema.swapped():
-            raise KeyError
-        assert (model[3].weight == 7).all()
-
-    def test_state_goes_on_where_it_was(self):
-        model = conv_net()
-        ema, optimizer = Ema(model, 0.9), torch.optim.SGD(model.parameters(), lr=0.01)
-        train_step(model, optimizer)
-        ema.update()
-        other = Ema(model, 0.9)
-        other.load_state_dict(
-            {**ema.state_dict(), "averages": {n: t.clone() for n, t in ema.state_dict()["averages"].items()}}
-        )
-        train_step(model, optimizer)
-        for each in (ema, other):
-            each.update()
-        for name, average in ema.state_dict()["averages"].items():
-            assert torch.equal(average, other.state_dict()["averages"][name])
-        assert other.state_dict()["updates"] == 2
-
-    def test_state_of_another_model(self):
-        for other in (nn.Linear(2, 2), conv_net(groups=2)):
-            with pytest.raises(SavedStateError, match=r"another model: \S+ differs") as caught:
-                Ema(other, 0.9).load_state_dict(Ema(conv_net(), 0.9).state_dict())
-            assert caught.value.code == "S002"
-
-    def test_what_does_not_train_is_left_alone(self):
-        model = conv_net()
-        model[0].requires_grad_(False)
-        assert set(Ema(model, 0.9).state_dict()["averages"]) == {
-            "1.weight",
-            "1.bias",
-            "1.running_mean",
-            "1.running_var",
-            "3.weight",
-            "3.bias",
-        }
 
 
 class TestChannelsLast:

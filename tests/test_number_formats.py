@@ -129,11 +129,11 @@ def test_the_average_of_half_weights_is_kept_in_float32() -> None:
             model.weight.fill_(1.0)
             model.bias.fill_(1.0)
         ema = Ema(model, 0.999)
-        ema.update()
+        ema.update(1)
         with torch.no_grad():
             model.weight.fill_(2.0)
         for _ in range(100):
-            ema.update()
+            ema.update(1)
         averages.append(ema.state_dict()["averages"])
     assert averages[0]["weight"].dtype is torch.float32
     assert same_bits(averages[0], averages[1])

@@ -22,7 +22,8 @@ from ptfast.saving import list_states, point
 
 MODEL = ("model.hidden=[16]", "model.dropout=0.3", "augment.crop_padding=1", "augment.flip=true")
 RHYTHM = ("epochs=2", "batch_size=128", "log_every=5", "saving.every=4steps", "eval.every=6steps")
-BASE = (*MODEL, *RHYTHM, "callbacks=[{_target_: test_resume.Armed, step: 17}]", "run.resume=auto")
+KILLED = (*RHYTHM, "callbacks=[{_target_: test_resume.Armed, step: 17}]", "run.resume=auto")
+BASE = (*MODEL, *KILLED)
 """Two epochs of 13 steps. The callback acts if there is a file `armed` that names a signal."""
 
 
@@ -96,12 +97,24 @@ def assert_same_run(left: Path, right: Path) -> None:
     ids=["memory", "workers and ema", "bf16, accumulation and ema"],
 )
 def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path, words: tuple[str, ...]) -> None:
-    assert train(*BASE, *words, "run.dir=whole") == 0
+    assert_goes_on(*BASE, *words)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_killed_run_goes_on_with_its_average_and_its_cycles(in_tmp: Path) -> None:
+    """The average begins at step 13, and BatchNorm is measured for it, before the kill and after."""
+    average = ("ema=swa", "ema.swa_start=50%", "ema.swa_every=3steps", "eval.flip=true")
+    assert_goes_on(*KILLED, "model=resnet_digits", "model.width=4", "schedule=cyclic", *average)
+
+
+def assert_goes_on(*words: str) -> None:
+    """Killed and begun again, it ends as if never killed."""
+    assert train(*words, "run.dir=whole") == 0
     arm("SIGKILL")
-    assert train_in_child(*BASE, *words, "run.dir=killed") == -signal.SIGKILL
+    assert train_in_child(*words, "run.dir=killed") == -signal.SIGKILL
     assert list_states(Path("killed/saved"))[0].name == "step-16"
     assert not Path("killed/summary.json").exists()
-    assert train(*BASE, *words, "run.dir=killed") == 0
+    assert train(*words, "run.dir=killed") == 0
     assert summary(Path("killed"))["steps"] == 26
     assert_same_run(Path("whole"), Path("killed"))
 

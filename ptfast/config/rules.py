@@ -30,6 +30,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
     problems += [_checkpointing_problem(config, place), _benchmark_problem(config)]
     problems += parallel_problems(config)
+    problems.append(_average_problem(config))
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
 
@@ -195,6 +196,14 @@ def _momentum_problem(config: Config, place: Place) -> Problem | None:
     hint = "Leave it out, or choose an optimizer with a momentum or betas, such as optimizer=sgd"
     key = f"schedule.{typed[0]}"
     return Problem("C011", what, key=key, value=momenta[typed[0]], suggestion=hint)
+
+
+def _average_problem(config: Config) -> Problem | None:
+    average = config.ema
+    if average.decay is None or average.swa_start is None:
+        return None
+    what, hint = f"contradicts ema.decay={average.decay:g}", "Set one of the two to null"
+    return Problem("C011", what, key="ema.swa_start", value=average.swa_start, suggestion=hint)
 
 
 def _has_momentum(optimizer: Target) -> bool:

@@ -73,6 +73,8 @@ class Eval(Section):
     """How often `val` is evaluated, such as `1epochs` or `500steps`."""
     batch_size: Count | None = None
     """Samples of an evaluation's batch on each rank; null for at least 256."""
+    flip: bool = False
+    """Average what the model says of an image and of its mirror image; predictions too."""
 
 
 class Stop(Section):
@@ -299,10 +301,14 @@ class Compile(Section):
 
 
 class Ema(Section):
-    """The moving average of the weights."""
+    """The average of the weights that is evaluated and used in their place."""
 
     decay: float | None = None
-    """Share that each step keeps of the average, such as 0.999; null for no average."""
+    """Share that each step keeps of a moving average, such as 0.999; null for no moving average."""
+    swa_start: Annotated[Duration, InUnit("epochs")] | None = None
+    """From where on weights count alike in an average (SWA), such as `75%`; null for no such average."""
+    swa_every: Every = Duration(1, "epochs")
+    """How far apart the weights lie that SWA averages, such as `1epochs` or `100steps`."""
 
 
 class Backend(Section):

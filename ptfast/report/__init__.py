@@ -71,7 +71,7 @@ def _key_figures(run: RunFiles) -> list[tuple[str, str]]:
 
 def headline(figures: Mapping[str, Any]) -> str | None:
     """The figure that says most: the first that is not the loss, or else the loss."""
-    names = [name for name in figures if name != "step"]
+    names = [name for name in figures if name != "step" and not name.startswith("raw_")]
     return next((name for name in names if name != "loss"), names[0] if names else None)
 
 
