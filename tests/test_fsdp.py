@@ -70,7 +70,7 @@ def test_one_process_loads_what_it_saves(rank_folder: Path, tmp_path: Path) -> N
         device=run.device,
         ranks=run.ranks,
         precision=run.precision,
-        ema=run.ema,
+        average=run.ema,
     )
     assert again["loss"] == pytest.approx(run.figures["val"]["loss"], rel=1e-6)
 
