@@ -216,8 +216,11 @@ def _checkpointing_problem(config: Config, place: Place) -> Problem | None:
     """A budget without a compiler; what the mode lacks; keys of another mode that are typed beside it."""
     checkpointing = config.checkpointing
     mode = checkpointing.mode
-    if mode == "budget" and config.compile.mode == "none":
-        what, hint = "a memory budget is kept by the compiler", "Set compile=model, or use checkpointing=full"
+    if mode == "budget" and config.compile.mode in ("none", "pointwise"):
+        what, hint = (
+            "only a compiler of whole graphs keeps a budget",
+            "Set compile=model, or checkpointing=full",
+        )
         return Problem("C011", what, key="checkpointing", value=mode, suggestion=hint)
     for name, owner, usual in (("every", "every_n", 2), ("memory_budget", "budget", 0.5)):
         if mode == owner and getattr(checkpointing, name) is None:
