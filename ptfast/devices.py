@@ -68,6 +68,13 @@ def lack_of_compiler(device: str) -> Lack | None:
     return None
 
 
+def lack_of_cuda_graphs(device: str) -> Lack | None:
+    """Why steps cannot be recorded in CUDA graphs on a device of that type."""
+    if device == "cuda":
+        return None
+    return Lack(f"CUDA graphs need a CUDA device, and this is {device}", "Use compile=model")
+
+
 def multiplies_bf16(device: str) -> bool:
     """Whether a device has instructions for bfloat16, without which it is no faster than float32."""
     if device == "cuda":

@@ -41,7 +41,13 @@ def fit(run: Run) -> str:
     """
     progress, cadence, clock = run.progress, run.cadence, run.clock
     trainer = Trainer(run)
+    if run.compilation is not None:
+        clock.charge("start-up")
+        run.display.note("compiling the first step ...")
     batches = trainer.rehearse(run.train_loader.steps(progress.step, run.total_steps))
+    if run.compilation is not None:
+        text, is_warning = run.compilation.start(clock.charge("compile"))
+        (run.display.warn if is_warning else run.display.note)(text)
     if run.watch is not None:
         batches = run.watch(batches)
     status, look_steps = _judge(run), 1
@@ -58,6 +64,8 @@ def fit(run: Run) -> str:
             progress.evaluation_due = over or progress.step in cadence.eval_steps
             if progress.evaluation_due or progress.step in cadence.log_steps:
                 trainer.log(loss)
+                if run.compilation is not None and (advice := run.compilation.complaint()):
+                    run.display.warn(advice)
         step, is_best = progress.step, False
         if progress.evaluation_due and status in ("finished", "paused"):
             try:
@@ -73,7 +81,8 @@ def fit(run: Run) -> str:
         if is_best or step >= run.total_steps or status != "finished" or step in cadence.save_steps:
             clock.charge("logging")
             if run.ema is not None:
-                run.ema.settle()
+                with run.uncompiled():
+                    run.ema.settle()
             run.save(run, is_best)
             clock.charge("saving")
     ended = status in ("finished", "stopped", "paused")
@@ -170,21 +179,22 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     """Evaluate a split, log it, tell the callbacks."""
     step = run.progress.step
     run.clock.charge("logging")
-    if run.ema is not None:
-        run.ema.settle()
-    figures = evaluate(
-        run.model,
-        run.task,
-        run.eval_loaders[split],
-        device=run.device,
-        ranks=run.ranks,
-        precision=run.precision,
-        average=run.ema,
-        flip=run.flip,
-        # Ranks that gather weights together have to go through it together.
-        stop_asked=lambda: run.stop_signal is not None and not run.sharded,
-        sharded=run.sharded,
-    )
+    with run.uncompiled():
+        if run.ema is not None:
+            run.ema.settle()
+        figures = evaluate(
+            run.model,
+            run.task,
+            run.eval_loaders[split],
+            device=run.device,
+            ranks=run.ranks,
+            precision=run.precision,
+            average=run.ema,
+            flip=run.flip,
+            # Ranks that gather weights together have to go through it together.
+            stop_asked=lambda: run.stop_signal is not None and not run.sharded,
+            sharded=run.sharded,
+        )
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
     figures = run.figures[split] = broadcast_object(figures, run.ranks)
     run.logger.log({"step": step, "epoch": round(run.epoch, 4), "split": split, **figures})

@@ -47,7 +47,7 @@ def build_panel(
     switches = {
         "parallel": _parallel(config, run) if run.ranks.distributed else None,
         "checkpointing": checkpointing_row(config.checkpointing, resolved["checkpointed"]),
-        "compile": None if config.compile.mode == "none" else config.compile.mode,
+        "compile": run.compilation.describe() if run.compilation is not None else None,
         "rewrites": f"{num_dropped} biases before a BatchNorm dropped" if num_dropped else None,
         "clip norm": config.gradients.clip_norm,
         "clip value": config.gradients.clip_value,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -262,6 +263,8 @@ class Run:
     """Writes the state of now; the flag says whether it is the best so far."""
     wrap: Callable[[], Any]
     """Wraps the model for its ranks; anew where parameters freeze or thaw, of which none hears."""
+    compilation: Any | None = None
+    """What torch.compile does in this run, where it is on."""
     freezing: Any | None = None
     """When which parameters train, where that changes over the run."""
     log_norm: bool = False
@@ -297,6 +300,10 @@ class Run:
     def saves_together(self) -> bool:
         """Whether every rank has something that is saved, and so has to take part in saving."""
         return self.sharded or getattr(self.forward, "compression", None) is not None
+
+    def uncompiled(self) -> AbstractContextManager[Any]:
+        """A context in which the model runs as it was written: forward passes that train nothing."""
+        return nullcontext() if self.compilation is None else self.compilation.plain()
 
     @property
     def epoch(self) -> float:

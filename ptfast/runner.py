@@ -18,7 +18,7 @@ from ptfast.averaging import build_average
 from ptfast.backend import MOST_SHAPES, apply_backend, resolve_device, watch_shapes
 from ptfast.blocks import find_blocks
 from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
-from ptfast.compile import apply_compile
+from ptfast.compile import Compilation
 from ptfast.config.parallel_rules import check_ranks
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
@@ -66,10 +66,9 @@ def build(
 ) -> Run:
     """Build a run on this rank.
 
-    The order: data, model, rewrites, device and memory format, checkpointed blocks,
-    compiled model, parallel wrap, optimizer and
-    averaged weights, schedule; the saved state comes last. An optimizer built before the model has its
-    final place and form would hold parameters that nothing trains, in silence.
+    The order: data, model, rewrites, device and memory format, checkpointed blocks, compiled model or
+    blocks, parallel wrap, optimizer and averaged weights, schedule; the saved state comes last. An optimizer
+    built before the model has its final place and form would hold parameters that nothing trains, in silence.
 
     What the config leaves to `auto` is resolved here by the first rank, written to `resolved.json`, and
     taken from there when the run is resumed.
@@ -157,7 +156,13 @@ def build(
         every=1 if known else checkpointing.every,
     )
     apply_memory_budget(checkpointing.memory_budget if checkpointing.mode == "budget" else None)
-    apply_compile(model, config.compile.mode)
+    dynamic = _unless_auto(config.compile.dynamic, resolved, "compile_dynamic")
+    dynamic = info.kind == "text" if dynamic == "auto" else dynamic
+    compilation = None
+    if config.compile.mode != "none":
+        accumulates = micro_batches > ranks.num_ranks
+        compilation = Compilation(config.compile.mode, device.type, dynamic=dynamic, accumulates=accumulates)
+        compilation.apply(model, config.compile.blocks)
     shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if sharded else {}
     wrap = partial(
         wrap_for_ranks, model, ranks, config.parallel, blocks=shards, half_type=precision.half_type
@@ -219,6 +224,7 @@ def build(
         "micro_batches": micro_batches,
         "channels_last": channels_last,
         "dropped_biases": dropped,
+        "compile_dynamic": dynamic,
         "dataloader": train_loader.kind,
         "workers": getattr(train_loader, "workers", 0),
         "worker_threads": config.backend.worker_threads,
@@ -306,6 +312,7 @@ def build(
         logger=logger or NoLogger(),
         save=build_saver(config.saving.keep),
         wrap=wrap,
+        compilation=compilation,
         freezing=freezing,
         log_norm=gradients.log_norm,
         groups_note=grouping.describe(),

@@ -63,13 +63,18 @@ class Trainer:
         return True
 
     def rehearse(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """Where several ranks resume, run the next step's backward once for nothing; returns all batches.
+        """Where a model is compiled or several ranks resume, run the next step's backward once for nothing.
 
+        A compiler is at work in the first backward of a process, which is no training. And
         DistributedDataParallel regroups its buckets after the first backward of a process. Among three ranks
         or more that changes the order of sums, which would tell a resumed run from one never killed.
+
+        Returns:
+            All batches, the rehearsed one included.
         """
         run = self.run
-        if not run.ranks.distributed or run.sharded or not 0 < run.progress.step < run.total_steps:
+        resumes = run.ranks.distributed and not run.sharded and run.progress.step
+        if not (resumes or run.compilation is not None) or run.progress.step >= run.total_steps:
             return batches
         first = next(batches, None)
         if first is None:
@@ -77,7 +82,7 @@ class Trainer:
         buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
         sums = self.loss_sum.clone(), self.num_items
         run.forward.train()
-        with run.forward.rehearsing():
+        with run.forward.rehearsing() if run.ranks.distributed and not run.sharded else _nothing:
             self._accumulate_gradients(first, run.progress.step)
         for parameter in self.parameters:
             parameter.grad = None

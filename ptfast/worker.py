@@ -211,6 +211,8 @@ def summarise(
         }
         split = "val" if "val" in run.eval_loaders else "train"
         summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
+        if run.compilation is not None:
+            summary["compile"] = run.compilation.report()
         if progress.best_step is not None:
             summary["best"] = {"step": progress.best_step, **run.best_figures}
     summary["wall_s"] = sum(clock.seconds.values())

@@ -1,8 +1,7 @@
-"""Process-wide switches, seeding, averaged weights, rewrites, compiling and anomaly mode."""
+"""Process-wide switches, seeding, averaged weights, rewrites and anomaly mode."""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Iterator
@@ -16,9 +15,8 @@ from torch import nn
 
 from ptfast import runner
 from ptfast.backend import apply_backend, resolve_threads, usable_cores, watch_shapes
-from ptfast.compile import apply_compile
 from ptfast.debug import debugging
-from ptfast.errors import MachineError, NumericsError
+from ptfast.errors import NumericsError
 from ptfast.loop import fit
 from ptfast.rewrites import apply_channels_last, resolve_channels_last
 from ptfast.run import MicroBatch, StepBatch
@@ -211,38 +209,6 @@ class TestChannelsLast:
     def test_a_setting_wins(self):
         assert resolve_channels_last(True, nn.Linear(2, 2), "features", CPU) is True
         assert resolve_channels_last(False, conv_net(), "image", CPU) is False
-
-
-class TestCompile:
-    def test_none_changes_nothing(self):
-        model = conv_net()
-        assert apply_compile(model, "none") is model
-        assert model._compiled_call_impl is None
-
-    def test_names_stay_plain(self, monkeypatch):
-        monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-        model = conv_net()
-        names = list(model.state_dict())
-        apply_compile(model, "model")
-        assert model._compiled_call_impl is not None
-        assert list(model.state_dict()) == names
-
-    @pytest.mark.slow
-    def test_compiled_computes_the_same(self):
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-        compiled = apply_compile(copy.deepcopy(plain), "model")
-        inputs = torch.randn(4, 6)
-        for model in (plain, compiled):
-            model(inputs).square().sum().backward()
-        torch.testing.assert_close(compiled(inputs), plain(inputs))
-        torch.testing.assert_close(compiled[0].weight.grad, plain[0].weight.grad)
-
-    def test_without_a_compiler(self, monkeypatch):
-        monkeypatch.setattr("shutil.which", lambda name: None)
-        with pytest.raises(MachineError, match=r"compile=model: compiling needs a C\+\+ compiler") as caught:
-            apply_compile(conv_net(), "model")
-        assert caught.value.code == "E005"
 
 
 class Broken(torch.autograd.Function):

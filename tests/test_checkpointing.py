@@ -316,15 +316,15 @@ def test_a_recipe_s_keys_of_another_mode_are_left_alone() -> None:
 def test_a_budget_of_the_compiler() -> None:
     """The partitioner that the budget steers, without the C++ compiler behind it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.GELU())
-    inputs, counts, grads = torch.randn(64, 8), {}, {}
+    model, counts, grads = gpt(), {}, {}
+    tokens = torch.randint(11, (2, 12))
     for budget in (None, 0.2):
         apply_memory_budget(budget)
         try:
-            compiled = copy.deepcopy(model)
+            compiled = copy.deepcopy(model).eval()
             compiled.compile(backend="aot_eager_decomp_partition")
             with saved_bytes() as found:
-                loss = compiled(inputs).square().sum()
+                loss = compiled(tokens).square().sum()
             loss.backward()
         finally:
             apply_memory_budget(None)
@@ -336,13 +336,13 @@ def test_a_budget_of_the_compiler() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["batch norm", "dropout"])
 def test_a_compiled_model(case: str) -> None:
+    make, draw = CASES[case]
     torch.manual_seed(0)
-    inputs = CASES[case][1]()
-    model = ResNetCifar(4, 3, depth=8, width=4) if case == "batch norm" else Gpt(11, 12, 16, 2, 2, 0.2)
+    model, inputs = make(), draw()
     expected = copy.deepcopy(model)
     expected.compile(options={"fallback_random": True})
     step(expected, inputs)
-    for mode in ("full", "selective", "budget"):
+    for mode in (*MODES, "budget"):
         other = copy.deepcopy(model)
         apply_checkpointing(other, mode, every=2)  # type: ignore[arg-type]
         apply_memory_budget(0.3 if mode == "budget" else None)

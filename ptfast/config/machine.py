@@ -46,7 +46,11 @@ def _no_compiler(config: Config) -> Problem | None:
     mode = config.compile.mode
     if mode == "none":
         return None
-    return _problem(devices.lack_of_compiler(_device_of(config)), "compile", mode)
+    device = _device_of(config)
+    lack = devices.lack_of_compiler(device)
+    if lack is None and mode == "reduce_overhead":
+        lack = devices.lack_of_cuda_graphs(device)
+    return _problem(lack, "compile", mode)
 
 
 def _no_nvtx(config: Config) -> Problem | None:

@@ -12,7 +12,7 @@ _OF_DDP = {"compression": "none", "static_graph": False, "unused_parameters": Fa
 """Keys that only `ddp` follows, with what they are when off."""
 _WHOLE_LAYERS = ("lars.Lars", "lamb.Lamb", "nvlamb.Nvlamb", "novograd.Novograd", "muon.Muon")
 """Our optimizers that look at a whole layer, of which a rank under fsdp has a part."""
-_WHOLE_MODEL = ("model", "reduce_overhead", "max_autotune")
+_WHOLE_MODEL = ("pointwise", "model", "reduce_overhead", "max_autotune")
 """What `compile` takes as one piece."""
 
 

@@ -17,6 +17,8 @@ from ptfast.errors import COMMAND_LINE
 Place = Callable[[str], str]
 
 MAX_NAME_CHARS = 100
+OVERWRITES = "a CUDA graph overwrites the gradients of the micro-batch before"
+OVERWRITES_HINT = "Use one micro-batch for each rank, or compile=model"
 PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(r"\w[\w.+=@,\- ]*")
 
@@ -28,9 +30,8 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     problems.append(_curriculum_problem(config))
     problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
-    problems += [_checkpointing_problem(config, place), _benchmark_problem(config)]
-    problems += parallel_problems(config)
-    problems.append(_average_problem(config))
+    problems += [_checkpointing_problem(config, place), _compile_problem(config, place)]
+    problems += [_benchmark_problem(config), *parallel_problems(config), _average_problem(config)]
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
 
@@ -217,10 +218,7 @@ def _checkpointing_problem(config: Config, place: Place) -> Problem | None:
     checkpointing = config.checkpointing
     mode = checkpointing.mode
     if mode == "budget" and config.compile.mode in ("none", "pointwise"):
-        what, hint = (
-            "only a compiler of whole graphs keeps a budget",
-            "Set compile=model, or checkpointing=full",
-        )
+        what, hint = "a memory budget is kept by the compiler", "Set compile=model, or use checkpointing=full"
         return Problem("C011", what, key="checkpointing", value=mode, suggestion=hint)
     for name, owner, usual in (("every", "every_n", 2), ("memory_budget", "budget", 0.5)):
         if mode == owner and getattr(checkpointing, name) is None:
@@ -232,6 +230,18 @@ def _checkpointing_problem(config: Config, place: Place) -> Problem | None:
         if mode not in modes and value not in (None, "auto") and place(key) == COMMAND_LINE:
             what, hint = f"means nothing to checkpointing={mode}", f"Use checkpointing={modes[0]}"
             return Problem("C011", what, key=key, value=value, suggestion=hint)
+    return None
+
+
+def _compile_problem(config: Config, place: Place) -> Problem | None:
+    """CUDA graphs under accumulation; blocks that are typed beside a mode without."""
+    mode, blocks = config.compile.mode, config.compile.blocks
+    many = config.parallel.strategy == "single" and (config.micro_batches or 1) > 1
+    if mode == "reduce_overhead" and (many or config.gradients.accumulate > 1):
+        return Problem("C011", OVERWRITES, key="compile", value=mode, suggestion=OVERWRITES_HINT)
+    if mode != "blocks" and blocks != "auto" and place("compile.blocks") == COMMAND_LINE:
+        what, hint = f"means nothing to compile={mode}", "Use compile=blocks"
+        return Problem("C011", what, key="compile.blocks", value=blocks, suggestion=hint)
     return None
 
 

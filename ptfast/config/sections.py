@@ -296,8 +296,12 @@ class Rewrites(Section):
 class Compile(Section):
     """What `torch.compile` takes."""
 
-    mode: Literal["none", "model"] = "none"
-    """`model` compiles the whole model."""
+    mode: Literal["none", "pointwise", "blocks", "model", "reduce_overhead", "max_autotune"] = "none"
+    """Elementwise chains, repeated blocks, the model, it in CUDA graphs, or with the quickest kernels."""
+    blocks: str | tuple[str, ...] = "auto"
+    """For `blocks`: a pattern or patterns of module names; `auto` for the blocks that recur."""
+    dynamic: bool | OrAuto = "auto"
+    """One code for batches of any length; `auto` for texts, whose length changes with the batch."""
 
 
 class Ema(Section):

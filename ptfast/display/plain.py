@@ -167,6 +167,11 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
         pace.append(f"{num_bytes(summary['peak_memory_bytes'])} peak memory")
     if pace:
         rows.append(("training", ", ".join(pace)))
+    compiled = summary.get("compile")
+    if compiled is not None:
+        rows.append(
+            ("compiled", f"{compiled['graphs']} graphs, {compiled['recompiled']} more while training")
+        )
     budget = summary.get("time_budget") or {}
     total_s = sum(budget.values())
     if total_s > 0:
@@ -185,4 +190,5 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
         title = f"{summary['recipe']}: {title}"
     if summary.get("wall_s") is not None:
         title += f" after {duration(summary['wall_s'])}"
-    return title, rows, [str(summary["error"])] if summary.get("error") else []
+    loud = [summary.get("error"), (compiled or {}).get("advice")]
+    return title, rows, [str(text) for text in loud if text]

@@ -1,0 +1,180 @@
+"""torch.compile, applied in place so that names of parameters stay the plain model's, and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+from ptfast.blocks import find_blocks
+from ptfast.config.rules import OVERWRITES, OVERWRITES_HINT
+from ptfast.devices import lack_of_compiler, lack_of_cuda_graphs
+from ptfast.errors import ConfigError, MachineError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ptfast.compile.pointwise import PointwiseFusion
+
+Mode = Literal["pointwise", "blocks", "model", "reduce_overhead", "max_autotune"]
+
+MANY_SHAPES = 3
+"""Times that all is compiled again, after which shapes change too often. Once is usual: the last batch of an
+epoch is shorter."""
+
+
+class Compilation:
+    """What is compiled in a run, and how often.
+
+    Fewer, fused kernels read and write memory less often and are launched by less Python. Training alone
+    is compiled: evaluations run the plain model, whose figures `ptfast eval` repeats, and spare the minute
+    that code of their own would take.
+
+    The same shape is computed by the same code wherever a run begins, so that a resumed run gives the bits of
+    one never stopped: every shape has code of its own, or (`dynamic`) all of them share one from the start.
+    Dropout draws other masks than without a compiler, except under `pointwise`.
+
+    Args:
+        mode: `pointwise` fuses chains of elementwise operations alone; `blocks` compiles repeated blocks,
+            those of one class and shape once, in a fraction of the time; `model` the whole model;
+            `reduce_overhead` that in CUDA graphs, launched as one; `max_autotune` that with its matrix
+            products timed, in CUDA graphs where there are any.
+        device: where the model is.
+        dynamic: whether batches come in many lengths.
+        accumulates: whether a step has several micro-batches on a rank. CUDA graphs keep gradients in memory
+            that the next micro-batch overwrites, in silence.
+
+    Raises:
+        MachineError: E005 where a tool or device is missing.
+        ConfigError: C011 for `reduce_overhead` with several micro-batches.
+
+    Cost: seconds to minutes before the first step, again for every new shape, and more memory while at it.
+    Source: torch.compile; for gradients in CUDA graphs pytorch/pytorch issue 169545.
+    """
+
+    def __init__(self, mode: Mode, device: str, *, dynamic: bool = False, accumulates: bool = False) -> None:
+        lack = lack_of_compiler(device) or (
+            lack_of_cuda_graphs(device) if mode == "reduce_overhead" else None
+        )
+        if lack is not None:
+            raise MachineError("E005", lack.what, key="compile", value=mode, suggestion=lack.remedy)
+        if mode == "reduce_overhead" and accumulates:
+            raise ConfigError("C011", OVERWRITES, key="compile", value=mode, suggestion=OVERWRITES_HINT)
+        self.mode: Mode = mode
+        self.blocks: dict[str, nn.Module] = {}
+        self.fusion: PointwiseFusion | None = None
+        self.options: dict[str, Any] = {"dynamic": dynamic}
+        if mode == "pointwise":
+            from ptfast.compile.pointwise import PointwiseFusion
+
+            self.fusion = self.options["backend"] = PointwiseFusion()
+        elif mode == "reduce_overhead":
+            self.options["mode"] = "reduce-overhead"
+        elif mode == "max_autotune":
+            self.options["mode"] = "max-autotune" + "-no-cudagraphs" * accumulates
+        self._before = _num_graphs()
+        self._at_start: int | None = None
+        self._has_complained = False
+
+    def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
+        """Compile `model` in place: what wraps it for its ranks, later, calls the compiled form.
+
+        Under DistributedDataParallel torch cuts the graph where gradients are sent, which begins while
+        backward still runs.
+
+        Args:
+            model: on its device, in its final form but for wrapping.
+            blocks: for the mode `blocks`: `auto`, or patterns over module names; see `find_blocks`.
+
+        Raises:
+            ConfigError: C005 when a pattern matches no module; C011 when nothing recurs.
+        """
+        if self.mode != "blocks":
+            model.compile(**self.options)
+            return
+        import torch._dynamo
+
+        self.blocks = find_blocks(model, blocks, key="compile.blocks")
+        if not self.blocks:
+            what = f"{type(model).__name__} has no blocks that recur"
+            hint = "Name modules, as in compile.blocks=[layers.*], or use compile=model"
+            raise ConfigError("C011", what, key="compile", value=self.mode, suggestion=hint)
+        # Blocks of one class share a count of compiled forms, after too many of which torch gives up.
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
+        for block in self.blocks.values():
+            block.compile(**self.options)
+
+    def plain(self) -> AbstractContextManager[Any]:
+        """A context in which compiled modules run as they were written."""
+        import torch
+
+        return torch.compiler.set_stance("force_eager")
+
+    def start(self, seconds: float) -> tuple[str, bool]:
+        """Note that the first step is compiled; say what it took, and whether that is a warning."""
+        self._at_start = _num_graphs()
+        if self.fusion is None:
+            return f"compiled {_counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
+        if not self.fusion.num_chains:
+            return "compile=pointwise has found nothing to fuse; use compile=none or compile=model", True
+        chains, operations = self.fusion.num_chains, self.fusion.num_operations
+        fused = f"fused {operations} elementwise operations into {_counted(chains, 'kernel')}"
+        return f"{fused} in {seconds:.1f} s", False
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs compiled for the first step."""
+        return (_num_graphs() if self._at_start is None else self._at_start) - self._before
+
+    @property
+    def num_recompiled(self) -> int:
+        """Graphs compiled since."""
+        return 0 if self._at_start is None else _num_graphs() - self._at_start
+
+    @property
+    def _too_often(self) -> bool:
+        return self.num_recompiled >= MANY_SHAPES * max(self.num_graphs, 1)
+
+    def complaint(self) -> str | None:
+        """What to do about shapes that change often, said once."""
+        if self._has_complained or not self._too_often:
+            return None
+        self._has_complained = True
+        return self._advice()
+
+    def _advice(self) -> str:
+        hint = "pad inputs to few shapes" if self.options["dynamic"] else "set compile.dynamic=true"
+        return (
+            f"{_counted(self.num_recompiled, 'graph')} compiled again while training: shapes or settings "
+            f"change; {hint}, or use compile=none"
+        )
+
+    def describe(self) -> str:
+        """The panel's words."""
+        what = f"blocks, {len(self.blocks)} of them" if self.blocks else self.mode
+        return what + (", any length" if self.options["dynamic"] else "")
+
+    def report(self) -> dict[str, Any]:
+        """What summary.json says."""
+        report: dict[str, Any] = {
+            "mode": self.mode,
+            "graphs": self.num_graphs,
+            "recompiled": self.num_recompiled,
+        }
+        if self.fusion is not None:
+            report |= {"kernels": self.fusion.num_chains, "fused_operations": self.fusion.num_operations}
+        if self._too_often:
+            report["advice"] = self._advice()
+        return report
+
+
+def _num_graphs() -> int:
+    """Graphs that this process has compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,107 @@
+"""A compiler backend that fuses chains of elementwise operations and leaves everything else as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+
+class PointwiseFusion:
+    """Compiles chains of elementwise operations (torch's own tag `pointwise`), of forward and backward.
+
+    Such an operation does next to no arithmetic, and waits for memory: a chain in one kernel reads and writes
+    its tensors once. Convolutions, matrix products, norms, reductions and dropout run as without a compiler,
+    from the same kernels, with the same random numbers. This is the job that TorchScript's fusers did.
+
+    A backend for `torch.compile`. It takes the graphs of autograd, in which the backward pass and casts of
+    autocast are operations like any other.
+
+    Cost: seconds a kernel to compile; chains of the same operations and shapes share one.
+    """
+
+    def __init__(self) -> None:
+        self.num_chains = self.num_operations = 0
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+
+        return aot_autograd(fw_compiler=self._compile, bw_compiler=self._compile)(graph, inputs)
+
+    def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+        from torch.fx.passes.operator_support import create_op_support
+
+        partitioner = CapabilityBasedPartitioner(graph, create_op_support(lambda _, node: is_pointwise(node)))
+        chains = [part for part in partitioner.propose_partitions() if _is_chain(list(part.nodes))]
+        self.num_chains += len(chains)
+        self.num_operations += sum(part.size() for part in chains)
+        prefix = "fused_chain_"
+        fused = partitioner.fuse_partitions(chains, prefix=prefix)
+        for name, chain in list(fused.named_children()):
+            if name.startswith(prefix):
+                setattr(fused, name, _Kernel(chain))  # type: ignore[arg-type]
+        return make_boxed_func(fused.forward)
+
+
+class _Kernel(nn.Module):
+    """A chain, compiled."""
+
+    def __init__(self, chain: fx.GraphModule) -> None:
+        super().__init__()
+        from torch._guards import tracing
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        inputs = [node.meta["val"] for node in chain.graph.nodes if node.op == "placeholder"]
+        graph, self.is_single = _decomposed(chain, inputs)
+        # Whatever reads the results was traced with the strides they would have had.
+        output = next(iter(reversed(graph.graph.nodes)))
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        # Strides found here are not those of the whole graph, which is being compiled around it.
+        with tracing(None):
+            self.run = compile_fx_inner(graph, inputs)
+
+    def forward(self, *inputs: Any) -> Any:
+        outputs = self.run(list(inputs))
+        return outputs[0] if self.is_single else outputs
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether it computes each element of a floating-point tensor from the same one of its inputs."""
+    target, value = node.target, node.meta.get("val")
+    return (
+        node.op == "call_function"
+        and isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in target.tags
+        and target.overloadpacket is not torch.ops.aten.clone
+        and isinstance(value, Tensor)
+        # Counters of batches are no work worth a kernel.
+        and value.dim() > 0
+        and value.is_floating_point()
+    )
+
+
+def _is_chain(nodes: list[fx.Node]) -> bool:
+    """Whether one of them takes what another gives: side by side, they would gain nothing."""
+    return any(source in nodes for node in nodes for source in node.all_input_nodes)
+
+
+def _decomposed(chain: fx.GraphModule, inputs: list[Any]) -> tuple[fx.GraphModule, bool]:
+    """The chain in the operations that inductor has code for, returning a tuple; and whether it had not."""
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    outputs = next(iter(reversed(chain.graph.nodes))).args[0]
+    is_single = isinstance(outputs, fx.Node)
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        results = chain(*values)
+        return (results,) if is_single else tuple(results)
+
+    fake_mode: Any = detect_fake_mode(inputs)
+    with fake_mode:
+        return make_fx(run, select_decomp_table())(*inputs), is_single
