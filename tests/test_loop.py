@@ -142,6 +142,19 @@ def test_iterable_data_has_no_other_loader(in_tmp: Path, capsys: pytest.CaptureF
     assert "error[C011]: dataloader.kind=workers (command line)" in capsys.readouterr().err
 
 
+def test_an_evaluation_keeps_nothing_for_a_backward_pass(tmp_path: Path) -> None:
+    run = build_run(tmp_path, *SMALL, "steps=2", "eval.every=2steps")
+    seen: list[tuple[bool, bool]] = []
+
+    def note(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+        seen.append((module.training, output.requires_grad or not torch.is_inference_mode_enabled()))
+
+    run.model.register_forward_hook(note)
+    fit(run)
+    assert {training for training, _ in seen} == {True, False}
+    assert all(training is keeps for training, keeps in seen)
+
+
 @pytest.mark.parametrize(
     ("info", "size"),
     [

@@ -52,6 +52,8 @@ ALWAYS_ON = {
     "gradients set to None": "test_gradients.py::test_none_and_zero_give_the_same_bits",
     "loss over the global count of items": "test_accumulation.py::test_accumulation_changes_nothing",
     "running sums on the device": "test_techniques.py::test_a_step_reads_nothing",
+    "inference mode": "test_loop.py::test_an_evaluation_keeps_nothing_for_a_backward_pass",
+    "larger evaluation batches": "test_loop.py::test_evaluation_takes_what_fits_into_memory",
     "learning rates from a table": "test_schedule.py::test_any_segment_of_any_option_is_the_same_function",
 }
 """What cannot be switched off, and the test that shows it."""
