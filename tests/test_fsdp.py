@@ -84,6 +84,7 @@ def test_ranks_take_up_what_one_process_has_saved(two_ranks: dict[str, Any]) -> 
     [
         ({"rewrites__channels_last": True}, "rewrites.channels_last"),
         ({"compile__mode": "model"}, "compile"),
+        ({"debug__mode": "gradcheck"}, "debug"),
         ({"gradients__clip_adaptive": 0.1}, "gradients.clip_adaptive"),
         ({"optimizer__groups": [{"match": "*", "trains_from": "2steps"}]}, "optimizer.groups"),
     ],

@@ -108,6 +108,9 @@ def _fsdp(config: Config, switching: bool) -> Iterator[Problem]:
         what = "parallel=fsdp shares weights out once, as they train at the start"
         hint = "Freeze throughout with trains_until: 0, or use parallel=ddp"
         yield Problem("C011", what, key="optimizer.groups", suggestion=hint)
+    if config.debug.mode == "gradcheck":
+        what = "checks a copy of the model, which parallel=fsdp has shared out"
+        yield Problem("C011", what, key="debug", value="gradcheck", suggestion="Use parallel=ddp")
     if config.rewrites.channels_last is True:
         what = "parallel=fsdp shares out weights by rows, which have to lie one after another"
         hint = "Use rewrites.channels_last=auto, which leaves them so"
