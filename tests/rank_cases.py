@@ -38,7 +38,15 @@ SYNCED = ("model=custom", "model._target_=toys.DoubleNormed", "data=custom", "da
 SYNCED = (*SYNCED, "data.num_samples=52", "data.val=0", "optimizer=sgd", "batch_size=16", "epochs=2")
 
 RESNET = ("model=resnet_digits", "model.width=4", "batch_size=32", "steps=4", "log_every=1", "optimizer=sgd")
-RESNET = (*RESNET, "optimizer.lr=0.01", "gradients.clip_value=0.01", "data.val=1samples")
+RESNET = (
+    *RESNET,
+    "ema=swa",
+    "ema.swa_start=2steps",
+    "ema.swa_every=1steps",
+    "optimizer.lr=0.01",
+    "gradients.clip_value=0.01",
+    "data.val=1samples",
+)
 FORGETFUL = ("model=custom", "model._target_=toys.Forgetful", "data=custom", "data._target_=toys.blobs")
 FORGETFUL = (*FORGETFUL, "data.val=0", "batch_size=10", "steps=6")
 UNUSED = {
