@@ -1,26 +1,30 @@
-"""From a config to its data: the splits, and the loaders of those that are evaluated."""
+"""From a config to its data: the splits, the course of the run through them, and their loaders."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from ptfast.config.schema import Config
 from ptfast.curriculum import build_batch_sizes, build_cut, build_resize, describe_batch_sizes
-from ptfast.data import Data, build_data, build_eval_loader
-from ptfast.data.changed import Change
+from ptfast.data import Data, build_data, build_eval_loader, build_train_loader
+from ptfast.data.changed import Change, ChangedLoader
+from ptfast.data.mix import build_mix
 from ptfast.data.sampler import smallest_micro_batch
 from ptfast.data.source import take
-from ptfast.data.transfers import PrefetchedEvaluation, Side
+from ptfast.data.transfers import PrefetchedEvaluation, PrefetchedLoader, Side, open_side_stream
 from ptfast.distributed import Ranks, on_first_rank
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError, DataError
 from ptfast.plan import BatchPlan, constant
-from ptfast.run import DataInfo, EvalLoader
+from ptfast.run import DataInfo, EvalLoader, Task, TrainLoader
 
 SMALL_SAMPLE_BYTES = 64 * 2**10
 """A sample that takes no more as float32 is small: an image of 72 x 72, say."""
@@ -165,6 +169,27 @@ class Course:
     spans_run: bool = False
     """Whether a longer run would begin with other sizes."""
 
+    def steps(self, key: str, duration: Duration) -> int:
+        """How many steps `duration`, the value of `key`, takes.
+
+        Raises:
+            ConfigError: C011 for a unit that this data cannot be counted in.
+        """
+        with _naming(key, duration):
+            return self.plan.steps(duration, self.total_steps)
+
+    def every(self, key: str, duration: Duration) -> Sequence[int]:
+        """The steps at which something recurs that happens every `duration`, the value of `key`.
+
+        Raises:
+            ConfigError: C011 for a unit that this data cannot be counted in.
+        """
+        if self.plan.size is None and duration == Duration(1, "epochs"):
+            # The default, where there are no epochs: ten times a run.
+            duration = Duration(math.ceil(self.total_steps / 10), "steps")
+        with _naming(key, duration):
+            return self.plan.every(duration, self.total_steps)
+
 
 def build_course(config: Config, info: DataInfo, model: nn.Module, micro_batches: int) -> Course:
     """Count the steps of the run, and set out what is small at first.
@@ -194,7 +219,7 @@ def build_course(config: Config, info: DataInfo, model: nn.Module, micro_batches
     if plan.grows:
         course.notes.append(describe_batch_sizes(sizes))
     elif (wanted.image_size_from, wanted.length_from) != (None, None):
-        over_steps = _over_steps(wanted.over, course)
+        over_steps = course.steps("curriculum.over", wanted.over)
     if wanted.image_size_from is not None:
         resize = build_resize(wanted.image_size_from, wanted.image_size_multiple, over_steps, info, model)
         course.changes.append(resize)
@@ -207,11 +232,13 @@ def build_course(config: Config, info: DataInfo, model: nn.Module, micro_batches
     return course
 
 
-def _over_steps(over: Duration, course: Course) -> int:
+@contextlib.contextmanager
+def _naming(key: str, duration: Duration) -> Iterator[None]:
+    """Say of a duration that cannot be counted which key it belongs to."""
     try:
-        return course.plan.steps(over, course.total_steps)
+        yield
     except ValueError as error:
-        raise ConfigError("C011", str(error), key="curriculum.over", value=over) from error
+        raise ConfigError("C011", str(error), key=key, value=duration) from error
 
 
 def count_steps(config: Config, plan: BatchPlan) -> int:
@@ -227,3 +254,83 @@ def count_steps(config: Config, plan: BatchPlan) -> int:
         hint = "Iterable data has no epochs: set steps=1000, say"
         raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
     return plan.steps(Duration(config.epochs, "epochs"), None)
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The loaders of one rank."""
+
+    train: TrainLoader
+    evaluation: dict[str, EvalLoader]
+    """By split."""
+    loading: dict[str, Any]
+    """Keywords that all loaders share."""
+    facts: dict[str, Any]
+    """What `auto` became, for `resolved.json`."""
+
+
+def build_loaders(
+    config: Config,
+    data: Data,
+    task: Task,
+    course: Course,
+    *,
+    micro_batches: int,
+    ranks: Ranks,
+    device: torch.device,
+    channels_last: bool,
+    resolved: dict[str, Any],
+) -> Loaders:
+    """The loaders of the training data and of the splits that are evaluated.
+
+    Args:
+        resolved: what `auto` became when the run was begun; empty for a new one.
+    """
+    loader, info = config.dataloader, data.info
+    loading = {
+        "normalize": config.data.normalize,
+        "device": device,
+        "channels_last": channels_last,
+        "kind": unless_auto(loader.kind, resolved, "dataloader"),
+        "workers": unless_auto(loader.workers, resolved, "workers"),
+        "prefetch": loader.prefetch,
+        "pin": loader.pin,
+        "worker_threads": config.backend.worker_threads,
+    }
+    side = open_side_stream(device) if loader.side_stream else None
+    sharding = {"rank": ranks.rank, "num_ranks": ranks.num_ranks}
+    train_loader = build_train_loader(
+        data,
+        task_name=config.task.name,
+        batch_size=config.batch_size,
+        micro_batches=micro_batches,
+        seed=config.seed,
+        augment=config.augment.model_dump(include={"crop_padding", "flip"}),
+        last=loader.last,
+        sizes=course.plan.sizes,
+        **sharding,
+        **loading,
+    )
+    if side is not None:
+        train_loader = PrefetchedLoader(train_loader, side)
+    mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
+    changes: list[Change] = [*course.changes, *([mix] if mix is not None else [])]
+    if changes:
+        first_micro_batch = ranks.rank * (micro_batches // ranks.num_ranks)
+        train_loader = ChangedLoader(train_loader, changes, first_micro_batch)
+    eval_loaders = build_eval_loaders(
+        config, data, micro_batches=micro_batches, side=side, **sharding, **loading
+    )
+
+    facts = {
+        "dataloader": train_loader.kind,
+        "workers": getattr(train_loader, "workers", 0),
+        "worker_threads": config.backend.worker_threads,
+        "side_stream": side is not None,
+    }
+    return Loaders(train_loader, eval_loaders, loading, facts)
+
+
+def unless_auto(wanted: Any, resolved: dict[str, Any], name: str) -> Any:
+    """What the config says, and where it says `auto`, what that was resolved to before, if it was."""
+    return resolved.get(name, wanted) if wanted == "auto" else wanted

@@ -2,54 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ptfast import run_folder
 from ptfast.averaging import build_average
 from ptfast.backend import MOST_SHAPES, apply_backend, resolve_device, watch_shapes
-from ptfast.blocks import find_blocks
-from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
-from ptfast.compile import Compilation
 from ptfast.config.parallel_rules import check_ranks
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
-from ptfast.config.targets import check_constructs
 from ptfast.data import (
-    Data,
-    build_train_loader,
     check_same_data,
     read_info,
 )
-from ptfast.data.changed import Change, ChangedLoader
-from ptfast.data.mix import build_mix
-from ptfast.data.transfers import PrefetchedLoader, open_side_stream
-from ptfast.distributed import Ranks, broadcast_object, on_first_rank
-from ptfast.durations import Duration
+from ptfast.distributed import Ranks, broadcast_object
 from ptfast.errors import ConfigError
 from ptfast.flip import check_flip
 from ptfast.gradients import build_clipper, head_of
-from ptfast.loading import build_course, build_eval_loaders, check_last_batch, first_samples, load_data
+from ptfast.loading import build_course, build_loaders, check_last_batch, load_data, unless_auto
 from ptfast.logger import NoLogger
-from ptfast.models import build_model
-from ptfast.models.weights import load_weights
-from ptfast.optim import Grouping, build_optimizer, has_momentum, scale_for_batch, start_momentum
-from ptfast.parallel import apply_sync_batchnorm, wrap_for_ranks
-from ptfast.precision import Precision, apply_half_weights, build_precision
-from ptfast.rewrites import apply_channels_last, drop_biases, find_cancelled_biases, resolve_channels_last
-from ptfast.run import Cadence, Clock, DataInfo, Run, Task
-from ptfast.run_state import build_saver, restore_model, restore_training
+from ptfast.optim import build_optimizer, has_momentum, scale_for_batch, start_momentum
+from ptfast.precision import build_precision
+from ptfast.run import Cadence, Clock, Run, Task
+from ptfast.run_state import build_saver, restore_training
 from ptfast.saving import read_state
 from ptfast.schedule import build_schedule
 from ptfast.seeding import build_seeder, seed_everything
+from ptfast.shaping import build_plain_model, shape_model
 from ptfast.tasks import build_task
 from ptfast.units import better_mode
 
@@ -82,20 +64,19 @@ def build(
     if resolved.get("num_ranks") != ranks.num_ranks:
         # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
         resolved = {name: value for name, value in resolved.items() if name not in ("threads", "workers")}
-    loader = config.dataloader
     benchmark = config.backend.cudnn_benchmark
     if benchmark == "auto" and (resolved.get("device"), resolved.get("cudnn_benchmark")) == ("cuda", False):
         # Shapes had become too many before.
         benchmark = False
     backend = apply_backend(
-        threads=_unless_auto(config.backend.threads, resolved, "threads"),
+        threads=unless_auto(config.backend.threads, resolved, "threads"),
         cudnn_benchmark=benchmark,
         deterministic=config.backend.deterministic,
         device=device,
         num_local_ranks=ranks.num_local_ranks,
     )
     wanted = config.precision
-    matmul = _unless_auto(wanted.matmul_precision, resolved, "matmul_precision")
+    matmul = unless_auto(wanted.matmul_precision, resolved, "matmul_precision")
     precision = build_precision(wanted.mode, device, matmul, ranks)
     # A resumed run keeps its micro-batches, whatever its ranks would give now.
     known, accumulate = resolved.get("micro_batches"), config.gradients.accumulate
@@ -107,7 +88,6 @@ def build(
         config.curriculum.batch_size_from,
     )
     check_ranks(config, ranks.num_ranks, micro_batches, scales=precision.scaler is not None)
-    sharded = config.parallel.strategy == "fsdp" and ranks.distributed
     state = read_state(state_folder) if state_folder is not None else None
 
     with display.status("loading the data"):
@@ -120,93 +100,31 @@ def build(
     task = build_task(config.task.name, info, **config.task.build_options())
     check_flip(config.eval.flip, info, task)
     seed_everything(config.seed)
-    model = _build_model(config, info, fresh=state is None, display=display)
+    model = build_plain_model(config, info, fresh=state is None, display=display)
     course = build_course(config, info, model, micro_batches)
     plan, total_steps = course.plan, course.total_steps
-    # Weights are shared out by rows that lie one after another.
-    channels_last = False if sharded else resolved.get("channels_last")
-    if channels_last is None:
-        channels_last = resolve_channels_last(config.rewrites.channels_last, model, info.kind, device)
-    if channels_last:
-        apply_channels_last(model)
-    if precision.half_weights:
-        apply_half_weights(model)
-    model.to(device)
-    looking = {"normalize": config.data.normalize, "device": device, "channels_last": channels_last}
-    dropped = resolved.get("dropped_biases", {} if config.rewrites.bias_before_norm else None)
-    if dropped is None:
-        dropped = on_first_rank(
-            lambda: _cancelled_biases(model, task, data, precision, display, **looking), ranks
-        )
-    drop_biases(model, dropped)
-    if state is not None:
-        restore_model(model, state)
-    if config.parallel.sync_batchnorm:
-        apply_sync_batchnorm(model)
-    section = config.optimizer
-    grouping = Grouping(
-        model, decay_1d=section.decay_1d, layer_decay=section.layer_decay, groups=section.groups
-    )
-    grouping.freeze()
-    known, checkpointing = resolved.get("checkpointed"), config.checkpointing
-    checkpointed = apply_checkpointing(
+    shared: dict[str, Any] = {"micro_batches": micro_batches, "ranks": ranks, "device": device}
+    shaped = shape_model(
         model,
-        checkpointing.mode,
-        blocks=known or checkpointing.blocks,
-        every=1 if known else checkpointing.every,
+        config,
+        task=task,
+        data=data,
+        precision=precision,
+        resolved=resolved,
+        state=state,
+        display=display,
+        **shared,
     )
-    apply_memory_budget(checkpointing.memory_budget if checkpointing.mode == "budget" else None)
-    dynamic = _unless_auto(config.compile.dynamic, resolved, "compile_dynamic")
-    dynamic = info.kind == "text" if dynamic == "auto" else dynamic
-    compilation = None
-    if config.compile.mode != "none":
-        accumulates = micro_batches > ranks.num_ranks
-        compilation = Compilation(config.compile.mode, device.type, dynamic=dynamic, accumulates=accumulates)
-        compilation.apply(model, config.compile.blocks)
-    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if sharded else {}
-    wrap = partial(
-        wrap_for_ranks, model, ranks, config.parallel, blocks=shards, half_type=precision.half_type
-    )
-    forward = wrap()
-
-    loading = {
-        "normalize": config.data.normalize,
-        "device": device,
-        "channels_last": channels_last,
-        "kind": _unless_auto(loader.kind, resolved, "dataloader"),
-        "workers": _unless_auto(loader.workers, resolved, "workers"),
-        "prefetch": loader.prefetch,
-        "pin": loader.pin,
-        "worker_threads": config.backend.worker_threads,
-    }
-    side = open_side_stream(device) if loader.side_stream else None
-    sharding = {"rank": ranks.rank, "num_ranks": ranks.num_ranks}
-    train_loader = build_train_loader(
-        data,
-        task_name=config.task.name,
-        batch_size=config.batch_size,
-        micro_batches=micro_batches,
-        seed=config.seed,
-        augment=config.augment.model_dump(include={"crop_padding", "flip"}),
-        last=loader.last,
-        sizes=plan.sizes,
-        **sharding,
-        **loading,
-    )
-    if side is not None:
-        train_loader = PrefetchedLoader(train_loader, side)
-    mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
-    changes: list[Change] = [*course.changes, *([mix] if mix is not None else [])]
-    if changes:
-        first_micro_batch = ranks.rank * (micro_batches // ranks.num_ranks)
-        train_loader = ChangedLoader(train_loader, changes, first_micro_batch)
-    eval_loaders = build_eval_loaders(
-        config, data, micro_batches=micro_batches, side=side, **sharding, **loading
+    forward, grouping = shaped.wrap(), shaped.grouping
+    loaders = build_loaders(
+        config, data, task, course, channels_last=shaped.channels_last, resolved=resolved, **shared
     )
 
     groups = None if grouping.trivial else grouping.parts()
-    optimizer, stepping = build_optimizer(section.target, model, device, groups)
-    scaling = scale_for_batch(optimizer, section.lr_scaling, config.batch_size, section.reference_batch)
+    optimizer, stepping = build_optimizer(config.optimizer.target, model, device, groups)
+    scaling = scale_for_batch(
+        optimizer, config.optimizer.lr_scaling, config.batch_size, config.optimizer.reference_batch
+    )
     if precision.scaler is not None:
         start_momentum(optimizer)
     check_last_batch(plan, model, micro_batches)
@@ -222,15 +140,6 @@ def build(
         "device": str(device.type),
         "num_ranks": ranks.num_ranks,
         "micro_batches": micro_batches,
-        "channels_last": channels_last,
-        "dropped_biases": dropped,
-        "compile_dynamic": dynamic,
-        "dataloader": train_loader.kind,
-        "workers": getattr(train_loader, "workers", 0),
-        "worker_threads": config.backend.worker_threads,
-        "side_stream": side is not None,
-        "checkpointed": list(checkpointed),
-        "shards": list(shards),
         "optimizer": stepping,
         "lr_scaling": scaling,
         "momentum": schedule.momentum_note,
@@ -238,21 +147,12 @@ def build(
         "matmul_precision": precision.matmul,
         "total_steps": total_steps,
         "curriculum": course.notes,
+        **shaped.facts,
+        **loaders.facts,
         **backend,
     }
 
-    def steps_of(key: str, duration: Duration) -> int:
-        with _naming(key, duration):
-            return plan.steps(duration, total_steps)
-
-    def every(key: str, duration: Duration) -> Sequence[int]:
-        if plan.size is None and duration == Duration(1, "epochs"):
-            # The default, where there are no epochs: ten times a run.
-            duration = Duration(math.ceil(total_steps / 10), "steps")
-        with _naming(key, duration):
-            return plan.every(duration, total_steps)
-
-    freezing = grouping.freezing(steps_of, total_steps)
+    freezing = grouping.freezing(course.steps, total_steps)
     average = build_average(
         config,
         model,
@@ -261,14 +161,14 @@ def build(
         precision,
         ranks,
         micro_batches=micro_batches,
-        steps_of=steps_of,
-        every=every,
+        steps_of=course.steps,
+        every=course.every,
         total_steps=total_steps,
-        **loading,
+        **loaders.loading,
     )
     stop, gradients = config.stop, config.gradients
-    metric = stop.metric or (task.metric if "val" in eval_loaders else "loss")
-    _check_metric(stop.metric, task, "val" in eval_loaders)
+    metric = stop.metric or (task.metric if "val" in loaders.evaluation else "loss")
+    _check_metric(stop.metric, task, "val" in loaders.evaluation)
     run = Run(
         model=model,
         forward=forward,
@@ -286,8 +186,8 @@ def build(
             by_group=grouping.clip_norms(),
         ),
         ema=average,
-        train_loader=train_loader,
-        eval_loaders=eval_loaders,
+        train_loader=loaders.train,
+        eval_loaders=loaders.evaluation,
         device=device,
         ranks=ranks,
         seed=config.seed,
@@ -296,9 +196,9 @@ def build(
         batch_size=config.batch_size,
         micro_batches=micro_batches,
         cadence=Cadence(
-            every("log_every", config.log_every),
-            every("eval.every", config.eval.every),
-            every("saving.every", config.saving.every),
+            course.every("log_every", config.log_every),
+            course.every("eval.every", config.eval.every),
+            course.every("saving.every", config.saving.every),
             switch_steps=freezing.switch_steps if freezing is not None else (),
         ),
         best_metric=metric,
@@ -311,8 +211,8 @@ def build(
         display=display,
         logger=logger or NoLogger(),
         save=build_saver(config.saving.keep),
-        wrap=wrap,
-        compilation=compilation,
+        wrap=shaped.wrap,
+        compilation=shaped.compilation,
         freezing=freezing,
         log_norm=gradients.log_norm,
         groups_note=grouping.describe(),
@@ -330,15 +230,6 @@ def build(
     return run
 
 
-@contextlib.contextmanager
-def _naming(key: str, duration: Duration) -> Iterator[None]:
-    """Say of a duration that cannot be counted which key it belongs to."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError("C011", str(error), key=key, value=duration) from error
-
-
 def _stop_searching(run: Run) -> None:
     torch.backends.cudnn.benchmark = run.resolved["cudnn_benchmark"] = False
     run.display.note(
@@ -346,11 +237,6 @@ def _stop_searching(run: Run) -> None:
     )
     if run.ranks.is_first:
         run_folder.write_json(run.folder / run_folder.RESOLVED, run.resolved)
-
-
-def _unless_auto(wanted: Any, resolved: dict[str, Any], name: str) -> Any:
-    """What the config says, and where it says `auto`, what that was resolved to before, if it was."""
-    return resolved.get(name, wanted) if wanted == "auto" else wanted
 
 
 def _check_metric(metric: str | None, task: Task, has_val: bool) -> None:
@@ -367,31 +253,3 @@ def _check_metric(metric: str | None, task: Task, has_val: bool) -> None:
 def best_mode(metric: str, task: Task) -> str:
     """Whether `metric` is better when larger (`max`) or smaller (`min`)."""
     return task.mode if metric == task.metric else better_mode(metric)
-
-
-def _build_model(config: Config, info: DataInfo, *, fresh: bool, display: Any) -> nn.Module:
-    check_constructs(config.model.target, asdict(info))
-    weights = config.model.weights
-    with display.status("building the model"):
-        model = build_model(config.model.target, info, pretrained=fresh and weights == "pretrained")
-    if fresh and weights and weights != "pretrained":
-        for note in load_weights(model, weights, replace_head=config.model.replace_head):
-            display.note(note)
-    return model
-
-
-def _cancelled_biases(
-    model: nn.Module, task: Task, data: Data, precision: Precision, display: Any, **looking: Any
-) -> dict[str, str]:
-    """Biases that a BatchNorm subtracts, found on a few samples; none where the model cannot be looked at."""
-
-    def forward() -> object:
-        with precision.autocast():
-            return task.loss(model, first_samples(data, **looking))
-
-    try:
-        return find_cancelled_biases(model, forward)
-    except Exception as error:
-        # What is wrong with the model or the data, training will say; iterable data is not there to look at.
-        display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
-        return {}

@@ -33,7 +33,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "1 pages": (("report", "panel"), ("compare", "catalogue")),
     "2 loop": (("trainer", "run_state"), ("loop",)),
-    "3 build": (("loading",), ("averaging",), ("runner",), ("evaluate",), ("predict",)),
+    "3 build": (("loading",), ("averaging", "shaping"), ("runner",), ("evaluate",), ("predict",)),
     "4 processes": (("worker", "place"), ("launch", "dry_run")),
     "5 tools": (("sweep",),),
     "6 commands": (("cli",), ("__main__",)),
