@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ptfast.devices import device_type, lack_of_device
-from ptfast.distributed import Ranks, under_torchrun
+from ptfast.distributed import THREADS_VARIABLE, Ranks, under_torchrun
 from ptfast.errors import ConfigError, MachineError
 from ptfast.machine import usable_cores
 from ptfast.run import StepBatch
@@ -94,9 +94,9 @@ def _input_shape(data: Any) -> Any:
 
 def resolve_threads(num_local_ranks: int) -> int:
     """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins where there is one."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
     # torchrun sets the variable to 1 itself, which would leave all other cores idle.
-    if asked.isdigit() and int(asked) > 0 and not under_torchrun():
+    asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
         return int(asked)
     return max(usable_cores() // num_local_ranks, 1)
 

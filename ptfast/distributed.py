@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+THREADS_VARIABLE = "PTFAST_THREADS"
+"""What the user's OMP_NUM_THREADS was before ptfast launched its ranks; torchrun sets it to 1 itself."""
 
 
 @dataclass(frozen=True)

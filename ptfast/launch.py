@@ -20,7 +20,7 @@ from ptfast.config.freeze import check_no_secrets, freeze, redact
 from ptfast.config.read import load_config
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
-from ptfast.distributed import Ranks, read_ranks, tell_ranks
+from ptfast.distributed import THREADS_VARIABLE, Ranks, read_ranks, tell_ranks
 from ptfast.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -244,7 +244,9 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
         start_method="spawn",
         **named,
     )
-    # torchrun would leave one thread to each rank; the ranks share the cores themselves and record it.
+    # torchrun would leave one thread to each rank; the ranks share the cores themselves and record it,
+    # or take the number that the user has given.
+    os.environ.setdefault(THREADS_VARIABLE, os.environ.get("OMP_NUM_THREADS", ""))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     state = str(place.state_folder) if place.state_folder is not None else ""
     arguments = ("-u", "-m", "ptfast.worker", str(place.folder), state, str(os.getpid()))

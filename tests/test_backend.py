@@ -65,6 +65,8 @@ class TestBackend:
         monkeypatch.setenv("RANK", "0")
         assert resolve_threads(2) == 3
         assert resolve_threads(1) == 6
+        monkeypatch.setenv("PTFAST_THREADS", "2")
+        assert resolve_threads(1) == 2
 
     def test_usable_cores_are_within_the_machine(self):
         assert 1 <= usable_cores() <= (os.cpu_count() or 1)
