@@ -225,11 +225,18 @@ def test_entries_are_checked() -> None:
         ([{"match": "*", "weight_decay": -1}], "C005", "at least 0"),
         ([{"match": "*", "trains_from": "5s"}], "C004", "wall time"),
         (["*.bias"], "C004", "expected keys such as optimizer.groups.0.match"),
-        ("*.bias", "C004", "a list"),
+        ("*.bias", "C004", "expected a list. Write [...] around it"),
     ):
         error = refused(optimizer__groups=wrong)
         assert error.code == code
         assert said in str(error)
+
+
+def test_an_entry_without_brackets_is_the_command_lines() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(("data=digits", "model=mlp", "epochs=1", 'optimizer.groups={match: "*"}'))
+    assert (caught.value.code, caught.value.key) == ("C004", "optimizer.groups")
+    assert caught.value.place == "command line"
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def _to_union(value: Any, annotation: Any, unit: Unit) -> Any:
 
 def _to_sequence(value: Any, origin: Any, arguments: tuple[Any, ...], unit: Unit) -> Any:
     if not isinstance(value, (list, tuple)):
-        raise _expected("a list", value)
+        raise _expected("a list", value, "Write [...] around it")
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(value) != len(arguments):
             raise Problem("C004", f"expected a list of {len(arguments)} values")

@@ -85,7 +85,10 @@ class Composed:
 
 
 def place_of(key: str, places: dict[str, str]) -> str:
-    """The place of `key` in `places`, or of the nearest key above it."""
+    """The place of `key` in `places`, of all that is set below it, or of the nearest key above it."""
+    below = {place for inside, place in places.items() if inside.startswith(f"{key}.")}
+    if key not in places and len(below) == 1:
+        return below.pop()
     above = key
     while above:
         if above in places:

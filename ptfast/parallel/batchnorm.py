@@ -32,7 +32,8 @@ def apply_sync_batchnorm(model: nn.Module) -> int:
     ]
     if not found:
         what = f"{type(model).__name__} has no BatchNorm"
-        raise ConfigError("C011", what, key="parallel.sync_batchnorm", value="true")
+        hint = "Set it to false"
+        raise ConfigError("C011", what, key="parallel.sync_batchnorm", value="true", suggestion=hint)
     replaced: dict[int, SyncedBatchNorm] = {}
     for parent, name, norm in found:
         setattr(parent, name, replaced.setdefault(id(norm), SyncedBatchNorm(norm)))
