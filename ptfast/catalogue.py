@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Sequence
 
 from ptfast.applies import ThisMachine, verdict
@@ -84,7 +85,9 @@ def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
             muted.add(number)
     table(headers, rows, grouped=True, muted=muted)
     if is_terminal(stream):
-        print(*(f"{kind}: {promise}." for kind, promise in PROMISES.items()), sep="\n")
+        columns = shutil.get_terminal_size().columns
+        for kind, promise in PROMISES.items():
+            print(textwrap.fill(f"{kind}: {promise}.", columns))
         print("\nptfast techniques NAME shows all about one, and what it is worth.")
 
 
@@ -104,7 +107,7 @@ def _show_one(technique: Technique, machine: ThisMachine) -> None:
         "worth": technique.claim,
         "source": technique.source,
         "when not": technique.avoid,
-        "missing": technique.audit,
+        "lacking if": technique.audit,
         "drift": f"at most {technique.drift:g} of the loss over ten steps" if technique.drift else "",
         "options": " ".join(technique.options),
         "instead of": ", ".join(rivals),

@@ -106,6 +106,20 @@ def test_a_terminal_gets_families_as_headings(
     assert ("worth" in lines[1]) == worth
 
 
+def test_a_narrow_terminal_breaks_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    catalogue.show()
+    shown = stream.getvalue()
+    assert all(word in shown for technique in CATALOGUE for on in technique.on for word in on.split())
+
+
 @pytest.mark.parametrize(
     ("need", "device", "reason"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from ptfast.display.plain import PlainDisplay
 from ptfast.display.terminal import is_terminal, standard_output
@@ -35,9 +35,14 @@ def table(
         from rich.table import Table
         from rich.text import Text
 
-        ruled = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-        for header, is_number in list(zip(headers, numeric, strict=True))[grouped:]:
-            ruled.add_column(Text(header), justify="right" if is_number else "left", overflow="fold")
+        console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        look: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+        ruled = Table(title=title, title_justify="left", title_style="bold", **look)
+        columns = list(zip(headers, *cells, strict=True))[grouped:]
+        widths = _widths(columns, console.width - 2 * len(columns))
+        for (header, *_), is_number, width in zip(columns, numeric[grouped:], widths, strict=True):
+            justify = "right" if is_number else "left"
+            ruled.add_column(Text(header), justify=justify, overflow="fold", width=width)
         group = None
         for number, row in enumerate(cells):
             if grouped and row[0] != group:
@@ -45,7 +50,7 @@ def table(
                 ruled.add_section()
                 ruled.add_row(Text(group, style="bold cyan"))
             ruled.add_row(*(Text(cell) for cell in row[grouped:]), style="dim" if number in muted else None)
-        Console(file=stream, highlight=False, markup=False, emoji=False).print(ruled)
+        console.print(ruled)
         return
     plain = PlainDisplay(stream)
     if title:
@@ -57,3 +62,17 @@ def table(
             for cell, width, is_number in zip(row, widths, numeric, strict=True)
         ]
         plain.note("  ".join(padded).rstrip())
+
+
+def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[None]:
+    """Widths that sum to `room` and break no word, where columns are too wide for it and that can be had."""
+    natural = [max(map(len, column)) for column in columns]
+    widths = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    if sum(natural) <= room or sum(widths) > room:
+        return [None] * len(columns)
+    for _ in range(room - sum(widths)):
+        narrowest = min(
+            (n for n in range(len(widths)) if widths[n] < natural[n]), key=lambda n: widths[n] / natural[n]
+        )
+        widths[narrowest] += 1
+    return widths
