@@ -21,6 +21,7 @@ def build_panel(
     num_parameters = sum(p.numel() for p in run.model.parameters())
     layout = ", channels last" if resolved["channels_last"] else ""
     processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
+    threads = f"{resolved['threads']} thread" + "s" * (resolved["threads"] > 1) + " each" * (num_ranks > 1)
     batch = f"{run.batch_size}"
     if run.micro_batches > 1:
         size = run.batch_size // run.micro_batches
@@ -36,7 +37,7 @@ def build_panel(
     table = [
         ("data", run.data_note),
         ("model", f"{model}, {num_parameters:,} parameters{layout}"),
-        ("device", f"{device_name(run)}, {processes}, {resolved['threads']} threads"),
+        ("device", f"{device_name(run)}, {processes}, {threads}"),
         ("precision", run.precision.describe()),
         ("batch", batch),
         ("steps", f"{run.total_steps:,} ({length})"),
