@@ -17,8 +17,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="One kernel goes over weights, gradients and state once, where a step in torch's operations goes "
         "over them ten times.",
         claim="Of the step on one CPU thread: AdamW 3.0 to 3.4x at ResNet-18's size and 7.7 to 7.9x at "
-        "DistilBERT's; SGD with Nesterov's momentum 2.8x and 9x, with plain momentum 2.1x and 3.7x. On a GPU "
-        "a few percent of the step over foreach.",
+        "DistilBERT's; SGD with Nesterov's momentum 2.8 to 3.8x and 9x, with plain momentum 2.1x and 3.7x. "
+        "On a GPU a few percent over foreach.",
         source="torch.optim; measured here, scripts/bench_optimizers.py.",
         avoid="Never: optimizer.fused=auto leaves it out where it does not run.",
         audit="torch.optim.SGD, Adam or AdamW without fused=True.",
