@@ -46,7 +46,7 @@ def build_panel(
         ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
     ]
     switches = {
-        "parallel": _parallel(config, run) if run.ranks.distributed else None,
+        "parallel": _parallel(config, run),
         "checkpointing": checkpointing_row(config.checkpointing, resolved["checkpointed"]),
         "compile": run.compilation.describe() if run.compilation is not None else None,
         "rewrites": f"{num_dropped} biases before a BatchNorm dropped" if num_dropped else None,
@@ -89,9 +89,12 @@ def _rate(run: Run) -> str:
     return f"{reference_lr(run.optimizer, 'initial_lr'):g}" + (f" ({scaling})" if scaling else "")
 
 
-def _parallel(config: Config, run: Run) -> str:
-    """How the ranks train together, and what of it is switched on."""
+def _parallel(config: Config, run: Run) -> str | None:
+    """How the ranks train together, and what of it is switched on; None where one process was asked for."""
     parallel = config.parallel
+    if not run.ranks.distributed:
+        asked = parallel.strategy
+        return None if asked == "single" else f"one process: {asked} has nothing to share out here"
     if run.sharded:
         words = [f"fsdp, weights in {len(run.resolved['shards']) + 1} parts"]
     else:

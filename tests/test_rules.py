@@ -61,6 +61,7 @@ def test_a_run_needs_a_length() -> None:
         {"optimizer__nesterov": True, "optimizer__momentum": 0},
         {"steps": 10, "epochs": None, "schedule__warmup": "11steps"},
         {"micro_batches": 8, "gradients__accumulate": 2},
+        {"parallel__strategy": "single", "parallel__nproc": 2},
     ],
 )
 def test_keys_that_contradict_each_other(changes: Tree) -> None:

@@ -26,6 +26,13 @@ def parallel_problems(config: Config) -> Iterator[Problem]:
                 yield Problem("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
     if parallel.strategy == "single" and parallel.sync_batchnorm:
         yield _without_ranks("Use parallel=ddp")
+    if parallel.strategy == "single":
+        for name in ("nproc", "nnodes"):
+            if (value := getattr(parallel, name)) not in (1, "auto"):
+                what = "one process trains under parallel=single"
+                yield Problem(
+                    "C011", what, key=f"parallel.{name}", value=value, suggestion="Use parallel=ddp"
+                )
     if parallel.static_graph:
         yield from _static_graph(config)
     if parallel.compression == "powersgd" and config.precision.mode == "amp_fp16":
