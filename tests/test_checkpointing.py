@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ptfast.checkpointing import CheckpointedForward, apply_checkpointing, apply_memory_budget
+from ptfast.compile import Compilation
 from ptfast.distributed import Ranks
 from ptfast.errors import ConfigError
 from ptfast.models.gpt import Gpt
@@ -353,6 +354,20 @@ def test_a_compiled_model(case: str) -> None:
         for one, two in zip(other.parameters(), expected.parameters(), strict=True):
             scale = two.grad.abs().max()
             torch.testing.assert_close(one.grad / scale, two.grad / scale, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("compile_mode", ["pointwise", "blocks"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_compiled_in_parts(mode: Any, compile_mode: Any) -> None:
+    plain, other = pair(lambda: ResNetCifar(4, 3, depth=8, width=4), mode)
+    Compilation(compile_mode, "cpu").apply(other)
+    inputs = torch.randn(4, 3, 8, 8)
+    assert torch.allclose(step(plain, inputs), step(other, inputs))
+    torch.testing.assert_close(other.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    for one, two in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-5 * float(two.grad.abs().max()))
 
 
 class Dropped(nn.Module):

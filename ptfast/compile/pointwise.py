@@ -28,7 +28,10 @@ class PointwiseFusion:
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._dynamo.backends.common import aot_autograd
 
-        return aot_autograd(fw_compiler=self._compile, bw_compiler=self._compile)(graph, inputs)
+        # Statistics that are written as the graph ends would no longer be what a recomputation starts from.
+        return aot_autograd(
+            fw_compiler=self._compile, bw_compiler=self._compile, keep_inference_input_mutations=True
+        )(graph, inputs)
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from functorch.compile import make_boxed_func
