@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from running import build_run, same_bits, summary, train, training_state, weights
+from nets import Gated, Net
+from running import WITH_TESTS, build_run, same_bits, summary, train, training_state, weights
 from torch import Tensor, nn
 
 from ptfast import loop
@@ -29,36 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class Gated(nn.Module):
-    """A layer of hand-written elementwise operations around two matrix products."""
-
-    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(width, width), nn.Linear(width, width)
-        self.norm, self.dropout = nn.BatchNorm1d(width), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.wide(x)
-        hidden = hidden * torch.sigmoid(hidden) + 0.5 * torch.tanh(hidden)
-        out = self.norm(self.narrow(self.dropout(hidden)))
-        return F.relu(out, inplace=True) + x
-
-
-class Net(nn.Module):
-    def __init__(self, input_shape: tuple[int, ...], num_classes: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 8)
-        self.layers = nn.ModuleList(Gated(dropout=dropout) for _ in range(3))
-        self.head = nn.Linear(8, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.first(images.flatten(1))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-RUN = ("model=custom", "model._target_=test_compile.Net", "batch_size=64", "optimizer=sgd", "logger=none")
+RUN = ("model=custom", "model._target_=nets.Net", "batch_size=64", "optimizer=sgd", "logger=none")
 
 
 @pytest.fixture(autouse=True)
@@ -299,7 +270,8 @@ def test_a_resumed_run_has_every_bit(mode: str, extra: tuple[str, ...], in_tmp: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["pointwise", "blocks", "model"])
-def test_several_ranks(mode: str, in_tmp: Path) -> None:
+def test_several_ranks(mode: str, in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", WITH_TESTS["PYTHONPATH"])
     words = (*RUN, "micro_batches=2", "steps=6", "saving.every=3steps", "saving.keep=9", "eval.every=3steps")
     assert train(*words, "run.dir=alone") == 0
     ranks = (*words, "parallel=ddp", "parallel.nproc=2", "device=cpu")
