@@ -53,16 +53,17 @@ def dry_run(config: Config) -> int:
             trainer.read_loss()
             seconds.append(time.perf_counter() - start)
         for loader in run.eval_loaders.values():
-            evaluate(
-                run.model,
-                run.task,
-                _Shortened(loader),
-                device=run.device,
-                ranks=run.ranks,
-                precision=run.precision,
-                average=run.ema,
-                flip=run.flip,
-            )
+            with run.uncompiled():
+                evaluate(
+                    run.model,
+                    run.task,
+                    _Shortened(loader),
+                    device=run.device,
+                    ranks=run.ranks,
+                    precision=run.precision,
+                    average=run.ema,
+                    flip=run.flip,
+                )
         run.save(run, False)
         for loader in (run.train_loader, *run.eval_loaders.values()):
             loader.close()
