@@ -67,6 +67,17 @@ def test_a_run_gives_its_best_state_and_else_its_last(tmp_path: Path) -> None:
         assert same(model, last)
 
 
+@pytest.mark.parametrize("updates", [0, 3])
+def test_averages_are_taken_once_there_are_some(tmp_path: Path, updates: int) -> None:
+    raw, averaged, model = make_model(), make_model(), make_model()
+    save(raw.state_dict(), tmp_path / "saved" / "last" / "model.pt")
+    average = {"averages": averaged.state_dict(), "updates": updates}
+    save({"ema": average}, tmp_path / "saved" / "last" / "training.pt")
+    notes = load_weights(model, tmp_path)
+    assert same(model, averaged if updates else raw)
+    assert notes[0].startswith("averaged weights" if updates else "weights")
+
+
 def test_another_number_of_classes_is_named_and_replaced_on_request(tmp_path: Path) -> None:
     saved, model = make_model(10), make_model(3)
     fresh_head = model.layers[-1].weight.detach().clone()

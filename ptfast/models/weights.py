@@ -90,8 +90,10 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _read_averages(path: Path) -> dict[str, Tensor]:
-    """The averaged weights in the training state beside a run's weights; none where there is none."""
-    return _read_pt(path).get("ema", {}).get("averages", {}) if path.is_file() else {}
+    """The averaged weights in the training state beside a run's weights; none where there is none yet."""
+    average = _read_pt(path).get("ema", {}) if path.is_file() else {}
+    # Before the first update, what is kept there are the weights that training began with.
+    return average["averages"] if average.get("updates") else {}
 
 
 def _read_pt(path: Path) -> Any:
