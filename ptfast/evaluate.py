@@ -73,6 +73,10 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
     restore_model(model.to(device), state)
     average = None
     if "ema" in state.training:
+        # What never trained was not averaged.
+        averaged = state.training["ema"]["averages"]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in averaged)
         average = Average(model)
         average.load_state_dict(state.training["ema"])
     model.eval()

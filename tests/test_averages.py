@@ -238,6 +238,16 @@ def test_swa_from_training_to_a_saved_state(in_tmp: Path, capsys: pytest.Capture
         assert f'"{name}": {value}' in out
 
 
+def test_a_state_with_frozen_weights_is_evaluated(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    frozen = 'optimizer.groups=[{match: "*.bias", trains_until: 0}]'
+    assert train(*SMALL, "steps=4", "ema=ema", frozen, "run.dir=run") == 0
+    capsys.readouterr()
+    assert cli.run(["eval", "run"]) == 0
+    out = capsys.readouterr().out
+    for name, value in summary(Path("run"))["val"].items():
+        assert f'"{name}": {value}' in out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
