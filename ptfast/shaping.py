@@ -106,7 +106,11 @@ def shape_model(
         apply_sync_batchnorm(model)
     section = config.optimizer
     grouping = Grouping(
-        model, decay_1d=section.decay_1d, layer_decay=section.layer_decay, groups=section.groups
+        model,
+        decay_1d=section.decay_1d,
+        layer_decay=section.layer_decay,
+        groups=section.groups,
+        dropped=[f"{name}.bias" for name in dropped],
     )
     grouping.freeze()
     known, checkpointing = resolved.get("checkpointed"), config.checkpointing

@@ -142,6 +142,14 @@ def test_a_pattern_that_matches_nothing(pattern: str, near: str) -> None:
     assert near in str(caught.value)
 
 
+def test_a_pattern_may_match_what_a_rewrite_has_dropped() -> None:
+    asked = {"groups": [entry("0.bias", lr_scale=2)], "dropped": ["0.bias"]}
+    (part,) = Grouping(nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2)), **asked).parts()
+    assert part["lr_scale"] == 1
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        Grouping(nn.Sequential(nn.Linear(2, 2)), groups=[entry("1.bias")], dropped=["0.bias"])
+
+
 def test_a_shared_parameter_goes_by_any_of_its_names() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
     model[1].weight = model[0].weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,6 +60,7 @@ class Grouping:
         decay_1d: whether parameters of at most one dimension have weight decay, unless an entry says so.
         layer_decay: in (0, 1], about 0.65 to 0.9 for fine-tuning transformers.
         groups: the entries.
+        dropped: names of parameters without effect that a rewrite has taken away; patterns may match them.
 
     Raises:
         ConfigError: C005 for a pattern that matches no parameter, with the nearest names, C011 for layer
@@ -73,6 +74,7 @@ class Grouping:
         decay_1d: bool = True,
         layer_decay: float | None = None,
         groups: Sequence[ParameterGroup] = (),
+        dropped: Collection[str] = (),
     ) -> None:
         self._model, self._groups = model, groups
         names: dict[int, list[str]] = {}
@@ -99,7 +101,7 @@ class Grouping:
                     asked = _refined(asked, entry, index, scale)
             self._asked[name] = asked
         for index, entry in enumerate(groups):
-            if not matches[index]:
+            if not matches[index] and not any(fnmatchcase(name, entry.match) for name in dropped):
                 raise _no_match(entry.match, [name for known in names.values() for name in known], index)
             self._notes.append(f"{entry.match} ({matches[index]}){_said(entry)}")
 
