@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ptfast.catalogue import in_readme
 from ptfast.cli import COMMANDS, run
 from ptfast.config import paths
 
@@ -44,6 +45,10 @@ def test_the_table_of_groups_lists_the_options_that_there_are():
     assert set(listed) == set(paths.groups())
     for group, options in listed.items():
         assert options == set(paths.options(group)) - FOR_RECIPES, group
+
+
+def test_the_table_of_switches_is_the_catalogue() -> None:
+    assert README == in_readme(README), "scripts/techniques_table.py writes it anew"
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS_SHOWN)))
