@@ -12,7 +12,7 @@ from running import summary, train
 from trials import ON_GPU, SLOW, Words, every_option, merged, read, trained, trial_of, words_of
 
 from ptfast.errors import MachineError
-from ptfast.techniques import CATALOGUE, Technique
+from ptfast.techniques import CATALOGUE, Need, Technique
 
 TEXT = ("data=text_tsv", "data.root=FILES", "batch_size=8")
 RUNNING_TEXT = ("data=text_file", "data.path=FILES/text.txt", "data.context_length=16", "batch_size=8")
@@ -50,6 +50,8 @@ PACKAGES = {
     "logger/wandb": "wandb",
 }
 """Options that need a package which the test extra may not bring; without it they say so."""
+NEEDS: dict[str, tuple[Need, ...]] = {"debug/nvtx": ("cuda",)}
+"""Options that need more than their technique does."""
 WHOLE_RUNS = ("saving", "logger")
 """Groups that act around the loop: their options are trained by the command."""
 
@@ -65,12 +67,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_trains(option: str, files: Path, in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     technique = technique_of(option)
     words = words_for(option, technique, files)
-    needs = {*technique.needs} if technique is not None else set()
-    if option.split("/")[0] == "compile":
-        needs.add("compiler")
+    needs = {*(technique.needs if technique is not None else ()), *NEEDS.get(option, ())}
     if is_refused(words) or needs & (ON_GPU | SLOW):
         # What can be trained here is trained by the slow test of its technique.
-        assert needs or technique is None
+        assert needs
         return
     monkeypatch.setitem(sys.modules, "datasets", stand_ins.datasets())
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -48,7 +48,7 @@ def test_the_table_of_groups_lists_the_options_that_there_are():
 
 
 def test_the_table_of_switches_is_the_catalogue() -> None:
-    assert README == in_readme(README), "scripts/techniques_table.py writes it anew"
+    assert in_readme(README) == README, "scripts/techniques_table.py writes it anew"
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS_SHOWN)))
