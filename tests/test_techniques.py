@@ -79,6 +79,9 @@ def marked(technique: Technique) -> Any:
         marks.append(pytest.mark.gpu)
     if SLOW & {*technique.needs}:
         marks.append(pytest.mark.slow)
+    if "compiler" in technique.needs:
+        # The compiler looks at every tensor's gradient, and hides torch's warning only once it is given.
+        marks.append(pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"))
     return pytest.param(technique, marks=marks, id=name_of(technique))
 
 
