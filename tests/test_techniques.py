@@ -20,6 +20,7 @@ from trials import (
     Trial,
     a_run,
     chosen_by_plain,
+    composed,
     every_option,
     trained,
     trained_by_ranks,
@@ -27,7 +28,6 @@ from trials import (
 )
 
 from ptfast.config import paths
-from ptfast.config.compose import compose
 from ptfast.data.prepare import Prepare
 from ptfast.data.source import TensorSource, as_tensor
 from ptfast.techniques import CATALOGUE, PROMISES, Need, Technique
@@ -111,10 +111,10 @@ def test_a_record_is_complete(technique: Technique) -> None:
 @pytest.mark.parametrize("technique", SWITCHED, ids=name_of)
 def test_the_switch_changes_the_config_and_back(technique: Technique) -> None:
     """Off is what `plain` says, unless the recipe decides."""
-    on, off = (compose(words_of(technique, switch)).tree for switch in (technique.on, technique.off))
+    on, off = (composed(words_of(technique, switch)).tree for switch in (technique.on, technique.off))
     assert on != off
     if technique.kind != "training":
-        assert off == compose(words_of(technique, ())).tree
+        assert off == composed(words_of(technique, ())).tree
 
 
 def test_options_that_records_name_exist() -> None:

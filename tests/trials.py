@@ -18,9 +18,9 @@ from running import train, weights
 from torch import Tensor, nn
 
 from ptfast.config import paths
-from ptfast.config.compose import Composed
-from ptfast.config.read import read_config
+from ptfast.config.compose import Composed, apply, compose, finish
 from ptfast.config.schema import Config
+from ptfast.config.validate import validate
 from ptfast.config.yaml_file import read_yaml
 from ptfast.display.plain import Display
 from ptfast.distributed import Ranks
@@ -86,9 +86,26 @@ def merged(*words: str) -> Words:
 
 
 @functools.cache
-def read(words: Words) -> tuple[Composed, Config]:
+def read(words: Words) -> Config:
     """The config that a user's arguments mean."""
-    return read_config(words)
+    config = composed(words)
+    return validate(config.tree, config.place)
+
+
+@functools.cache
+def composed(words: Words) -> Composed:
+    """The same before it is checked. Words that choose the same options are composed once, for speed."""
+    groups = {*paths.groups()}
+    options = tuple(word for word in words if word.partition("=")[0] in groups)
+    values = [word for word in words if word not in options]
+    base = _of_options(options)
+    tree, places = apply(base.tree_unresolved, base.places, values)
+    return finish(tree, places, recipe=None, warnings=base.warnings, arguments=words)
+
+
+@functools.cache
+def _of_options(options: Words) -> Composed:
+    return compose(options, complete=False)
 
 
 @functools.cache
@@ -136,7 +153,7 @@ def trained_by_ranks(words: Words, folder: Path, plain_words: Words | None = Non
 def a_run(*words: str) -> Iterator[Run]:
     """A run that was built, with its processes stopped afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        run = build(read(words)[1], ranks=Ranks(), folder=Path(folder), display=Display())
+        run = build(read(words), ranks=Ranks(), folder=Path(folder), display=Display())
         try:
             yield run
         finally:
