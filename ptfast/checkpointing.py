@@ -188,9 +188,12 @@ class WrittenBuffers:
         return [(module, _copied(module._buffers)) for module in self.writers]
 
     def learn(self, before: list[tuple[nn.Module, Buffers]]) -> None:
-        """After the first forward pass, which copied everything: forget modules that have only read."""
+        """After the first forward pass, which copied everything: forget modules that have only read.
+
+        Those that are not in training then (frozen for now, or given a stand-in sample) may write later on.
+        """
         if not self.learnt:
-            self.writers = [module for module, buffers in before if _differ(buffers, module._buffers)]
+            self.writers = [m for m, buffers in before if not m.training or _differ(buffers, m._buffers)]
             self.learnt = True
 
 

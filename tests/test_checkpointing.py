@@ -210,6 +210,28 @@ def test_what_matches_nothing_is_refused() -> None:
     assert caught.value.code == "C011"
 
 
+class NormOfItsOwn(nn.BatchNorm1d):
+    """A norm that nothing is known of but that it has buffers, as those of timm."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+def test_a_norm_that_stands_still_at_first_writes_once_later() -> None:
+    def trained(mode: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), NormOfItsOwn(4)) for _ in range(3)))
+        apply_checkpointing(model, mode)
+        norms = [module for module in model.modules() if isinstance(module, NormOfItsOwn)]
+        for writes in (False, True, True):
+            for norm in norms:
+                norm.training = writes
+            model(torch.randn(8, 4)).square().sum().backward()
+        return model.state_dict()
+
+    assert same_bits(trained("full"), trained("none"))
+
+
 def test_an_empty_share_leaves_the_statistics_alone() -> None:
     """The loop's stand-in sample counts for nothing, in the recomputation neither."""
     make, draw = CASES["batch norm"]
