@@ -13,7 +13,7 @@ import torch
 from running import build_run, same_bits
 from torch import Tensor
 
-from ptfast import runner
+from ptfast import loading
 from ptfast.config.read import read_config
 from ptfast.data import arrays, transfers
 from ptfast.data.source import as_tensor
@@ -83,7 +83,7 @@ def test_every_loader_gives_the_same_batches(
     plain = build_run(tmp_path / "plain", *ALL, *words)
     assert not isinstance(plain.train_loader, PrefetchedLoader)
     side = Recorder()
-    monkeypatch.setattr(runner, "open_side_stream", lambda device: side)
+    monkeypatch.setattr(loading, "open_side_stream", lambda device: side)
     ahead = build_run(tmp_path / "ahead", *ALL, *words)
     assert isinstance(ahead.train_loader, PrefetchedLoader)
     assert isinstance(ahead.eval_loaders["val"], PrefetchedEvaluation)
@@ -98,7 +98,7 @@ def test_every_loader_gives_the_same_batches(
 
 
 def test_a_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "open_side_stream", lambda device: Recorder())
+    monkeypatch.setattr(loading, "open_side_stream", lambda device: Recorder())
     run = build_run(tmp_path, *ALL, "dataloader.side_stream=false")
     assert not isinstance(run.train_loader, PrefetchedLoader)
     assert run.resolved["side_stream"] is False
@@ -106,7 +106,7 @@ def test_a_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*ALL, "precision=amp_fp16")
-    monkeypatch.setattr(runner, "open_side_stream", lambda device: Recorder())
+    monkeypatch.setattr(loading, "open_side_stream", lambda device: Recorder())
     config, run = read_config(words)[1], build_run(tmp_path, *words)
     _, rows, warnings = build_panel(config, run, [])
     assert dict(rows)["transfers"] == "on a side stream, one batch ahead"
