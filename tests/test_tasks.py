@@ -296,3 +296,37 @@ def test_ranks_with_uneven_shares_agree_on_the_exact_figures(tmp_path: Path) -> 
         info, outputs, targets = draw(name, 11)
         whole = evaluate(build_task(name, info), [(outputs, targets)])
         assert figures == pytest.approx({key: whole[key] for key in figures})
+
+
+def test_scores_are_those_of_torchmetrics() -> None:
+    from torchmetrics import classification as scores
+    from torchmetrics import regression as errors
+
+    references = {
+        "multilabel": {
+            "f1": scores.MultilabelF1Score(4, average="micro"),
+            "accuracy": scores.MultilabelAccuracy(4, average="micro"),
+        },
+        "regression": {"mae": errors.MeanAbsoluteError()},
+        "token_classification": {
+            "accuracy": scores.MulticlassAccuracy(4, average="micro", ignore_index=-100)
+        },
+    }
+    for name, expected in references.items():
+        info, outputs, targets = draw(name, 50)
+        figures = evaluate(
+            build_task(name, info), [(outputs[:20], targets[:20]), (outputs[20:], targets[20:])]
+        )
+        for figure, metric in expected.items():
+            if name == "multilabel":
+                reference = metric(outputs.sigmoid(), targets)
+            elif name == "regression":
+                reference = metric(outputs[:, 0], targets)
+            else:
+                reference = metric(outputs.flatten(0, 1), targets.flatten())
+            assert figures[figure] == pytest.approx(float(reference), rel=1e-6)
+
+
+def test_a_split_without_anything_that_counts_scores_0() -> None:
+    metrics = build_task("auto", CLASSES).metrics().to(torch.device("cpu"))
+    assert float(metrics.compute()["accuracy"]) == 0.0

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from ptfast.errors import ConfigError, DataError
 from ptfast.run import DataInfo, Metrics
+from ptfast.tasks.ratios import Ratios, accuracy, top5_accuracy
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
 
 if TYPE_CHECKING:
@@ -44,12 +45,9 @@ class Classification(SupervisedTask):
 
     def metrics(self) -> Metrics:
         """Accuracy, and from 100 classes on also top-5 accuracy."""
-        from torchmetrics import MetricCollection
-
-        from ptfast.tasks.accuracy import Accuracy
-
-        top5 = {"top5_accuracy": Accuracy(5)} if self.num_classes >= 100 else {}
-        return MetricCollection({"accuracy": Accuracy(), **top5}, compute_groups=False)
+        if self.num_classes >= 100:
+            return Ratios(accuracy=accuracy, top5_accuracy=top5_accuracy)
+        return Ratios(accuracy=accuracy)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The likeliest class of each input with its probability, and the five likeliest."""

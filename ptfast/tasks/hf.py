@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import names_of_classes
-from ptfast.tasks.supervised import NoMetrics
+from ptfast.tasks.ratios import Ratios, accuracy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,13 +43,7 @@ class OwnLoss:
 
     def metrics(self) -> Metrics:
         """Accuracy, where the labels are classes of whole inputs."""
-        if self.info.task != "classification":
-            return NoMetrics()
-        from torchmetrics import MetricCollection
-
-        from ptfast.tasks.accuracy import Accuracy
-
-        return MetricCollection({"accuracy": Accuracy()})
+        return Ratios(accuracy=accuracy) if self.info.task == "classification" else Ratios()
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
         """Update the accuracy; return the sum of the losses and the number of items."""

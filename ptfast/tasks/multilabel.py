@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from ptfast.run import DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
+from ptfast.tasks.ratios import Ratios, label_accuracy, label_f1
 from ptfast.tasks.supervised import LossFunction, SupervisedTask, full_precision
 
 if TYPE_CHECKING:
@@ -39,20 +40,7 @@ class MultiLabel(SupervisedTask):
 
     def metrics(self) -> Metrics:
         """F1 score and accuracy over all pairs of input and class."""
-        from torchmetrics import MetricCollection
-        from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
-
-        f1 = MultilabelF1Score(self.num_classes, average="micro", validate_args=False)
-        accuracy = MultilabelAccuracy(self.num_classes, average="micro", validate_args=False)
-        return MetricCollection({"f1": f1, "accuracy": accuracy}, compute_groups=[["f1", "accuracy"]])
-
-    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
-        """Update the scores; return the sum of the losses and the number of samples."""
-        inputs, targets = data
-        outputs = model(inputs)
-        # Of logits torchmetrics would make probabilities itself, after a look at the values.
-        metrics.update(outputs.float().sigmoid(), targets.long())
-        return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
+        return Ratios(f1=label_f1, accuracy=label_accuracy)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The classes of each input that are likelier than not, and every class's probability."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 
 from ptfast.run import Metrics
+from ptfast.tasks.ratios import Ratios, absolute_error
 from ptfast.tasks.supervised import SupervisedTask, full_precision
 
 if TYPE_CHECKING:
@@ -27,17 +28,14 @@ class Regression(SupervisedTask):
 
     def metrics(self) -> Metrics:
         """Mean absolute error."""
-        from torchmetrics import MetricCollection
-        from torchmetrics.regression import MeanAbsoluteError
-
-        return MetricCollection({"mae": MeanAbsoluteError()})
+        return Ratios(mae=absolute_error)
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
         """Update the absolute error; return the sum of the losses and the number of samples."""
         inputs, targets = data
         outputs = model(inputs)
         predicted, wanted = self.aligned(outputs, targets)
-        metrics.update(predicted.contiguous(), wanted)
+        metrics.update(predicted, wanted)
         return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:

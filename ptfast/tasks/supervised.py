@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ptfast.run import IGNORE_INDEX, DataInfo, Metrics, Mixed
+from ptfast.tasks.ratios import Ratios
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -82,7 +83,7 @@ class SupervisedTask:
 
     def metrics(self) -> Metrics:
         """Fresh metrics of one evaluation."""
-        return NoMetrics()
+        return Ratios()
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
         """Update the metrics; return the sum of the losses and the number of items."""
@@ -98,23 +99,6 @@ class SupervisedTask:
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """One record per input."""
         raise NotImplementedError
-
-
-class NoMetrics:
-    """Metrics of a task whose loss says it all; spares the import of torchmetrics."""
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to sum."""
-
-    def keys(self) -> tuple[str, ...]:
-        """No names."""
-        return ()
-
-    def compute(self) -> dict[str, Any]:
-        return {}
-
-    def to(self, device: Any) -> NoMetrics:
-        return self
 
 
 def full_precision(outputs: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
+from ptfast.tasks.ratios import Ratios, accuracy
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
 
 if TYPE_CHECKING:
@@ -41,11 +42,7 @@ class TokenClassification(SupervisedTask):
 
     def metrics(self) -> Metrics:
         """Accuracy over the tokens that count."""
-        from torchmetrics import MetricCollection
-
-        from ptfast.tasks.accuracy import Accuracy
-
-        return MetricCollection({"accuracy": Accuracy()})
+        return Ratios(accuracy=accuracy)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The class of each token with its probability."""

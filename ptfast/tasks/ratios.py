@@ -1,0 +1,90 @@
+"""Figures that are ratios of two sums: kept on the device, added up over batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.run import IGNORE_INDEX
+
+Parts = tuple[Tensor, Tensor | int]
+"""What a batch adds to the dividend and to the divisor of a ratio."""
+
+
+class Ratios:
+    """Metrics of one evaluation, each the sum of something divided by the sum of something else.
+
+    The sums stay on the device, so that no batch makes the host wait, and are exact for whole numbers up to
+    2**53. torchmetrics can do the same and more, at the price of two to four seconds of imports in a run;
+    metrics of it may be returned by a task in place of these.
+
+    Args:
+        ratios: by name, what outputs and targets of a batch add to a ratio.
+    """
+
+    def __init__(self, **ratios: Callable[[Tensor, Tensor], Parts]) -> None:
+        self._ratios = ratios
+        self._sums = torch.zeros(len(ratios), 2, dtype=torch.float64)
+
+    def to(self, device: Any) -> Ratios:
+        """Keep the sums on `device`; to be called before the first batch."""
+        # Apple's GPUs have no float64.
+        dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+        self._sums = self._sums.to(device, dtype)
+        return self
+
+    def keys(self) -> tuple[str, ...]:
+        """The names of the figures."""
+        return tuple(self._ratios)
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add a batch."""
+        for sums, parts_of in zip(self._sums, self._ratios.values(), strict=True):
+            for place, part in zip(sums, parts_of(outputs, targets), strict=True):
+                place += part
+
+    def compute(self) -> dict[str, Tensor]:
+        """The figures over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
+        sums = self._sums.clone()
+        if self._ratios and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums)
+        dividends, divisors = sums.unbind(1)
+        values = torch.where(divisors > 0, dividends / divisors, 0.0)
+        return dict(zip(self._ratios, values, strict=True))
+
+
+def accuracy(outputs: Tensor, targets: Tensor, top_k: int = 1) -> Parts:
+    """Share of the targets that count whose class is among the `top_k` likeliest.
+
+    Args:
+        outputs: (..., num_classes).
+        targets: class indices (...), of which -100 do not count.
+    """
+    if top_k == 1:
+        hits = outputs.argmax(-1) == targets
+    else:
+        hits = outputs.topk(top_k, dim=-1).indices == targets[..., None]
+    return hits.sum(), (targets != IGNORE_INDEX).sum()
+
+
+top5_accuracy = partial(accuracy, top_k=5)
+
+
+def label_accuracy(outputs: Tensor, targets: Tensor) -> Parts:
+    """Share of the pairs of input and class of which it is rightly told whether they belong together."""
+    return ((outputs > 0) == targets.bool()).sum(), targets.numel()
+
+
+def label_f1(outputs: Tensor, targets: Tensor) -> Parts:
+    """F1 score over all pairs of input and class, of logits and 0/1 targets."""
+    chosen, wanted = outputs > 0, targets.bool()
+    return 2 * (chosen & wanted).sum(), chosen.sum() + wanted.sum()
+
+
+def absolute_error(outputs: Tensor, targets: Tensor) -> Parts:
+    """Mean absolute error of outputs of the targets' shape."""
+    return (outputs - targets).abs().sum(), targets.numel()
