@@ -62,16 +62,24 @@ class Decoder:
             content = Path(path).read_bytes()
         except OSError as error:
             raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
+        return self.decode(content, path)
+
+    def decode(self, content: bytes, name: str) -> Decoded:
+        """Decode the bytes of a file called `name`.
+
+        Raises:
+            DataError: D005 naming the file and what is wrong with it.
+        """
         if not content:
-            raise DataError("D005", "is empty (0 bytes)", key=path, suggestion=REMEDY)
+            raise DataError("D005", "is empty (0 bytes)", key=name, suggestion=REMEDY)
         shape = _jpeg_shape(content)
         try:
             if shape is not None:
-                _check_pixels(shape[0] * shape[1], path)
+                _check_pixels(shape[0] * shape[1], name)
             if shape is not None and shape[2] == 3:
-                decoded = self._jpeg(content, path)
+                decoded = self._jpeg(content, name)
             else:
-                decoded = _by_pil(content, path)
+                decoded = _by_pil(content, name)
         except DataError:
             raise
         except Exception as error:
@@ -79,17 +87,17 @@ class Decoder:
             # torchvision names the line of its own source before it says what is wrong.
             reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
             raise DataError(
-                "D005", f"is damaged or truncated: {reason.rstrip('.')}", key=path, suggestion=REMEDY
+                "D005", f"is damaged or truncated: {reason.rstrip('.')}", key=name, suggestion=REMEDY
             ) from None
         if self.image_size is None:
             return decoded
         return Decoded(fit(decoded.pixels, self.image_size), decoded.converted)
 
-    def _jpeg(self, content: bytes, path: str) -> Decoded:
+    def _jpeg(self, content: bytes, name: str) -> Decoded:
         if self._decode_jpeg is None:
             self._decode_jpeg = _jpeg_decoder()
         if self._decode_jpeg is False:
-            return _by_pil(content, path)
+            return _by_pil(content, name)
         # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
         image = self._decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         return Decoded(image.permute(1, 2, 0).numpy(), False)
