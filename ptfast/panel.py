@@ -22,27 +22,22 @@ def build_panel(
     layout = ", channels last" if resolved["channels_last"] else ""
     processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
     threads = f"{resolved['threads']} thread" + "s" * (resolved["threads"] > 1) + " each" * (num_ranks > 1)
-    batch = f"{run.batch_size}"
-    if run.micro_batches > 1:
-        size = run.batch_size // run.micro_batches
-        batch += f" = {num_ranks} ranks x {run.micro_batches // num_ranks} micro-batches x {size} samples"
     length = f"epochs={config.epochs}"
     if config.steps is not None:
         epochs = run.train_loader.plan.epoch_at(run.total_steps)
         length = f"steps={config.steps}" + (f", {epochs:.3g} epochs" if epochs else "")
     # Weights that are shared out come with a class of torch's own making.
     model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
-    shape, momentum = config.schedule.target.path.rsplit(".", 1)[-1], resolved["momentum"]
     lr, reason = _rate(run), getattr(run.train_loader, "reason", None)
     table = [
         ("data", run.data_note),
         ("model", f"{model}, {num_parameters:,} parameters{layout}"),
         ("device", f"{device_name(run)}, {processes}, {threads}"),
         ("precision", run.precision.describe()),
-        ("batch", batch),
+        ("batch", _batch(run)),
         ("steps", f"{run.total_steps:,} ({length})"),
         ("optimizer", f"{type(run.optimizer).__name__}, lr {lr}, {resolved['optimizer']}"),
-        ("schedule", f"{shape}, momentum {momentum}" if momentum else shape),
+        ("schedule", _schedule(config, resolved["momentum"])),
         ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
     ]
     switches = {
@@ -52,7 +47,10 @@ def build_panel(
         "rewrites": f"{num_dropped} biases before a BatchNorm dropped" if num_dropped else None,
         "clip norm": config.gradients.clip_norm,
         "clip value": config.gradients.clip_value,
-        "clip adaptive": config.gradients.clip_adaptive,
+        "clip adaptive": f"{share:g} of a unit's weights"
+        if (share := config.gradients.clip_adaptive)
+        else None,
+        "gradients": "their norm is logged" if config.gradients.log_norm else None,
         "parameters": run.groups_note,
         "kernels": _kernels(config, resolved),
         "transfers": "on a side stream, one batch ahead" if resolved["side_stream"] else None,
@@ -69,6 +67,26 @@ def build_panel(
     if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
     return config.recipe or "train", table + rows, loud
+
+
+def _batch(run: Run) -> str:
+    """The batch, and the parts that it is cut into."""
+    if run.micro_batches == 1:
+        return str(run.batch_size)
+    num_ranks, per_rank = run.ranks.num_ranks, run.micro_batches // run.ranks.num_ranks
+    parts = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{per_rank} micro-batches"] * (per_rank > 1)
+    return f"{run.batch_size} = " + " x ".join([*parts, f"{run.batch_size // run.micro_batches} samples"])
+
+
+def _schedule(config: Config, momentum: str | None) -> str:
+    """The shape of the learning rate, what tells it from others of its name, and the warm-up."""
+    schedule = config.schedule
+    words = [schedule.target.path.rsplit(".", 1)[-1]]
+    if (rise := schedule.target.kwargs.get("rise")) is not None:
+        words.append(f"up over {rise}")
+    if schedule.warmup.value:
+        words.append(f"warm-up {schedule.warmup}")
+    return ", ".join(words + ([f"momentum {momentum}"] if momentum else []))
 
 
 def _kernels(config: Config, resolved: dict[str, Any]) -> str | None:

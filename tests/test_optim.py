@@ -269,3 +269,16 @@ def test_a_state_saved_in_another_memory_layout_steps_the_same_weights():
 
     plain, last = torch.contiguous_format, torch.channels_last
     torch.testing.assert_close(steps([plain, last, plain]), steps([plain, plain, plain]))
+
+
+def test_a_resumed_run_steps_by_the_kernels_it_asks_for():
+    def build(fused):
+        target = Target("torch.optim.AdamW", {"lr": 0.1, "fused": fused})
+        return build_optimizer(target, nn.Linear(2, 2), CPU)[0]
+
+    optimizer = build(True)
+    load_optimizer(optimizer, build(False).state_dict())
+    assert optimizer.param_groups[0]["fused"]
+    optimizer = build(False)
+    load_optimizer(optimizer, build(True).state_dict())
+    assert not optimizer.param_groups[0]["fused"]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from config_trees import Tree, cannot_run, check, refused
+from config_trees import Tree, cannot_run, check, refused, typed
 
+from ptfast.config.idle import idle_keys
 from ptfast.config.validate import check_batch
 from ptfast.errors import ConfigError
 
@@ -62,10 +63,39 @@ def test_a_run_needs_a_length() -> None:
         {"steps": 10, "epochs": None, "schedule__warmup": "11steps"},
         {"micro_batches": 8, "gradients__accumulate": 2},
         {"parallel__strategy": "single", "parallel__nproc": 2},
+        {"optimizer__fused": True, "optimizer__foreach": True},
     ],
 )
 def test_keys_that_contradict_each_other(changes: Tree) -> None:
     assert refused(**changes).code == "C011"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("optimizer__reference_batch", 64, {"optimizer__lr_scaling": "linear"}),
+        ("curriculum__over", "50%", {"curriculum__batch_size_from": "auto"}),
+        ("curriculum__length_multiple", 8, {"curriculum__length_from": "auto"}),
+        ("parallel__bucket_mb", 10.0, {"parallel__strategy": "ddp"}),
+        ("parallel__powersgd_rank", 2, {"parallel__strategy": "ddp", "parallel__compression": "powersgd"}),
+        ("ema__swa_every", "2epochs", {"ema__swa_start": "75%"}),
+        ("debug__active", 3, {"debug__mode": "profiler"}),
+        ("compile__dynamic", False, {"compile__mode": "model"}),
+        ("checkpointing__every", 2, {"checkpointing__mode": "every_n"}),
+    ],
+)
+def test_keys_that_would_change_nothing(key: str, value: Any, remedy: Tree) -> None:
+    (warning,) = idle_keys(check(**{key: value}), typed)
+    assert warning.startswith(f"{key.replace('__', '.')}=")
+    assert "means nothing" in warning
+    assert not list(idle_keys(check(**{key: value}, **remedy), typed))
+    # An option file may bring figures for a switch that is off.
+    assert not list(idle_keys(check(**{key: value}), lambda key: "mine.yaml:3"))
+
+
+def test_memory_is_not_pinned_for_a_cpu() -> None:
+    if not torch.cuda.is_available():
+        assert cannot_run(dataloader__pin=True).key == "dataloader.pin"
 
 
 @pytest.mark.parametrize(

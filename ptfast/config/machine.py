@@ -13,7 +13,7 @@ def machine_problems(config: Config) -> list[Problem]:
     Imports torch only where it is needed to tell.
     """
     problems = [_no_device(config), _too_many_ranks(config), _no_precision(config), _no_compiler(config)]
-    problems += [_no_nvtx(config)]
+    problems += [_no_nvtx(config), _nothing_to_pin_for(config)]
     return [problem for problem in problems if problem is not None]
 
 
@@ -58,6 +58,13 @@ def _no_nvtx(config: Config) -> Problem | None:
         return None
     what, hint = "marks are for a CUDA device, and none is used", "Use debug=profiler"
     return Problem("E005", what, key="debug", value="nvtx", suggestion=hint)
+
+
+def _nothing_to_pin_for(config: Config) -> Problem | None:
+    if config.dataloader.pin is not True or _device_of(config) == "cuda":
+        return None
+    what, hint = "memory is pinned for copies to a CUDA device, and none is used", "Use dataloader.pin=auto"
+    return Problem("E005", what, key="dataloader.pin", value=True, suggestion=hint)
 
 
 def _device_of(config: Config) -> str:

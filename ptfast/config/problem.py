@@ -36,16 +36,16 @@ class Problem(ValueError):  # noqa: N818 - one message of many until `error` mak
             self.code,
             self.what,
             key=self.key or None,
-            value=_shown(self.value),
+            value=shown(self.value),
             place=place or None,
             suggestion=self.suggestion,
         )
 
 
-def _shown(value: Any) -> Any:
+def shown(value: Any) -> Any:
     """`value` as it is written on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(str(_shown(item)) for item in value)}]"
+        return f"[{','.join(str(shown(item)) for item in value)}]"
     return value

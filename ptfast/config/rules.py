@@ -30,7 +30,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     problems.append(_curriculum_problem(config))
     problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
-    problems += [_checkpointing_problem(config, place), _compile_problem(config, place)]
+    problems += [_checkpointing_problem(config), _compile_problem(config), _stepping_problem(config)]
     problems += [_benchmark_problem(config), *parallel_problems(config), _average_problem(config)]
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
@@ -199,6 +199,14 @@ def _momentum_problem(config: Config, place: Place) -> Problem | None:
     return Problem("C011", what, key=key, value=momenta[typed[0]], suggestion=hint)
 
 
+def _stepping_problem(config: Config) -> Problem | None:
+    kwargs = config.optimizer.target.kwargs
+    if kwargs.get("fused") is not True or kwargs.get("foreach") is not True:
+        return None
+    what, hint = "contradicts optimizer.fused=true", "Leave one of the two out"
+    return Problem("C011", what, key="optimizer.foreach", value=True, suggestion=hint)
+
+
 def _average_problem(config: Config) -> Problem | None:
     average = config.ema
     if average.decay is None or average.swa_start is None:
@@ -213,8 +221,8 @@ def _has_momentum(optimizer: Target) -> bool:
     return bool(given.get("momentum") or given.get("betas", (0,))[0])
 
 
-def _checkpointing_problem(config: Config, place: Place) -> Problem | None:
-    """A budget without a compiler; what the mode lacks; keys of another mode that are typed beside it."""
+def _checkpointing_problem(config: Config) -> Problem | None:
+    """A budget without a compiler, and what the mode lacks."""
     checkpointing = config.checkpointing
     mode = checkpointing.mode
     if mode == "budget" and config.compile.mode in ("none", "pointwise"):
@@ -224,24 +232,15 @@ def _checkpointing_problem(config: Config, place: Place) -> Problem | None:
         if mode == owner and getattr(checkpointing, name) is None:
             what, key = f"needed by checkpointing={mode}", f"checkpointing.{name}"
             return Problem("C016", what, key=key, suggestion=f"Set {key}={usual}")
-    owners = {"every": ["every_n"], "memory_budget": ["budget"], "blocks": ["full", "every_n", "selective"]}
-    for name, modes in owners.items():
-        value, key = getattr(checkpointing, name), f"checkpointing.{name}"
-        if mode not in modes and value not in (None, "auto") and place(key) == COMMAND_LINE:
-            what, hint = f"means nothing to checkpointing={mode}", f"Use checkpointing={modes[0]}"
-            return Problem("C011", what, key=key, value=value, suggestion=hint)
     return None
 
 
-def _compile_problem(config: Config, place: Place) -> Problem | None:
-    """CUDA graphs under accumulation; blocks that are typed beside a mode without."""
-    mode, blocks = config.compile.mode, config.compile.blocks
+def _compile_problem(config: Config) -> Problem | None:
+    """CUDA graphs under accumulation."""
+    mode = config.compile.mode
     many = config.parallel.strategy == "single" and (config.micro_batches or 1) > 1
     if mode == "reduce_overhead" and (many or config.gradients.accumulate > 1):
         return Problem("C011", OVERWRITES, key="compile", value=mode, suggestion=OVERWRITES_HINT)
-    if mode != "blocks" and blocks != "auto" and place("compile.blocks") == COMMAND_LINE:
-        what, hint = f"means nothing to compile={mode}", "Use compile=blocks"
-        return Problem("C011", what, key="compile.blocks", value=blocks, suggestion=hint)
     return None
 
 

@@ -65,6 +65,15 @@ ELSEWHERE = {
     "devices": "parallel.nproc",
     "output_dir": "run.dir",
     "pretrained": "model.weights",
+    "agc": "gradients.clip_adaptive",
+    "max_norm": "gradients.clip_norm",
+    "grad_clip": "gradients.clip_norm",
+    "gradient_clip_val": "gradients.clip_norm",
+    "pin_memory": "dataloader.pin",
+    "prefetch_factor": "dataloader.prefetch",
+    "gradient_checkpointing": "checkpointing.mode",
+    "accumulate_grad_batches": "gradients.accumulate",
+    "gradient_accumulation_steps": "gradients.accumulate",
 }
 
 

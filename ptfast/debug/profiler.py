@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ TOP = 10
 @contextmanager
 def profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None]:
     """Record operators in steps `wait + warmup` to `wait + warmup + active` of what is trained inside."""
+    # Its library tells standard error when it starts, stops, and finds no GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch import profiler
 
     activities = [profiler.ProfilerActivity.CPU]

@@ -34,6 +34,8 @@ __all__ = [
 
 FOREACH_DEVICES = ("cuda", "xpu")
 """Where torch's optimizers take the foreach path of themselves."""
+KERNELS = ("fused", "foreach")
+"""What of a parameter group says which kernels take the step."""
 
 
 def build_optimizer(
@@ -94,7 +96,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
     Torch's fused kernels go by addresses: a state saved in another layout would be applied to other weights.
     """
-    optimizer.load_state_dict(_shared_out(optimizer, state))
+    state = _shared_out(optimizer, state)
+    # Which kernels take the step is this run's choice, and torch moves step counts to where they want them.
+    own = [{name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups]
+    groups = [group | kernels for group, kernels in zip(state["param_groups"], own, strict=True)]
+    optimizer.load_state_dict({**state, "param_groups": groups})
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:

@@ -61,7 +61,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="memory budget of the compiler",
         family="checkpointing",
         kind="reordered",
-        on=("checkpointing=budget",),
+        on=("compile=model", "checkpointing=budget"),
         off=("checkpointing=none",),
         why="The compiler sees the whole graph, and computes again what costs least for the memory it frees, "
         "within fused kernels.",
