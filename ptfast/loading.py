@@ -305,7 +305,7 @@ def build_loaders(
         batch_size=config.batch_size,
         micro_batches=micro_batches,
         seed=config.seed,
-        augment=config.augment.model_dump(include={"crop_padding", "flip"}),
+        augment=config.augment.model_dump(exclude={"mixup", "cutmix"}),
         last=loader.last,
         sizes=course.plan.sizes,
         **sharding,

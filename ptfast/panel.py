@@ -126,9 +126,13 @@ def _parallel(config: Config, run: Run) -> str | None:
 def _regularisation(config: Config) -> dict[str, str | float | None]:
     """What makes training harder on purpose, where it is on."""
     augment, keywords = config.augment, config.model.target.kwargs
+    jitter = ("brightness", "contrast", "saturation", "translation", "scaling")
     images = {
         f"crop after {augment.crop_padding} pixels of padding": augment.crop_padding,
-        "flip": augment.flip,
+        "alternating flip" if augment.flip == "alternating" else "flip": augment.flip,
+        f"turn by up to {augment.rotation_degrees:g} degrees": augment.rotation_degrees,
+        **{f"{name} {getattr(augment, name):g}": getattr(augment, name) for name in jitter},
+        f"cutout of {augment.cutout} pixels": augment.cutout,
         f"mixup {augment.mixup:g}": augment.mixup,
         f"cutmix {augment.cutmix:g}": augment.cutmix,
     }

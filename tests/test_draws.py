@@ -64,3 +64,14 @@ def test_neighbouring_indices_are_unrelated():
 def test_integers_refuse_a_range_they_cannot_draw_from():
     with pytest.raises(ValueError, match="high"):
         draws.integers(0, 0, INDICES, 0, 0)
+
+
+def test_numbers_below_one_are_even_and_known():
+    drawn = draws.uniform(3, 0, INDICES, draws.ROTATION)
+    assert 0 <= drawn.min() < 1e-3
+    assert 1 - 1e-3 < drawn.max() < 1
+    assert np.abs(np.histogram(drawn, 50, (0, 1))[0] - 2000).max() < 5 * np.sqrt(2000)
+    # The same bits as the integers, seen more finely.
+    assert np.array_equal(
+        (drawn * MOST).astype(np.int64), draws.integers(3, 0, INDICES, draws.ROTATION, MOST)
+    )

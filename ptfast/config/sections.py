@@ -152,8 +152,22 @@ class Augment(Section):
 
     crop_padding: Annotated[int, NOT_NEGATIVE] = 0
     """Pixels of padding around an image before a random crop of its size."""
-    flip: bool = False
-    """Mirror half of the images, drawn anew every epoch."""
+    flip: bool | Literal["alternating"] = False
+    """Mirror half of the images, drawn anew every epoch; `alternating` turns each over every epoch."""
+    cutout: Annotated[int, NOT_NEGATIVE] = 0
+    """Side in pixels of a square that is hidden; 0 for none."""
+    brightness: Annotated[float, Range(0, 3)] = 0.0
+    """Largest change of brightness, as a part of it."""
+    contrast: Annotated[float, Range(0, 3)] = 0.0
+    """Largest change of contrast, as a part of it."""
+    saturation: Annotated[float, Range(0, 3)] = 0.0
+    """Largest change of saturation, as a part of it."""
+    rotation_degrees: Annotated[float, Range(0, 180)] = 0.0
+    """Largest turn either way."""
+    translation: Annotated[float, Range(0, 1)] = 0.0
+    """Largest shift each way, as a part of height and width."""
+    scaling: Annotated[float, Range(0, 1, open_high=True)] = 0.0
+    """Largest change of size, as a part of it."""
     mixup: Annotated[float, NOT_NEGATIVE] = 0.0
     """Blend each sample with another: parameter of its Beta distribution; 0 for none."""
     cutmix: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptfast.data.augment import Augment, AugmentedImages
+from ptfast.data.augment import Augment, AugmentedImages, augmented
 from ptfast.data.sampler import Share
 from ptfast.data.source import Source, TensorSource, as_tensor
 
@@ -18,7 +18,7 @@ class RawBatches:
     def __call__(self, share: Share) -> Any:
         raw = self.source.fetch(share.indices, share.epoch)
         if self.augment:
-            return (self.augment.apply(raw[0], self.seed, share), *raw[1:])
+            return (augmented(self.augment, raw[0], self.seed, share), *raw[1:])
         return raw
 
 

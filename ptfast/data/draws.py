@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from ptfast.splitmix import FACTOR_1, FACTOR_2, GOLDEN, finalise
 
 ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX = range(8)
+CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION, ROTATION, SCALING, SHIFT_Y, SHIFT_X = range(16, 25)
 """Streams: what a draw is for. Draws of different streams are independent."""
 
 
@@ -47,6 +48,11 @@ def integers(
         raise ValueError(f"high must lie in 1 to 2**32, not {high}")
     z = bits(seed, epoch, indices, stream) >> np.uint64(32)
     return ((z * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
+
+
+def uniform(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.float64]:
+    """Numbers in [0, 1) with 53 random bits, one for each index; arguments as `bits`."""
+    return (bits(seed, epoch, indices, stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def key(*parts: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptfast.data.augment import Augment, AugmentedImages
+from ptfast.data.augment import AugmentedImages, build_augment
 from ptfast.data.batches import MemoryBatches, RawBatches
 from ptfast.data.iterable import IterableSource, StreamLoader
 from ptfast.data.prepare import Prepare, build_prepare
@@ -66,10 +66,8 @@ def build_train_loader(
             data cannot have.
         DataError: D002 or D006 if there are too few samples.
     """
-    source, wanted = data.train, Augment(**dict(augment))
-    if wanted and not source.images:
-        what = f"only uint8 images are augmented, and task={task_name} has {data.info.kind} data here"
-        raise ConfigError("C011", what, key="augment", suggestion="Use augment=none")
+    source = data.train
+    wanted = build_augment(augment, data.info, images=source.images, task_name=task_name, normalize=normalize)
     prepare = build_prepare(
         source, data.info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
     )

@@ -25,6 +25,76 @@ TECHNIQUES: tuple[Technique, ...] = (
         trial=("model=resnet_digits", "optimizer.lr=0.005"),
     ),
     Technique(
+        name="alternating flip",
+        family="augment",
+        kind="training",
+        on=("augment.flip=alternating",),
+        off=("augment.flip=false",),
+        why="Each image and its mirror image come in turns, so that any two epochs in a row hold both of "
+        "all; a random flip shows half of the images the same way twice.",
+        claim="CIFAR-10, CIFAR-100 and ImageNet: better than random flips in every case in which flips help "
+        "at all, on an A100.",
+        source="Jordan 2024, arXiv:2404.00498.",
+        avoid="Images whose mirror image means something else; in long runs the gain over random flips "
+        "fades.",
+        audit="RandomHorizontalFlip in a run of tens of epochs at most.",
+        options=("augment/alternating_flip",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="cutout",
+        family="augment",
+        kind="training",
+        on=("augment.cutout=2",),
+        off=("augment.cutout=0",),
+        why="With a square hidden a network cannot rely on one part of an object alone, and generalises "
+        "better at the same length; a batch costs one scattered write.",
+        claim="ResNet-18 on CIFAR-10, 200 epochs, squares of 16 pixels: test error from 4.72 to 3.99 %; "
+        "WRN-28-10: from 3.87 to 3.08 %.",
+        source="DeVries, Taylor 2017, arXiv:1708.04552.",
+        avoid="Short runs, which underfit anyway, and images whose class shows in one small place only.",
+        audit="An image classifier trained for tens of epochs whose training loss falls far below its "
+        "validation loss.",
+        options=("augment/cutout",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="colour jitter",
+        family="augment",
+        kind="training",
+        on=("augment.brightness=0.2", "augment.contrast=0.2", "augment.saturation=0.2"),
+        off=("augment.brightness=0", "augment.contrast=0", "augment.saturation=0"),
+        why="An object is the same in other light; brightness, contrast and saturation of a whole batch are "
+        "one product and one sum in whole numbers.",
+        claim="A related change, colours moved along their principal components, lowers AlexNet's top-1 "
+        "error on ImageNet by over 1 point. Here an image of 32 x 32 takes 7 us on one core of an AMD EPYC.",
+        source="Krizhevsky, Sutskever, Hinton 2012, section 4.1; measured here.",
+        avoid="Images whose colour tells the classes apart, and short runs.",
+        audit="ColorJitter of torchvision in __getitem__, which works on one image at a time.",
+        options=("augment/colour",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="affine jitter",
+        family="augment",
+        kind="training",
+        on=("augment.rotation_degrees=5", "augment.translation=0.05", "augment.scaling=0.05"),
+        off=("augment.rotation_degrees=0", "augment.translation=0", "augment.scaling=0"),
+        why="Objects turned, moved and scaled are objects all the same; a whole batch is sampled at once, "
+        "each image on a grid of its own.",
+        claim="A plain perceptron reaches 0.35 % test error on MNIST with affine and elastic changes drawn "
+        "anew every epoch. Here an image of 32 x 32 takes 20 us on one core of an AMD EPYC.",
+        source="Ciresan, Meier, Gambardella, Schmidhuber 2010, arXiv:1003.0358; measured here.",
+        avoid="Images in which place, size or direction tell the classes apart, and short runs.",
+        audit="RandomAffine or RandomRotation of torchvision in __getitem__, one image at a time.",
+        options=("augment/affine",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
         name="mixup",
         family="augment",
         kind="training",

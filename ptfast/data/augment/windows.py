@@ -1,59 +1,36 @@
-"""Random crops and flips of uint8 images, a whole batch at once, each image with draws of its own."""
+"""Random crops and flips on the host, as gathers of rows of bytes."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.data import draws
+from ptfast.data.augment.plan import Augment
 from ptfast.data.sampler import Indices, Share
 
 Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class Augment:
-    """What is done to training images.
+def augmented(augment: Augment, images: Tensor, seed: int, share: Share) -> Tensor:
+    """Augmented copy of the images of one micro-batch, uint8 (batch, height, width, channels)."""
+    if augment.moves:
+        images = _crop_and_flip(augment, images, seed, share)
+    return augment.change_on_host(images, seed, share.epoch, share.indices) if augment.changes else images
 
-    Args:
-        crop_padding: black pixels added on each side before a crop of the original size, 0 for no crop.
-        flip: mirror every second image on average.
-    """
 
-    crop_padding: int = 0
-    flip: bool = False
-
-    def __bool__(self) -> bool:
-        return self.crop_padding > 0 or self.flip
-
-    def draw(self, seed: int, epoch: int, indices: Indices) -> tuple[Indices, Indices, Indices]:
-        """(top, left, flipped) of each image: corner of its crop in the padded image, mirrored first."""
-        none = np.zeros(len(indices), np.int64)
-        top = left = flipped = none
-        if self.crop_padding:
-            high = 2 * self.crop_padding + 1
-            top = draws.integers(seed, epoch, indices, draws.CROP_Y, high)
-            left = draws.integers(seed, epoch, indices, draws.CROP_X, high)
-        if self.flip:
-            flipped = draws.integers(seed, epoch, indices, draws.FLIP, 2)
-        return top, left, flipped
-
-    def apply(self, images: Tensor, seed: int, share: Share) -> Tensor:
-        """Augmented copy of the images of one micro-batch, uint8 (batch, height, width, channels)."""
-        top, left, flipped = self.draw(seed, share.epoch, share.indices)
-        pixels = images.numpy()
-        if self.flip:
-            mirror = flipped.astype(bool)
-            pixels = pixels.copy()
-            pixels[mirror] = pixels[mirror, :, ::-1]
-        if not self.crop_padding:
-            return torch.from_numpy(pixels)
-        windows = RowWindows(_pad(pixels, self.crop_padding), pixels.shape[1:])
-        return torch.from_numpy(windows.gather(windows.corners(np.arange(len(pixels)), top, left)))
+def _crop_and_flip(augment: Augment, images: Tensor, seed: int, share: Share) -> Tensor:
+    top, left, flipped = augment.draw(seed, share.epoch, share.indices)
+    pixels = images.numpy()
+    if augment.flip:
+        mirror = flipped.astype(bool)
+        pixels = pixels.copy()
+        pixels[mirror] = pixels[mirror, :, ::-1]
+    if not augment.crop_padding:
+        return torch.from_numpy(pixels)
+    windows = RowWindows(_pad(pixels, augment.crop_padding), pixels.shape[1:])
+    return torch.from_numpy(windows.gather(windows.corners(np.arange(len(pixels)), top, left)))
 
 
 class AugmentedImages:
@@ -69,16 +46,17 @@ class AugmentedImages:
     """
 
     def __init__(self, images: Tensor, augment: Augment, seed: int) -> None:
-        pixels = images.numpy()
+        pixels = images.contiguous().numpy()
         self._augment, self._seed, self._size = augment, seed, len(pixels)
-        self._windows = RowWindows(
-            _pad(pixels, augment.crop_padding, mirrored=augment.flip), pixels.shape[1:]
-        )
+        copies = _pad(pixels, augment.crop_padding, mirrored=bool(augment.flip)) if augment.moves else pixels
+        self._windows = RowWindows(copies, pixels.shape[1:])
         self._epoch, self._corners = -1, np.empty(0, np.int64)
 
     @staticmethod
     def nbytes(images: Tensor, augment: Augment) -> int:
         """Bytes that the padded copies of `images` take."""
+        if not augment.moves:
+            return 0
         samples, height, width, channels = images.shape
         pad = 2 * augment.crop_padding
         return samples * (height + pad) * (width + pad) * channels * (2 if augment.flip else 1)
@@ -90,7 +68,10 @@ class AugmentedImages:
             top, left, flipped = self._augment.draw(self._seed, share.epoch, everything)
             self._corners = self._windows.corners(everything + flipped * self._size, top, left)
             self._epoch = share.epoch
-        return torch.from_numpy(self._windows.gather(self._corners[share.indices]))
+        images = torch.from_numpy(self._windows.gather(self._corners[share.indices]))
+        if not self._augment.changes:
+            return images
+        return self._augment.change_on_host(images, self._seed, share.epoch, share.indices)
 
 
 class RowWindows:

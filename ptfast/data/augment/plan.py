@@ -1,0 +1,166 @@
+"""What is done to training images, and what is drawn for each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ptfast.data import draws
+from ptfast.data.augment import pixels
+from ptfast.data.sampler import Indices
+from ptfast.errors import ConfigError
+from ptfast.run import DataInfo
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What is done to training images: mirrored, cropped, bent, coloured, a square cut out, in this order.
+
+    Everything that is drawn is a function of (seed, epoch, index), whoever draws it. Crop and flip come with
+    the gathering of a batch (`windows.py` on the host, `resident.py` on a device), the rest by `change`.
+
+    Args:
+        crop_padding: black pixels added on each side before a crop of the original size, 0 for no crop.
+        flip: mirror every second image on average; `alternating` shows each image and its mirror image in
+            turns, so that two epochs hold either one of all images.
+        cutout: side of a square that is hidden, in pixels, around a centre anywhere in the image; 0 for none.
+        brightness, contrast, saturation: largest change of each as a part of it, 0 for none.
+        rotation_degrees: largest angle, either way.
+        translation: largest shift each way, as a part of height and width.
+        scaling: largest change of size, as a part of it, below 1.
+        fill: what is seen in place of what is cut out, by channel; black if not given.
+    """
+
+    crop_padding: int = 0
+    flip: bool | Literal["alternating"] = False
+    cutout: int = 0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    rotation_degrees: float = 0.0
+    translation: float = 0.0
+    scaling: float = 0.0
+    fill: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.moves or self.changes
+
+    @property
+    def moves(self) -> bool:
+        """Whether images are cropped or mirrored."""
+        return self.crop_padding > 0 or bool(self.flip)
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything follows once a batch is gathered."""
+        return self.bends or self.colours or self.cutout > 0
+
+    @property
+    def bends(self) -> bool:
+        return max(self.rotation_degrees, self.translation, self.scaling) > 0
+
+    @property
+    def colours(self) -> bool:
+        return max(self.brightness, self.contrast, self.saturation) > 0
+
+    def draw(self, seed: int, epoch: int, indices: Indices) -> tuple[Indices, Indices, Indices]:
+        """(top, left, flipped) of each image: corner of its crop in the padded image, mirrored first."""
+        none = np.zeros(len(indices), np.int64)
+        top = left = flipped = none
+        if self.crop_padding:
+            high = 2 * self.crop_padding + 1
+            top = draws.integers(seed, epoch, indices, draws.CROP_Y, high)
+            left = draws.integers(seed, epoch, indices, draws.CROP_X, high)
+        if self.flip == "alternating":
+            # Which half begins mirrored is drawn once; from then on each image turns over every epoch.
+            flipped = draws.integers(seed, 0, indices, draws.FLIP, 2) ^ (epoch & 1)
+        elif self.flip:
+            flipped = draws.integers(seed, epoch, indices, draws.FLIP, 2)
+        return top, left, flipped
+
+    def draw_changes(
+        self, seed: int, epoch: int, indices: Indices, shape: tuple[int, int]
+    ) -> dict[str, NDArray[Any]]:
+        """What `change` takes for each image of `shape` (height, width), samples first."""
+
+        def within(stream: int, most: float, least: float | None = None) -> NDArray[np.float64]:
+            low = -most if least is None else least
+            return low + (most - low) * draws.uniform(seed, epoch, indices, stream)
+
+        def factor(stream: int, most: float) -> NDArray[np.float64]:
+            return within(stream, 1 + most, max(0.0, 1 - most)) if most else np.ones(len(indices))
+
+        drawn: dict[str, NDArray[Any]] = {}
+        height, width = shape
+        if self.bends:
+            drawn["bend"] = pixels.bends(
+                np.radians(within(draws.ROTATION, self.rotation_degrees)),
+                factor(draws.SCALING, self.scaling),
+                within(draws.SHIFT_Y, self.translation) * height,
+                within(draws.SHIFT_X, self.translation) * width,
+                shape,
+            )
+        if self.colours:
+            drawn["colour"] = pixels.colours(
+                factor(draws.BRIGHTNESS, self.brightness),
+                factor(draws.CONTRAST, self.contrast),
+                factor(draws.SATURATION, self.saturation),
+            )
+        if self.cutout:
+            top, left = (
+                draws.integers(seed, epoch, indices, stream, size) - self.cutout // 2
+                for stream, size in ((draws.CUTOUT_Y, height), (draws.CUTOUT_X, width))
+            )
+            drawn["cutout"] = np.stack([top, left], 1).astype(np.int32)
+        return drawn
+
+    def change(self, images: Tensor, drawn: dict[str, Tensor]) -> Tensor:
+        """What follows the gathering of a batch, on the device that the images are on.
+
+        Args:
+            images: uint8 (batch, height, width, channels).
+            drawn: of each image, what `draw_changes` gave, on the same device.
+
+        Returns:
+            A changed copy, of the same type and shape.
+        """
+        if self.bends:
+            images = pixels.bend(images, drawn["bend"])
+        if self.colours:
+            images = pixels.recolour(images, drawn["colour"])
+        if self.cutout:
+            images = pixels.cut_out(images, drawn["cutout"], self.cutout, self.fill)
+        return images
+
+    def change_on_host(self, images: Tensor, seed: int, epoch: int, indices: Indices) -> Tensor:
+        """`change` with the draws of the samples `indices`, of which `images` are."""
+        height, width = images.shape[1:3]
+        drawn = self.draw_changes(seed, epoch, indices, (height, width))
+        return self.change(images, {name: torch.from_numpy(value) for name, value in drawn.items()})
+
+
+def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
+    """What the config asks for, with the mean image in place of what is cut out.
+
+    Args:
+        wanted: mapping or object of the fields of `Augment`.
+        images: whether the samples are uint8 images.
+        task_name: what the run calls its task, for messages.
+        normalize: whether inputs are normalised; a square at the mean is then one of zeros.
+
+    Raises:
+        ConfigError: C011 if images are to be changed and the data has none.
+    """
+    augment = Augment(**dict(wanted))
+    if not augment:
+        return augment
+    if not images:
+        what = f"only uint8 images are augmented, and task={task_name} has {info.kind} data here"
+        raise ConfigError("C011", what, key="augment", suggestion="Use augment=none")
+    known = info.extra.get("normalize") if normalize else None
+    return replace(augment, fill=tuple(round(value) for value in known["mean"])) if known else augment
