@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, update_wrapper
 from typing import Any, Literal
 
@@ -122,6 +122,21 @@ def apply_memory_budget(budget: float | None) -> None:
             functorch.activation_memory_budget = wanted
             # Graphs compiled under another budget would be found again.
             torch.compiler.reset()
+
+
+@contextmanager
+def naming_mismatch(mode: str) -> Iterator[None]:
+    """Say what is wrong where a block computes something else the second time.
+
+    Raises:
+        ConfigError: C011.
+    """
+    try:
+        yield
+    except torch_checkpoint.CheckpointError as error:
+        what = "a block computes other tensors the second time, as one does that counts its calls"
+        hint = "Leave it out by checkpointing.blocks, or use checkpointing=none"
+        raise ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint) from error
 
 
 class CheckpointedForward:

@@ -198,7 +198,8 @@ class Trainer:
         if not self.counts_samples:
             num_items = sum(run.task.count(data, n) for data, n in batch.micro_batches if n)
             if run.ranks.distributed:
-                num_items = sum_over_ranks(torch.zeros((), device=run.device) + num_items, run.ranks)
+                zero = torch.zeros((), dtype=torch.int64, device=run.device)
+                num_items = sum_over_ranks(zero + num_items, run.ranks)
         if isinstance(num_items, Tensor):
             weight = run.ranks.num_ranks / num_items.clamp(min=1).to(self.dtype)
         elif (weight := self.weights.get(num_items)) is None:

@@ -72,6 +72,7 @@ def train(
                 from ptfast.backend import resolve_device
 
                 init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+            from ptfast.checkpointing import naming_mismatch
             from ptfast.debug import debugging
             from ptfast.loop import fit
             from ptfast.runner import build
@@ -89,7 +90,8 @@ def train(
             display.panel(*build_panel(config, run, panel))
             display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
             debug = config.debug
-            with debugging(debug.mode, run, wait=debug.wait, warmup=debug.warmup, active=debug.active):
+            looking = debugging(debug.mode, run, wait=debug.wait, warmup=debug.warmup, active=debug.active)
+            with looking, naming_mismatch(config.checkpointing.mode):
                 status = fit(run)
             exit_code = EXIT_CODES[status]
         except PtfastError as error:

@@ -19,7 +19,12 @@ from running import build_run, same_bits, train, weights
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from ptfast.checkpointing import CheckpointedForward, apply_checkpointing, apply_memory_budget
+from ptfast.checkpointing import (
+    CheckpointedForward,
+    apply_checkpointing,
+    apply_memory_budget,
+    naming_mismatch,
+)
 from ptfast.compile import Compilation
 from ptfast.distributed import Ranks
 from ptfast.errors import ConfigError
@@ -479,3 +484,23 @@ def test_on_a_gpu(mode: str) -> None:
             assert_same(plain, other)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Changing(nn.Module):
+    """Keeps one tensor more for backward in every second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x).exp() if self.calls % 2 else self.linear(x)
+
+
+def test_a_block_that_computes_something_else_the_second_time() -> None:
+    model = nn.Sequential(*(Changing() for _ in range(3)))
+    apply_checkpointing(model, "full", blocks="*")
+    with pytest.raises(ConfigError, match="the second time") as caught, naming_mismatch("full"):
+        model(torch.randn(2, 4)).sum().backward()
+    assert caught.value.code == "C011"
