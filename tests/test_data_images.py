@@ -12,11 +12,14 @@ import torch
 from PIL import Image
 
 from ptfast.data import build_data, read_inputs
+from ptfast.data.crops import crop_all, draw_boxes
 from ptfast.data.imagefolder import ImageFiles, ImageFolder
-from ptfast.data.images import Decoder, fit
+from ptfast.data.images import Decoder, fit, size_of
 from ptfast.data.normalize import statistics
+from ptfast.data.source import take
 from ptfast.durations import Duration
 from ptfast.errors import DataError
+from ptfast.run import IGNORE_INDEX
 
 NO_VAL = Duration(0, "percent")
 
@@ -202,3 +205,80 @@ def test_prediction_reads_images_as_training_did(tree: Path):
     assert torch.allclose(inputs, expected, atol=1e-5)
     with pytest.raises(DataError, match="no such file or folder"):
         next(read_inputs(data.info, ["nowhere.png"], device=torch.device("cpu")))
+
+
+def test_the_size_of_a_file_is_what_its_header_says(tmp_path: Path):
+    paths = [tmp_path / name for name in ("a.jpg", "b.png", "c.bmp")]
+    for path in paths:
+        write(path, pixels(0, 7, 9))
+    Image.fromarray(pixels(0, 7, 9)).save(paths[0], exif=b"Exif\0\0" + bytes(60_000), quality=50)
+    assert [size_of(str(path)) for path in paths] == [(7, 9)] * 3
+    paths[0].write_text("no image")
+    with pytest.raises(DataError, match="is no image that can be decoded"):
+        size_of(str(paths[0]))
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        size_of("nowhere.jpg")
+
+
+def files_of(tree: Path, **kwargs: Any) -> ImageFiles:
+    paths = sorted(str(path) for path in (tree / "train").rglob("*.*g"))
+    return ImageFiles(paths, torch.arange(len(paths)), Decoder(8), **kwargs)
+
+
+def test_crops_come_from_whole_files_whatever_the_threads(tree: Path):
+    write(tree / "train" / "cat" / "0.png", pixels(50, 40, 30))
+    files, indices = files_of(tree), np.array([0, 4, 2, 0])
+    heights, widths = files.sizes(indices)
+    assert heights.tolist() == [40, 12, 12, 40]
+    assert widths.tolist() == [30, 12, 12, 30]
+    boxes = draw_boxes(0, 0, indices, heights, widths, (0.2, 1.0), (0.7, 1.4))
+    mirrored = np.array([1, 0, 1, 0])
+    wholes = [np.asarray(Image.open(files.paths[i]).convert("RGB")) for i in indices]
+    expected = crop_all(wholes, boxes, 16, mirrored)
+    assert torch.equal(files.crops(indices, boxes, 16, mirrored), expected)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(files.crops(indices, boxes, 16, mirrored), expected)
+    finally:
+        torch.set_num_threads(1)
+    subset = take(files, np.array([4, 0]))
+    assert torch.equal(subset.crops(np.array([1, 0]), boxes[:2], 16, mirrored[:2]), expected[:2])
+    assert subset.labels(np.array([1, 0])).tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "text", "bomb"])
+def test_skipping_a_file_moves_no_other_sample(tree: Path, how: str):
+    everything = np.arange(6)
+    whole = files_of(tree).fetch(everything)[0]
+    path = spoil(tree, how)
+    files = files_of(tree, on_corrupt="skip")
+    place = files.paths.index(str(path))
+    images, labels = files.fetch(everything)
+    assert labels.tolist() == [IGNORE_INDEX if i == place else i for i in range(6)]
+    # The next file stands in, so that BatchNorm sees an image.
+    assert torch.equal(images[place], whole[place + 1])
+    rest = everything != place
+    assert torch.equal(images[rest], whole[rest])
+    assert files.ignores_labels()
+    boxes = draw_boxes(0, 0, everything, *files.sizes(everything), (0.2, 1.0), (0.7, 1.4))
+    assert files.crops(everything, boxes, 8, np.zeros(6, int)).shape == (6, 8, 8, 3)
+
+
+def test_a_tree_of_which_nothing_can_be_read_is_refused(tree: Path):
+    for path in (tree / "train").rglob("*.*g"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="cannot be decoded, nor any other file"):
+        load(tree, on_corrupt="skip")
+
+
+def test_the_first_unreadable_file_is_named_whatever_the_threads(tree: Path):
+    files = files_of(tree)
+    for i in (5, 2, 3):
+        Path(files.paths[i]).write_bytes(b"")
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(DataError, match=r"is empty") as error:
+            files.fetch(np.arange(6))
+    finally:
+        torch.set_num_threads(1)
+    assert str(error.value).startswith(files.paths[2])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
-from ptfast.data.images import SUFFIXES, Decoder, decode_all
-from ptfast.data.source import Source, Splits, TensorSource, as_tensor
+from ptfast.data.crops import Boxes, Sizes, resized_crop
+from ptfast.data.images import SUFFIXES, Decoder, decode_all, mixed_sizes, size_of
+from ptfast.data.source import Source, Splits, TensorSource, into_memory
 from ptfast.errors import DataError
 from ptfast.machine import available_memory, spare_cores
-from ptfast.run import DataInfo
+from ptfast.run import IGNORE_INDEX, DataInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from ptfast.durations import Duration
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
+OnCorrupt = Literal["error", "skip"]
 Listing = tuple[list[str], list[int]]
 
 
@@ -35,6 +41,8 @@ class ImageFolder:
         image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
             where all have one size.
         threads: that decode; `auto` for one per core.
+        on_corrupt: what is done about files that cannot be decoded: `error` names the first and stops; `skip`
+            leaves them out, without moving any other sample to another index.
 
     Raises:
         DataError: D001 to D003 when the tree does not fit, D005 for a file that cannot be decoded (by
@@ -43,26 +51,37 @@ class ImageFolder:
 
     name = "imagefolder"
 
-    def __init__(self, root: str, image_size: int | None = None, threads: int | str = "auto") -> None:
+    def __init__(
+        self,
+        root: str,
+        image_size: int | None = None,
+        threads: int | str = "auto",
+        on_corrupt: OnCorrupt = "error",
+    ) -> None:
         self.root, self.image_size = Path(root).expanduser(), image_size
+        self.on_corrupt: OnCorrupt = on_corrupt
         self.threads = spare_cores(16) if threads == "auto" else int(threads)
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         classes, listings = list_tree(self.root)
         decoder = Decoder(self.image_size)
-        height, width, channels = decoder(listings["train"][0][0]).pixels.shape
+        files = {
+            split: ImageFiles(paths, torch.tensor(labels), decoder, self.on_corrupt)
+            for split, (paths, labels) in listings.items()
+        }
+        height, width, channels = files["train"].fetch(np.arange(1))[0].shape[1:]
         num_files = sum(len(paths) for paths, _ in listings.values())
         fits = num_files * height * width * channels <= available_memory() // 4
         sources: dict[str, Source] = {}
         converted = 0
-        for split, (paths, labels) in listings.items():
-            targets = torch.tensor(labels)
-            if fits:
-                images, split_converted = decode_all(decoder, paths, self.threads)
-                sources[split] = TensorSource(images, targets, images=True)
+        for split, source in files.items():
+            sources[split] = source
+            if fits and source.skips:
+                sources[split] = into_memory(source)
+            elif fits:
+                images, split_converted = decode_all(decoder, source.paths, self.threads)
+                sources[split] = TensorSource(images, source.targets, images=True)
                 converted += split_converted
-            else:
-                sources[split] = ImageFiles(paths, targets, decoder)
         note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
         info = DataInfo(
             kind="image",
@@ -79,19 +98,106 @@ class ImageFolder:
 
 
 class ImageFiles(Source):
-    """Images that are decoded each time they are fetched."""
+    """Images that are decoded each time they are fetched, by as many threads as torch has here.
+
+    Decoding leaves the interpreter to others, so that threads of one process do it side by side.
+
+    Args:
+        paths: of the files.
+        targets: int64 (files,).
+        decoder: brings whole images to their size.
+        on_corrupt: `error` refuses a file that cannot be decoded. `skip` shows the next one that can be in
+            its place, with a label that does not count, so that every other sample keeps its index.
+    """
 
     images = True
 
-    def __init__(self, paths: list[str], targets: Tensor, decoder: Decoder) -> None:
-        self.paths, self.targets, self.decoder = paths, targets, decoder
+    def __init__(
+        self, paths: list[str], targets: Tensor, decoder: Decoder, on_corrupt: OnCorrupt = "error"
+    ) -> None:
+        self.paths, self.targets, self.decoder, self.skips = paths, targets, decoder, on_corrupt == "skip"
+        self.corrupt: set[int] = set()
+        """Samples that are known to be unreadable."""
+        self._whole = Decoder()
+        self._sizes = np.zeros((2, len(paths)), np.int32)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        pixels, _ = self.decoder.stack([self.paths[i] for i in indices])
-        return torch.from_numpy(pixels), self.targets.index_select(0, as_tensor(indices))
+        pixels = self._each(indices, lambda path, _: self.decoder(path).pixels)
+        for index, image in zip(indices, pixels, strict=True):
+            if image.shape != pixels[0].shape:
+                raise mixed_sizes(self.paths[index], image.shape, pixels[0].shape)
+        return torch.from_numpy(np.stack(pixels)), self.labels(indices)
+
+    def labels(self, indices: Indices) -> Tensor:
+        """The targets of samples `indices`, which have been fetched; `IGNORE_INDEX` for unreadable ones."""
+        labels = super().labels(indices)
+        if self.corrupt:
+            labels[torch.from_numpy(np.isin(indices, list(self.corrupt)))] = IGNORE_INDEX
+        return labels
+
+    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
+        """Heights and widths of the images by their files, each read once."""
+        for index in indices:
+            if not self._sizes[0, index]:
+                self._sizes[:, index] = self._size_of(index)
+        heights, widths = self._sizes[:, indices].astype(np.int64)
+        return heights, widths
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        def crop(path: str, place: int) -> Tensor:
+            return resized_crop(self._whole(path).pixels, boxes[place], bool(mirrored[place]), size)
+
+        return torch.stack(self._each(indices, crop))
+
+    def ignores_labels(self) -> bool:
+        return self.skips or super().ignores_labels()
+
+    def _size_of(self, index: int) -> tuple[int, int]:
+        try:
+            return size_of(self.paths[index])
+        except DataError:
+            if not self.skips:
+                raise
+            return 1, 1
+
+    def _each(self, indices: Indices, read: Callable[[str, int], Any]) -> list[Any]:
+        """What `read` makes of the file and the place of each of `indices`."""
+        found: list[Any] = [None] * len(indices)
+        errors: dict[int, Exception] = {}
+        threads = min(torch.get_num_threads(), len(indices))
+
+        def read_some(start: int) -> None:
+            for place in range(start, len(indices), threads):
+                try:
+                    found[place] = self._readable(int(indices[place]), place, read)
+                except Exception as error:
+                    errors[place] = error
+                    return
+
+        if threads > 1:
+            # Threads that outlived this call would not survive the fork of a worker process.
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(read_some, range(threads)))
+        elif threads:
+            read_some(0)
+        if errors:
+            raise errors[min(errors)]
+        return found
+
+    def _readable(self, index: int, place: int, read: Callable[[str, int], Any]) -> Any:
+        """What `read` makes of file `index`, or where files may be skipped, of the next that it can read."""
+        if not self.skips:
+            return read(self.paths[index], place)
+        for other in chain(range(index, len(self.paths)), range(index)):
+            if other not in self.corrupt:
+                try:
+                    return read(self.paths[other], place)
+                except DataError:
+                    self.corrupt.add(other)
+        raise DataError("D005", "cannot be decoded, nor any other file", key=self.paths[index])
 
 
 def list_tree(root: Path) -> tuple[tuple[str, ...], dict[str, Listing]]:

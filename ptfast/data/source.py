@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ptfast.data.crops import Boxes, Sizes, crop_all
 from ptfast.errors import DataError
 from ptfast.run import IGNORE_INDEX, DataInfo
 
@@ -30,6 +31,24 @@ class Source:
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         """The raw batch `(inputs, targets)` of samples `indices`, on the CPU, as they are stored."""
+        raise NotImplementedError
+
+    def labels(self, indices: Indices) -> Tensor:
+        """The targets of samples `indices`."""
+        targets: Tensor = self.targets  # pyright: ignore[reportAttributeAccessIssue] # those that have them
+        return targets.index_select(0, as_tensor(indices))
+
+    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
+        """Heights and widths of images `indices` as they were before they were stored here."""
+        raise NotImplementedError
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        """A part of each of the images `indices`, in one size: uint8 (batch, size, size, channels).
+
+        Args:
+            boxes: of `ptfast.data.crops.draw_boxes`, relative to the images.
+            mirrored: 1 for what is to be mirrored.
+        """
         raise NotImplementedError
 
     def ignores_labels(self) -> bool:
@@ -58,6 +77,14 @@ class TensorSource(Source):
         index = as_tensor(indices)
         return self.inputs.index_select(0, index), self.targets.index_select(0, index)
 
+    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
+        height, width = self.inputs.shape[1:3]
+        return np.full(len(indices), height), np.full(len(indices), width)
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        pixels = self.inputs.numpy()
+        return crop_all((pixels[i] for i in indices), boxes, size, mirrored)
+
     def slice(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The raw batch of consecutive samples, without a copy."""
         return self.inputs[start:stop], self.targets[start:stop]
@@ -80,6 +107,15 @@ class SubsetSource(Source):
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         return self.source.fetch(self.indices[indices], epoch)
+
+    def labels(self, indices: Indices) -> Tensor:
+        return self.source.labels(self.indices[indices])
+
+    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
+        return self.source.sizes(self.indices[indices])
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        return self.source.crops(self.indices[indices], boxes, size, mirrored)
 
     def ignores_labels(self) -> bool:
         return self.source.ignores_labels()
