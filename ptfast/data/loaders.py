@@ -10,6 +10,7 @@ import torch
 
 from ptfast.data.augment import AugmentedImages, build_augment
 from ptfast.data.batches import MemoryBatches, RawBatches
+from ptfast.data.device import build_device_loader
 from ptfast.data.iterable import IterableSource, StreamLoader
 from ptfast.data.prepare import Prepare, build_prepare
 from ptfast.data.sampler import Sampler, Share
@@ -54,7 +55,8 @@ def build_train_loader(
         micro_batches: parts of a batch over all ranks.
         augment: mapping or object of the fields of `Augment`.
         kind: `auto`, or `plain` (fetch in this process), `workers` (processes fetch whole micro-batches),
-            `memory` (everything decoded in memory, batches gathered and augmented at once).
+            `memory` (everything decoded in memory, batches gathered and augmented at once), `device` (the
+            same on the training device).
         workers: processes of the kind `workers`, or `auto` for the cores to spare.
         prefetch: micro-batches that each worker prepares ahead.
         worker_threads: of each worker process.
@@ -98,6 +100,8 @@ def build_train_loader(
         who = f"{num_workers} process{'es' * (num_workers > 1)}"
         who += f" of {worker_threads} threads" if worker_threads > 1 else ""
         return WorkerLoader(sampler, prepare, pool, f"{who}, {reason}")
+    if kind == "device":
+        return build_device_loader(sampler, prepare, source, wanted, device, reason)
     if kind == "memory":
         source = source if source.in_memory else into_memory(source)
     if kind == "memory" and isinstance(source, TensorSource):

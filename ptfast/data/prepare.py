@@ -48,7 +48,10 @@ class Prepare:
 
     def inputs(self, inputs: Tensor) -> Tensor:
         """Raw inputs on the device, in the model's layout, normalised."""
-        inputs = self.move(inputs)
+        return self.laid_out(self.move(inputs))
+
+    def laid_out(self, inputs: Tensor) -> Tensor:
+        """Raw inputs that are on the device, in the model's layout, normalised."""
         if self._images:
             inputs = _channels_first(inputs, self.channels_last)
         elif self.channels_last and inputs.dim() == 4:

@@ -128,7 +128,7 @@ def take(source: Source, indices: Indices) -> Source:
     return SubsetSource(source, indices)
 
 
-def into_memory(source: Source, chunk: int = 1024) -> TensorSource:
+def into_memory(source: Source, chunk: int = 1024, kind: str = "memory") -> TensorSource:
     """Fetch every sample of `source` once and hold them.
 
     Raises:
@@ -139,7 +139,7 @@ def into_memory(source: Source, chunk: int = 1024) -> TensorSource:
         inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
     except (RuntimeError, TypeError, ValueError):
         what = "samples that are not (input, target) tensors of one shape cannot be held in memory"
-        raise DataError("D008", what, key="dataloader.kind", value="memory", suggestion="Use auto") from None
+        raise DataError("D008", what, key="dataloader.kind", value=kind, suggestion="Use auto") from None
     return TensorSource(inputs, targets, images=source.images)
 
 

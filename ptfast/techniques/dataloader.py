@@ -34,6 +34,24 @@ TECHNIQUES: tuple[Technique, ...] = (
         trial=("augment=crop_flip", "model=mlp", "model.hidden=[16]"),
     ),
     Technique(
+        name="data on the device",
+        family="dataloader",
+        kind="reordered",
+        on=("dataloader=device",),
+        off=("dataloader=plain",),
+        why="The data lies where the model is, so that batches are gathered, augmented and normalised by "
+        "some kernels for many steps at once, and nothing crosses the bus but the order of an epoch.",
+        claim="Part of what takes CIFAR-10 to 94 % in 2.59 s on one A100; no figure for it alone.",
+        source="KellerJordan/cifar10-airbench.",
+        avoid="The data takes more than half of the memory that is free there, or training needs that "
+        "memory; on a CPU dataloader=memory is quicker.",
+        audit="A GPU that waits for a loader of images that would fit into its memory.",
+        options=("dataloader/device",),
+        alternatives="dataloader",
+        needs=("cuda",),
+        trial=("augment=crop_flip", "model=mlp", "model.hidden=[16]"),
+    ),
+    Technique(
         name="worker processes",
         family="dataloader",
         kind="exact",
