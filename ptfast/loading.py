@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from ptfast.batching import apply_padding, build_length_plan, check_length, describe_padding
 from ptfast.config.schema import Config
 from ptfast.curriculum import build_batch_sizes, build_cut, build_resize, describe_batch_sizes
 from ptfast.data import Data, build_data, build_eval_loader, build_train_loader
+from ptfast.data.buckets import LengthPlan
 from ptfast.data.changed import Change, ChangedLoader
 from ptfast.data.mix import build_mix
 from ptfast.data.sampler import smallest_micro_batch
@@ -42,7 +44,7 @@ def load_data(config: Config, ranks: Ranks | None = None, **saved: Any) -> Data:
     """
     section = config.data
     ranks = ranks or Ranks()
-    return build_data(
+    data = build_data(
         section.target.build(),
         val=section.val,
         seed=config.seed,
@@ -51,6 +53,7 @@ def load_data(config: Config, ranks: Ranks | None = None, **saved: Any) -> Data:
         once=lambda compute: on_first_rank(compute, ranks),
         **saved,
     )
+    return apply_padding(data, config)
 
 
 def build_eval_loaders(
@@ -191,7 +194,7 @@ class Course:
             return self.plan.every(duration, self.total_steps)
 
 
-def build_course(config: Config, info: DataInfo, model: nn.Module, micro_batches: int) -> Course:
+def build_course(config: Config, data: Data, model: nn.Module, micro_batches: int) -> Course:
     """Count the steps of the run, and set out what is small at first.
 
     Args:
@@ -201,6 +204,8 @@ def build_course(config: Config, info: DataInfo, model: nn.Module, micro_batches
         ConfigError: C011 for what this data or model cannot have, C016 when only epochs are given and the
             data has no length.
     """
+    info = data.info
+    check_length(info, model)
     wanted, sizes = config.curriculum, constant(config.batch_size)
     if wanted.batch_size_from is not None:
         sizes = build_batch_sizes(
@@ -212,7 +217,7 @@ def build_course(config: Config, info: DataInfo, model: nn.Module, micro_batches
             epochs=config.epochs,
             steps=config.steps,
         )
-    plan = BatchPlan(info.num_train, sizes, config.dataloader.last)
+    plan = build_length_plan(config, data) or BatchPlan(info.num_train, sizes, config.dataloader.last)
     course = Course(plan, count_steps(config, plan))
     # All that grows has grown by the same step.
     over_steps = sizes.starts[-1]
@@ -308,6 +313,7 @@ def build_loaders(
         augment=config.augment.model_dump(exclude={"mixup", "cutmix"}),
         last=loader.last,
         sizes=course.plan.sizes,
+        by_length=course.plan if isinstance(course.plan, LengthPlan) else None,
         **sharding,
         **loading,
     )
@@ -327,6 +333,7 @@ def build_loaders(
         "workers": getattr(train_loader, "workers", 0),
         "worker_threads": config.backend.worker_threads,
         "side_stream": side is not None,
+        **describe_padding(config, data, course.plan, micro_batches),
     }
     return Loaders(train_loader, eval_loaders, loading, facts)
 

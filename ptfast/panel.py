@@ -34,7 +34,7 @@ def build_panel(
         ("model", f"{model}, {num_parameters:,} parameters{layout}"),
         ("device", f"{device_name(run)}, {processes}, {threads}"),
         ("precision", run.precision.describe()),
-        ("batch", _batch(run)),
+        ("batch", _batch(config, run)),
         ("steps", f"{run.total_steps:,} ({length})"),
         ("optimizer", f"{type(run.optimizer).__name__}, lr {lr}, {resolved['optimizer']}"),
         ("schedule", _schedule(config, resolved["momentum"])),
@@ -56,6 +56,7 @@ def build_panel(
         "transfers": "on a side stream, one batch ahead" if resolved["side_stream"] else None,
         "average": run.ema.describe() if run.ema is not None else None,
         "evaluation": "over images and their mirror images" if run.flip else None,
+        "padding": resolved["padding"],
         "curriculum": "; ".join(resolved["curriculum"]) or None,
         **_regularisation(config),
         "resumed": f"at step {run.progress.step:,}" if run.progress.step else None,
@@ -69,8 +70,11 @@ def build_panel(
     return config.recipe or "train", table + rows, loud
 
 
-def _batch(run: Run) -> str:
+def _batch(config: Config, run: Run) -> str:
     """The batch, and the parts that it is cut into."""
+    if (budget := config.batching.batch_tokens) is not None:
+        sizes = run.train_loader.plan.all_sizes()
+        return f"up to {budget:,} tokens: {min(sizes):,} to {max(sizes):,} samples"
     if run.micro_batches == 1:
         return str(run.batch_size)
     num_ranks, per_rank = run.ranks.num_ranks, run.micro_batches // run.ranks.num_ranks

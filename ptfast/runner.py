@@ -101,7 +101,7 @@ def build(
     check_flip(config.eval.flip, info, task)
     seed_everything(config.seed)
     model = build_plain_model(config, info, fresh=state is None, display=display)
-    course = build_course(config, info, model, micro_batches)
+    course = build_course(config, data, model, micro_batches)
     plan, total_steps = course.plan, course.total_steps
     shared: dict[str, Any] = {"micro_batches": micro_batches, "ranks": ranks, "device": device}
     shaped = shape_model(

@@ -211,6 +211,8 @@ def summarise(
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
             **run.figures,
         }
+        if (share := run.resolved["padding_share"]) is not None:
+            summary["padding_share"] = share
         split = "val" if "val" in run.eval_loaders else "train"
         summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
         if run.compilation is not None:

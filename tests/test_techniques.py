@@ -49,6 +49,7 @@ ALWAYS_ON = {
     "tensors made on the device": "test_techniques.py::test_a_step_makes_no_tensor_on_the_host",
     "debugging aids off": "test_debug.py::test_off_leaves_the_run_as_it_is",
     "arrays without a copy": "test_techniques.py::test_built_in_data_shares_the_memory_of_its_arrays",
+    "tokens kept on disk": "test_batching.py::test_tokens_are_kept_under_text_and_tokenizer",
     "gradients set to None": "test_gradients.py::test_none_and_zero_give_the_same_bits",
     "loss over the global count of items": "test_accumulation.py::test_accumulation_changes_nothing",
     "running sums on the device": "test_techniques.py::test_a_step_reads_nothing",

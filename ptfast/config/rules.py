@@ -27,7 +27,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     """The config with one length, and what contradicts itself or cannot run here."""
     config, problem = _one_length(config, place)
     problems = [problem, *_name_problems(config), _clipping_problem(config), _warmup_problem(config)]
-    problems.append(_curriculum_problem(config))
+    problems += [_curriculum_problem(config), _batching_problem(config)]
     problems += [_milestones_problem(config), _nesterov_problem(config), _config_batch_problem(config)]
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
     problems += [_checkpointing_problem(config), _compile_problem(config), _stepping_problem(config)]
@@ -148,6 +148,23 @@ def _curriculum_problem(config: Config) -> Problem | None:
     wanted = config.curriculum
     grows = (wanted.image_size_from, wanted.length_from, wanted.batch_size_from) != (None, None, None)
     return _longer_than_run(config, "curriculum.over", wanted.over) if grows else None
+
+
+def _batching_problem(config: Config) -> Problem | None:
+    """Batches by tokens of any length, and batches that both grow and go by length or tokens."""
+    wanted, first = config.batching, config.curriculum.batch_size_from
+    if not wanted.buckets and wanted.batch_tokens is not None:
+        what, hint = "counts on texts of like length", "Use batching=tokens, or set batching.buckets=true"
+        return Problem("C011", what, key="batching.batch_tokens", value=wanted.batch_tokens, suggestion=hint)
+    if wanted.buckets and first is not None:
+        what, hint = "batches by length are of one size", "Use curriculum=none or batching=longest"
+        return Problem("C011", what, key="curriculum.batch_size_from", value=first, suggestion=hint)
+    scaling = config.optimizer.lr_scaling
+    if wanted.batch_tokens is not None and scaling != "none":
+        what = "batches of so many tokens have no size to scale by"
+        hint = "Use optimizer.lr_scaling=none"
+        return Problem("C011", what, key="optimizer.lr_scaling", value=scaling, suggestion=hint)
+    return None
 
 
 def _longer_than_run(config: Config, key: str, length: Duration) -> Problem | None:

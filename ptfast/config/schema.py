@@ -10,6 +10,7 @@ from ptfast.config.coerce import POSITIVE, InUnit, Range
 from ptfast.config.sections import (
     Augment,
     Backend,
+    Batching,
     Checkpointing,
     Compile,
     Count,
@@ -88,6 +89,7 @@ class Config(Section):
     data: Data
     model: Model
     dataloader: Dataloader = Field(default_factory=Dataloader)
+    batching: Batching = Field(default_factory=Batching)
     augment: Augment = Field(default_factory=Augment)
     curriculum: Curriculum = Field(default_factory=Curriculum)
     precision: Precision = Field(default_factory=Precision)

@@ -147,6 +147,19 @@ class Dataloader(Section):
     """Whether an epoch's last, smaller batch is trained on."""
 
 
+class Batching(Section):
+    """Which texts come together in a batch, and how they come to one length."""
+
+    padding: Literal["longest", "fixed"] = "longest"
+    """Up to the longest text of the batch, or in every batch up to the longest that the data keeps."""
+    multiple: Literal[1, 8, 64] = 1
+    """Pad to a multiple of so many tokens: 8 suits tensor cores, 64 keeps the shapes few."""
+    buckets: bool = False
+    """Batches of texts of like length, in a random order; every text once in an epoch."""
+    batch_tokens: Count | None = None
+    """Tokens of one optimizer step over all ranks, padding included, in place of `batch_size` samples."""
+
+
 class Augment(Section):
     """Random changes to training images."""
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ptfast.splitmix import FACTOR_1, FACTOR_2, GOLDEN, finalise
 
-ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX = range(8)
+ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX, BATCHES = range(9)
 CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION, ROTATION, SCALING, SHIFT_Y, SHIFT_X = range(16, 25)
 """Streams: what a draw is for. Draws of different streams are independent."""
 BOX = 64

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ptfast.data.encoded import encode
 from ptfast.data.images import fit
 from ptfast.data.labels import check_labels
+from ptfast.data.ragged import TextSource
 from ptfast.data.source import Source, Splits, TensorSource, as_tensor
-from ptfast.data.text import TextSource
 from ptfast.data.tokens import PAD_ID, HubTokenizer, learn_tokenizer, tokenizer_of
 from ptfast.errors import DataError, MachineError
 from ptfast.run import DataInfo
@@ -136,7 +137,7 @@ class HfDataset:
         )
         pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
         sources: dict[str, Source] = {
-            split: TextSource([tokenizer.encode(t)[: self.max_length] for t in part], labels[split], pad_id)
+            split: TextSource(encode(part, tokenizer), labels[split], pad_id, self.max_length)
             for split, part in texts.items()
         }
         extra = {"tokenizer": tokenizer.describe(), "max_length": self.max_length, "pad_id": pad_id}

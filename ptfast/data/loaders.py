@@ -10,6 +10,7 @@ import torch
 
 from ptfast.data.augment import AugmentedImages, build_augment
 from ptfast.data.batches import MemoryBatches, RawBatches
+from ptfast.data.buckets import LengthPlan
 from ptfast.data.device import build_device_loader
 from ptfast.data.iterable import IterableSource, StreamLoader
 from ptfast.data.prepare import Prepare, build_prepare
@@ -45,6 +46,7 @@ def build_train_loader(
     device: torch.device,
     channels_last: bool,
     sizes: Stages | None = None,
+    by_length: LengthPlan | None = None,
     worker_threads: int = 1,
 ) -> TrainLoader:
     """The training loader of one rank.
@@ -62,6 +64,7 @@ def build_train_loader(
         worker_threads: of each worker process.
         last: `keep` or `drop` a short last batch of an epoch.
         sizes: samples of an optimizer step by step, where they grow to `batch_size`.
+        by_length: what makes batches up where it goes by the samples' length.
 
     Raises:
         ConfigError: C011 if images are to be augmented and the data has none, or for a kind that iterable
@@ -88,6 +91,7 @@ def build_train_loader(
         seed=seed,
         last=last,
         sizes=sizes,
+        by_length=by_length,
     )
     num_workers = count_workers(workers)
     reason = "as the config says"

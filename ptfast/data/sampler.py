@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from ptfast.data import draws
 from ptfast.errors import DataError
 from ptfast.plan import BatchPlan, Stages, constant
+
+if TYPE_CHECKING:
+    from ptfast.data.buckets import LengthPlan
 
 Indices = NDArray[np.int64]
 
@@ -67,6 +70,7 @@ class Sampler:
             in order.
         last: `keep` or `drop` the last batch of an epoch where it is short.
         sizes: samples of a step by step, where they grow to `batch_size`.
+        by_length: what makes batches up instead, where it goes by the samples' length.
 
     Raises:
         DataError: D002 without samples, D006 if every batch would be dropped.
@@ -83,12 +87,14 @@ class Sampler:
         seed: int,
         last: str,
         sizes: Stages | None = None,
+        by_length: LengthPlan | None = None,
     ) -> None:
         if size == 0:
             raise DataError("D002", "the training split has no samples", key="data")
         if micro_batches % num_ranks:
             raise ValueError(f"{micro_batches} micro-batches do not divide over {num_ranks} ranks")
-        if last == "drop" and size < batch_size:
+        self.plan = by_length or BatchPlan(size, sizes or constant(batch_size), last)
+        if not self.plan.steps_per_epoch:
             raise DataError(
                 "D006",
                 f"{size:,} training samples do not fill one batch, and dataloader.last=drop drops it",
@@ -97,7 +103,7 @@ class Sampler:
                 suggestion=f"Use batch_size={size} or less, or dataloader.last=keep",
             )
         self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.plan = BatchPlan(size, sizes or constant(batch_size), last)
+        self._order = by_length.order if by_length is not None else self._shuffled
         per_rank = micro_batches // num_ranks
         self._micro_batches, self._mine = micro_batches, slice(rank * per_rank, (rank + 1) * per_rank)
         self._full_bounds = micro_batch_bounds(batch_size, micro_batches)[self._mine]
@@ -105,7 +111,7 @@ class Sampler:
     def step(self, step: int) -> tuple[list[Share], int]:
         """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
         epoch, start, stop = self.plan.batch(step)
-        batch = permutation(self.seed, epoch, self.size)[start:stop]
+        batch = self._order(epoch)[start:stop]
         bounds = self._full_bounds
         if len(batch) != self.batch_size:
             bounds = micro_batch_bounds(len(batch), self._micro_batches)[self._mine]
@@ -115,3 +121,6 @@ class Sampler:
             for start, stop in bounds
         ]
         return shares, len(batch)
+
+    def _shuffled(self, epoch: int) -> Indices:
+        return permutation(self.seed, epoch, self.size)

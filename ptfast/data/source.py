@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data.crops import Boxes, Sizes, crop_all
@@ -16,6 +17,24 @@ from ptfast.run import IGNORE_INDEX, DataInfo
 if TYPE_CHECKING:
     from ptfast.data.sampler import Indices
     from ptfast.durations import Duration
+
+
+class Padding(NamedTuple):
+    """How the sequences of a batch come to one length.
+
+    Padding is computed like any token and then thrown away. What a text does not need of it is saved; a
+    multiple of 8 suits tensor cores, one of 64 keeps shapes few, of which each may be compiled or searched
+    kernels for.
+    """
+
+    fixed: bool = False
+    """Up to the longest that the data allows, whatever is in the batch."""
+    multiple: int = 1
+    """Up to a multiple of so many tokens."""
+
+    def width(self, longest: int, limit: int) -> int:
+        """Tokens of a batch whose longest sequence has `longest`, and none more than `limit`."""
+        return limit if self.fixed else min(-(-longest // self.multiple) * self.multiple, limit)
 
 
 class Source:
@@ -55,6 +74,13 @@ class Source:
         """Whether a label may be among them that does not count."""
         targets: Tensor | None = getattr(self, "targets", None)
         return targets is not None and bool((targets == IGNORE_INDEX).any())
+
+    def lengths(self) -> NDArray[np.int64] | None:
+        """Tokens of each sample; None for samples that are no sequences of unequal length."""
+        return None
+
+    def pad(self, padding: Padding) -> None:
+        """Bring the sequences of a batch to one length like this from now on."""
 
 
 class TensorSource(Source):
@@ -119,6 +145,13 @@ class SubsetSource(Source):
 
     def ignores_labels(self) -> bool:
         return self.source.ignores_labels()
+
+    def lengths(self) -> NDArray[np.int64] | None:
+        lengths = self.source.lengths()
+        return None if lengths is None else lengths[self.indices]
+
+    def pad(self, padding: Padding) -> None:
+        self.source.pad(padding)
 
 
 def take(source: Source, indices: Indices) -> Source:

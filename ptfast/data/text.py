@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import chain
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data import draws
-from ptfast.data.source import Source, Splits, as_tensor
+from ptfast.data.encoded import Encoded, encode
+from ptfast.data.ragged import Documents, Numbers, TextSource
+from ptfast.data.source import Source, Splits
 from ptfast.data.split import held_out
 from ptfast.data.tokens import BUILT_IN, PAD_ID, HubTokenizer, Vocabulary, learn_tokenizer, tokenizer_of
 from ptfast.errors import DataError
@@ -69,11 +70,12 @@ class TextTsv:
         )
         names = (self._known.class_names if self._known else None) or sort_labels(labels)
         pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
-        sources: dict[str, Source] = {
+        sources = {
             split: TextSource(
-                [tokenizer.encode(text)[: self.max_length] for text in split_texts],
+                encode(split_texts, tokenizer),
                 number_labels(split_labels, names, split),
                 pad_id,
+                self.max_length,
             )
             for split, (split_texts, split_labels) in rows.items()
         }
@@ -87,7 +89,9 @@ class TextTsv:
             context_length=self.max_length,
             extra={"tokenizer": tokenizer.describe(), "max_length": self.max_length, "pad_id": pad_id},
         )
-        return Splits(info, sources["train"], sources.get("val"), sources.get("test"))
+        num_cut, size = sum(part.num_cut for part in sources.values()), sum(map(len, sources.values()))
+        note = f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens" if num_cut else ""
+        return Splits(info, sources["train"], sources.get("val"), sources.get("test"), note)
 
     def _files(self) -> dict[str, Path]:
         if (self.root is None) == (self.path is None):
@@ -107,41 +111,18 @@ class TextTsv:
         return {split: path for split, path in found.items() if path is not None}
 
 
-class TextSource(Source):
-    """Tokens of many texts in one flat array; a batch is padded to its longest text only."""
-
-    in_memory = True
-
-    def __init__(self, texts: list[list[int]], targets: Tensor, pad_id: int) -> None:
-        # A text without tokens would have nothing to average over: one pad is the least.
-        texts = [text or [pad_id] for text in texts]
-        self._lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-        self._starts = np.cumsum(self._lengths) - self._lengths
-        self._tokens = np.fromiter(chain.from_iterable(texts), np.int64, int(self._lengths.sum()))
-        self.targets, self._pad_id = targets, pad_id
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        lengths = self._lengths[indices]
-        columns = np.arange(lengths.max())
-        inside = columns < lengths[:, None]
-        # Positions beyond a text may lie beyond the array; they are clipped here and padded below.
-        tokens = self._tokens.take(self._starts[indices][:, None] + columns, mode="clip")
-        tokens[~inside] = self._pad_id
-        return torch.from_numpy(tokens), self.targets.index_select(0, as_tensor(indices))
-
-
 class TextFile:
-    """Running text for language modelling, from one file.
+    """Text for language modelling, from one file: running text, or documents.
 
-    The last part of the text is for validation; training windows begin at random places in the rest.
+    The last part of the text is for validation. Of running text, training windows begin at random places in
+    the rest; of documents, each is a sample.
 
     Args:
         path: a text file in UTF-8.
         tokenizer: `characters`, `words`, a `tokenizer.json`, or a name on the Hugging Face hub.
-        context_length: tokens of a sample.
+        context_length: tokens of a sample, at most.
+        documents: what a document is: none for one running text, `lines`, or `paragraphs` with blank lines
+            between them.
 
     Raises:
         DataError: D001, D002, D005 or D006 by `load`.
@@ -149,8 +130,15 @@ class TextFile:
 
     name = "text_file"
 
-    def __init__(self, path: str, tokenizer: str = "characters", context_length: int = 128) -> None:
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str = "characters",
+        context_length: int = 128,
+        documents: Literal["none", "lines", "paragraphs"] = "none",
+    ) -> None:
         self.path, self.tokenizer, self.context_length = Path(path).expanduser(), tokenizer, context_length
+        self.documents = documents
         self._known: DataInfo | None = None
 
     def read_as(self, known: DataInfo) -> None:
@@ -166,7 +154,20 @@ class TextFile:
             tokenizer = Vocabulary(self.tokenizer, entries, None)
         else:
             tokenizer = HubTokenizer(self.tokenizer)
-        tokens = np.array(tokenizer.encode(text), np.int64)
+        encoded = encode(cut_into_documents(text, self.documents), tokenizer)
+        info = DataInfo(
+            kind="tokens",
+            task="language_modelling",
+            vocab_size=len(tokenizer),
+            context_length=self.context_length,
+            token_bytes=len(text.encode()) / max(len(encoded.tokens), 1),
+            extra={"tokenizer": tokenizer.describe(), "max_length": self.context_length},
+        )
+        if self.documents == "none":
+            return Splits(info, *self._windows(encoded.tokens, val, seed))
+        return self._documents(info, encoded, val)
+
+    def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[Source, Source | None]:
         context = self.context_length
         num_windows = (len(tokens) - 1) // context
         if num_windows < 1:
@@ -177,18 +178,33 @@ class TextFile:
         cut = len(tokens) - num_val * context
         if cut <= context:
             raise DataError("D006", "leaves no training text", key="data.val", value=val)
-        info = DataInfo(
-            kind="tokens",
-            task="language_modelling",
-            vocab_size=len(tokenizer),
-            context_length=context,
-            token_bytes=len(text.encode()) / len(tokens),
-            extra={"tokenizer": tokenizer.describe(), "max_length": context},
-        )
-        train = RandomWindows(tokens[:cut], context, seed)
         # One token more than the tail: the first target of a window follows its first input.
         held = Windows(tokens[cut - 1 :], context) if num_val else None
-        return Splits(info, train, held)
+        return RandomWindows(tokens[:cut], context, seed), held
+
+    def _documents(self, info: DataInfo, texts: Encoded, val: Duration) -> Splits:
+        size = len(texts.lengths)
+        first = size - held_out(size, val)
+        parts = [Documents(part, 0, self.context_length) for part in texts.split(first)]
+        for part, key in zip(parts, ("data.path", "data.val"), strict=False):
+            if not len(part):
+                what = "holds no document of two tokens or more" if key == "data.path" else "holds none out"
+                raise DataError("D006", what, key=key, value=self.path if key == "data.path" else val)
+        num_cut = sum(part.num_cut for part in parts)
+        note = (
+            f"{num_cut:,} of {size:,} documents are cut into parts of {self.context_length} tokens"
+            if num_cut
+            else ""
+        )
+        return Splits(info, *parts, note=note)
+
+
+def cut_into_documents(text: str, documents: str) -> list[str]:
+    """The documents of a text, in order, without empty ones; each keeps the end of its last line."""
+    if documents == "none":
+        return [text]
+    cut = r"(?<=\n)" if documents == "lines" else r"(?<=\n)(?:[ \t\r]*\n)+"
+    return [document for document in re.split(cut, text) if document.strip()]
 
 
 class Windows(Source):
@@ -196,7 +212,7 @@ class Windows(Source):
 
     in_memory = True
 
-    def __init__(self, tokens: NDArray[np.int64], context_length: int) -> None:
+    def __init__(self, tokens: Numbers, context_length: int) -> None:
         self._tokens, self._context = tokens, context_length
         self._columns = np.arange(context_length + 1)
 
@@ -207,14 +223,15 @@ class Windows(Source):
         return self._cut(indices * self._context)
 
     def _cut(self, starts: Indices) -> tuple[Tensor, Tensor]:
-        windows = torch.from_numpy(self._tokens[starts[:, None] + self._columns])
+        windows = self._tokens[starts[:, None] + self._columns]
+        windows = torch.from_numpy(windows.astype(np.int64, copy=False))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class RandomWindows(Windows):
     """As many windows as fit side by side, each at a place drawn anew in every epoch."""
 
-    def __init__(self, tokens: NDArray[np.int64], context_length: int, seed: int) -> None:
+    def __init__(self, tokens: Numbers, context_length: int, seed: int) -> None:
         super().__init__(tokens, context_length)
         self._seed = seed
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ptfast.errors import DataError, MachineError
 from ptfast.run import DataInfo
@@ -56,6 +62,27 @@ class Vocabulary:
                 "D005", f"{error.args[0]!r} does not occur in the training text", key="data"
             ) from None
 
+    def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids of the tokens of `texts`, one after another, and how many each has.
+
+        Raises:
+            DataError: as `encode`.
+        """
+        if self.kind != "characters":
+            return _joined([self.encode(text) for text in texts])
+        # A look-up in a table by code point takes a twentieth of one in a dictionary by character.
+        joined = "".join(texts)
+        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
+        none = -1 if self.unknown_id is None else self.unknown_id
+        table = np.full(sys.maxunicode + 1, none, np.int64)
+        table[[ord(entry) for entry in self.entries if len(entry) == 1]] = [
+            i for i, entry in enumerate(self.entries) if len(entry) == 1
+        ]
+        ids = table[codes]
+        if (ids < 0).any():
+            self.encode(joined[int(np.argmin(ids))])
+        return ids, np.fromiter(map(len, texts), np.int64, len(texts))
+
     def describe(self) -> dict[str, Any]:
         """JSON-serialisable; `read_tokenizer` makes it a vocabulary again."""
         return {"kind": self.kind, "entries": self.entries, "unknown_id": self.unknown_id}
@@ -102,6 +129,12 @@ class HubTokenizer:
         """The ids of the tokens of `text`, special ones included."""
         return self._tokenizer.encode(text).ids
 
+    def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids of the tokens of `texts`, one after another, and how many each has; on all cores."""
+        # Without a word on it, the package warns of its threads when a process is forked later on.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        return _joined([encoding.ids for encoding in self._tokenizer.encode_batch(texts)])
+
     def describe(self) -> dict[str, Any]:
         """JSON-serialisable; `read_tokenizer` makes it a tokenizer again."""
         return {"kind": "hub", "source": self.source, "content": self._tokenizer.to_str()}
@@ -133,6 +166,11 @@ def tokenizer_of(info: DataInfo) -> Vocabulary | HubTokenizer:
     if "tokenizer" not in info.extra:
         raise DataError("D004", f"is text; the model was trained on {info.kind} data", key="data")
     return read_tokenizer(info.extra["tokenizer"])
+
+
+def _joined(ids: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    return np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum())), lengths
 
 
 def _cut(kind: str, text: str) -> Iterable[str]:

@@ -45,6 +45,8 @@ class TextEncoder(nn.Module):
         if depth and width % heads:
             raise ConfigError("C005", f"does not divide model.width={width}", key="model.heads", value=heads)
         self.pad_id, self.word_dropout = pad_id, word_dropout
+        # Without blocks nothing depends on positions, and any length will do.
+        self.context_length = context_length if depth else None
         self.embedding = nn.Embedding(vocab_size, width, padding_idx=pad_id)
         nn.init.normal_(self.embedding.weight, std=0.1)
         with torch.no_grad():

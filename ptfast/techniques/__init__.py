@@ -5,6 +5,7 @@ from __future__ import annotations
 from ptfast.techniques import (
     augment,
     backend,
+    batching,
     checkpointing,
     compile,
     curriculum,
@@ -28,6 +29,7 @@ __all__ = ["CATALOGUE", "PROMISES", "Kind", "Need", "Technique"]
 
 CATALOGUE: tuple[Technique, ...] = (
     *dataloader.TECHNIQUES,
+    *batching.TECHNIQUES,
     *debug.TECHNIQUES,
     *transfers.TECHNIQUES,
     *optimizer.TECHNIQUES,

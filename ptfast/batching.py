@@ -1,0 +1,82 @@
+"""Which sequences come together in a batch, and how they come to one length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ptfast.config.schema import Config
+from ptfast.data import Data
+from ptfast.data.buckets import LengthPlan, padding_share
+from ptfast.data.source import Padding
+from ptfast.errors import ConfigError
+from ptfast.plan import BatchPlan
+from ptfast.run import DataInfo
+
+
+def apply_padding(data: Data, config: Config) -> Data:
+    """Bring the sequences of each batch to one length as the config says."""
+    for source in (data.train, data.val, data.test):
+        if source is not None:
+            source.pad(_padding(config))
+    return data
+
+
+def _padding(config: Config) -> Padding:
+    return Padding(config.batching.padding == "fixed", config.batching.multiple)
+
+
+def build_length_plan(config: Config, data: Data) -> LengthPlan | None:
+    """The plan of batches that go by the samples' length; None where they do not.
+
+    Raises:
+        ConfigError: C011 for data without sequences, or one that is longer than a step's tokens.
+    """
+    wanted, lengths, limit = config.batching, data.train.lengths(), data.info.context_length
+    if not wanted.buckets:
+        return None
+    if lengths is None or limit is None:
+        what, hint = f"{data.info.kind} data has no samples of unequal length", "Use batching=longest"
+        raise ConfigError("C011", what, key="batching.buckets", value="true", suggestion=hint)
+    budget, longest = wanted.batch_tokens, _padding(config).width(int(lengths.max()), limit)
+    if budget is not None and budget < longest:
+        what = f"does not hold the longest text, which takes {longest:,} tokens"
+        hint = f"Use batching.batch_tokens={longest} or more, or a smaller limit of the data's lengths"
+        raise ConfigError("C011", what, key="batching.batch_tokens", value=budget, suggestion=hint)
+    return LengthPlan(
+        lengths,
+        limit=limit,
+        padding=_padding(config),
+        batch_size=config.batch_size,
+        batch_tokens=budget,
+        last=config.dataloader.last,
+        seed=config.seed,
+    )
+
+
+def check_length(info: DataInfo, model: nn.Module) -> None:
+    """Refuse sequences longer than the model takes, as far as it says how many tokens that are.
+
+    Raises:
+        ConfigError: C011.
+    """
+    most = getattr(model, "context_length", None)
+    most = most or getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if info.kind not in ("text", "tokens") or not isinstance(most, int) or (info.context_length or 0) <= most:
+        return
+    key = "data.context_length" if info.kind == "tokens" else "data.max_length"
+    what, hint = f"the model takes sequences of {most:,} tokens at most", f"Set {key}={most}"
+    raise ConfigError("C011", what, key=key, value=info.context_length, suggestion=hint)
+
+
+def describe_padding(config: Config, data: Data, plan: BatchPlan, micro_batches: int) -> dict[str, Any]:
+    """How sequences come to one length, for the panel, and how much of the first epoch is padding."""
+    lengths, limit, wanted = data.train.lengths(), data.info.context_length, config.batching
+    if lengths is None or limit is None or plan.grows:
+        return {"padding": None, "padding_share": None}
+    share = padding_share(plan, lengths, limit, _padding(config), micro_batches, config.seed)
+    longest = "the longest of each batch" if wanted.padding == "longest" else f"{limit} tokens"
+    alike = "batches of like length, " if wanted.buckets else ""
+    to = f"padded to {longest}" + (f" in steps of {wanted.multiple}" if wanted.multiple > 1 else "")
+    return {"padding": f"{alike}{to}: {share:.1%} of all tokens", "padding_share": round(share, 6)}
