@@ -20,9 +20,9 @@ from ptfast.errors import (
     PtfastError,
     ReportedError,
     bug_line,
-    is_secret,
     render,
 )
+from ptfast.flags import read_flags
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,11 @@ FLAG_HELP = {
     "--metric": "figure to rank by, such as val.accuracy",
     "--mode": "max or min: which way the figure is better",
     "--markdown": "print the README's table of all techniques",
+    "--size": "pixels that longer shorter sides are brought to, such as 256; or keep",
+    "--jpeg": "keep the bytes of the files instead of their pixels",
+    "--on-corrupt": "what becomes of files that cannot be read: error or skip",
+    "--workers": "processes that convert; default: one for each core",
+    "--verify": "check every byte of a pack, and its source: ptfast pack --verify DST",
     "--traceback": "show where an error comes from",
 }
 
@@ -140,62 +145,6 @@ def _print_command_help(name: str, command: Command) -> None:
     print(f"Usage: ptfast {name} {command.usage}\n\n{command.summary}\n")
     for flag, takes_value in {**command.flags, "--traceback": False}.items():
         print(f"  {flag + (' VALUE' if takes_value else ''):<18}{FLAG_HELP[flag]}")
-
-
-def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, Any], list[str]]:
-    """Part `--flags` from everything else.
-
-    Args:
-        known: flag -> whether a value follows, as `--flag value` or `--flag=value`.
-
-    Raises:
-        ConfigError: C015 for a flag that is not known, or is not followed by its value; C006 for one that is
-            given two values.
-    """
-    flags: dict[str, Any] = {}
-    others: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        name = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-i": "--info"}.get(name, name)
-        if not name.startswith("-") or name == "-":
-            others.append(word)
-        elif name == "--help":
-            flags[name] = True
-        elif name not in known:
-            raise _unknown_flag(name, value if equals else next(iter(rest), None), known)
-        elif name in flags and known[name]:
-            raise ConfigError("C006", "given twice", key=name, place=COMMAND_LINE, suggestion="Keep one")
-        elif not known[name]:
-            flags[name] = True
-        else:
-            if not equals:
-                value = rest.pop(0) if rest else ""
-            if not value:
-                raise ConfigError("C015", "needs a value", key=name, suggestion=f"Write {name} VALUE")
-            flags[name] = value
-    return flags, others
-
-
-def _unknown_flag(name: str, value: str | None, known: dict[str, bool]) -> ConfigError:
-    from ptfast.config.suggest import did_you_mean
-
-    hint, bare = did_you_mean(name, known), name.lstrip("-")
-    if value is not None and value.startswith("-"):
-        value = None
-    if bare == "recipe":
-        bare = "+recipe"
-    if not hint and len(bare) > 1:
-        shown = "VALUE" if value is None or is_secret(bare) else value
-        hint = f"Config is key=value without dashes: {bare}={shown}"
-    return ConfigError(
-        "C015",
-        "no such flag",
-        key=name,
-        place=COMMAND_LINE,
-        suggestion=hint or f"Flags: {', '.join(known)}",
-    )
 
 
 def _train(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -357,6 +306,12 @@ def _compare(flags: dict[str, Any], arguments: list[str]) -> int:
     return EXIT_OK
 
 
+def _pack(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.pack_command import pack
+
+    return pack(flags, arguments)
+
+
 def _completion(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.config.completion import script
 
@@ -389,6 +344,13 @@ COMMANDS: dict[str, Command] = {
         "rank runs and draw their curves",
         _compare,
         {"--metric": True, "--mode": True, "--out": True},
+    ),
+    "pack": Command(
+        "SRC DST",
+        "turn images or text into memory-mapped files that training reads at once",
+        _pack,
+        {"--size": True, "--jpeg": False, "--on-corrupt": True, "--workers": True, "--verify": False},
+        2,
     ),
     "recipes": Command("", "list the recipes and what each promises", _recipes, {}, 0),
     "techniques": Command(

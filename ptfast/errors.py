@@ -37,7 +37,7 @@ CODES = {
     "D004": "labels that do not fit the task",
     "D005": "a data file that cannot be read",
     "D006": "too few samples",
-    "D007": "an archive or download that is not whole or not safe",
+    "D007": "an archive, download or pack that is not whole, not safe or out of date",
     "D008": "a data set or loader worker that fails",
     "E001": "a folder that cannot be written",
     "E002": "not enough space",

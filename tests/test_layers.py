@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("predict",),
     ),
     "4 processes": (("worker", "place"), ("launch", "dry_run")),
-    "5 tools": (("sweep",),),
+    "5 tools": (("sweep", "pack_command", "flags"),),
     "6 commands": (("cli",), ("__main__",)),
 }
 ROWS = [row for rows in LAYERS.values() for row in rows]

@@ -14,6 +14,8 @@ import torch
 
 from ptfast.data.crops import Boxes, Sizes, resized_crop
 from ptfast.data.images import SUFFIXES, Decoder, decode_all, mixed_sizes, size_of
+from ptfast.data.packed import newest_folder, open_pack
+from ptfast.data.packed_images import PackedFolder
 from ptfast.data.source import Source, Splits, TensorSource, into_memory
 from ptfast.errors import DataError
 from ptfast.machine import available_memory, spare_cores
@@ -37,7 +39,8 @@ class ImageFolder:
     needed.
 
     Args:
-        root: the folder: with `train/` (and `val/`, `test/`) of class folders, or with class folders.
+        root: the folder: with `train/` (and `val/`, `test/`) of class folders, with class folders, or with a
+            pack of these, made by `ptfast pack`.
         image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
             where all have one size.
         threads: that decode; `auto` for one per core.
@@ -46,7 +49,7 @@ class ImageFolder:
 
     Raises:
         DataError: D001 to D003 when the tree does not fit, D005 for a file that cannot be decoded (by
-            `load`).
+            `load`), D007 for a pack that is not whole or older than its source.
     """
 
     name = "imagefolder"
@@ -63,6 +66,8 @@ class ImageFolder:
         self.threads = spare_cores(16) if threads == "auto" else int(threads)
 
     def load(self, *, val: Duration, seed: int) -> Splits:
+        if (manifest := open_pack(self.root)) is not None:
+            return PackedFolder(self.root, manifest, self.image_size).load()
         classes, listings = list_tree(self.root)
         decoder = Decoder(self.image_size)
         files = {
@@ -83,6 +88,7 @@ class ImageFolder:
                 sources[split] = TensorSource(images, source.targets, images=True)
                 converted += split_converted
         note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
+        key = (self.root.resolve(), num_files, self.image_size, newest_folder(self.root))
         info = DataInfo(
             kind="image",
             task="classification",
@@ -90,9 +96,7 @@ class ImageFolder:
             class_names=classes,
             input_shape=(channels, height, width),
             in_channels=channels,
-            extra={
-                "cache_key": f"{self.root.resolve()} {num_files} {self.image_size} {_newest(self.root)}",
-            },
+            extra={"cache_key": " ".join(map(str, key))},
         )
         return Splits(info, sources["train"], sources.get("val"), sources.get("test"), note)
 
@@ -279,9 +283,3 @@ def _differ(folder: Path, names: tuple[str, ...], classes: tuple[str, ...]) -> D
     parts += [f"lacks {', '.join(missing[:3])}"] if missing else []
     what = f"its classes differ from those of train/: {' and '.join(parts)}"
     return DataError("D003", what, key=str(folder), suggestion="Give every split the same class folders")
-
-
-def _newest(root: Path) -> int:
-    """Latest change of a folder in the tree, two levels deep, in nanoseconds."""
-    folders = [root, *(root.glob("*/")), *(root.glob("*/*/"))]
-    return max(folder.stat().st_mtime_ns for folder in folders if folder.is_dir())

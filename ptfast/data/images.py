@@ -61,11 +61,7 @@ class Decoder:
         Raises:
             DataError: D005 naming the file and what is wrong with it.
         """
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
-        return self.decode(content, path)
+        return self.decode(read_file(path), path)
 
     def decode(self, content: bytes, name: str) -> Decoded:
         """Decode the bytes of a file called `name`.
@@ -139,6 +135,18 @@ def size_of(path: str) -> tuple[int, int]:
             return image.height, image.width
     except OSError as error:
         raise DataError("D005", f"cannot be read: {error.strerror or error}", key=path) from None
+
+
+def read_file(path: str) -> bytes:
+    """What an image file holds.
+
+    Raises:
+        DataError: D005 if it cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
 
 
 def decode_all(decoder: Decoder, paths: Sequence[str], threads: int) -> tuple[Tensor, int]:

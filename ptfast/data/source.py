@@ -44,6 +44,8 @@ class Source:
     """Whether raw inputs are uint8 images, channels last: (batch, height, width, channels)."""
     in_memory = False
     """Whether fetching costs no more than gathering."""
+    packed = False
+    """Whether samples lie in a memory-mapped pack."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -69,6 +71,10 @@ class Source:
             mirrored: 1 for what is to be mirrored.
         """
         raise NotImplementedError
+
+    def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
+        """Count, sums and sums of squares of the pixels of samples, per channel, where they are known."""
+        return None
 
     def ignores_labels(self) -> bool:
         """Whether a label may be among them that does not count."""
@@ -126,7 +132,7 @@ class SubsetSource(Source):
 
     def __init__(self, source: Source, indices: Indices) -> None:
         self.source, self.indices = source, indices
-        self.images, self.in_memory = source.images, source.in_memory
+        self.images, self.in_memory, self.packed = source.images, source.in_memory, source.packed
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -142,6 +148,9 @@ class SubsetSource(Source):
 
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
         return self.source.crops(self.indices[indices], boxes, size, mirrored)
+
+    def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
+        return self.source.pixel_sums(self.indices[indices])
 
     def ignores_labels(self) -> bool:
         return self.source.ignores_labels()

@@ -1,0 +1,312 @@
+"""Packs: what `ptfast pack` has made of images or text, opened with the checks that a damaged one fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptfast.errors import DataError
+from ptfast.machine import spare_cores
+
+FORMAT = 1
+"""Version of what is written; another one is not read."""
+MANIFEST = "manifest.json"
+"""Written last: a folder without it is no whole pack."""
+JOURNAL = "pack.unfinished"
+"""What an unfinished pack holds so far."""
+CHECKED_BYTES = 256 * 2**20
+"""A pack that takes no more is checked byte by byte whenever it is opened: a fifth of a second."""
+STAT_LIMIT = 100_000
+"""Files of a source that are looked at whenever a pack of it is opened; of more, only their folders."""
+_MARK = "ptfast_pack"
+
+ROW = np.dtype(
+    [
+        ("length", "<i8"),
+        ("height", "<i4"),
+        ("width", "<i4"),
+        ("original_height", "<i4"),
+        ("original_width", "<i4"),
+        ("label", "<i4"),
+        ("converted", "<i4"),
+        ("sums", "<i8", 3),
+        ("squares", "<i8", 3),
+    ]
+)
+"""What the index says of one image: bytes in the data file, sizes in pixels, and sums of its pixels."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of bytes of a data file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """What a pack was made from, to see whether that has changed since."""
+
+    path: str
+    files: int
+    bytes: int
+    newest_ns: int
+    folders_ns: int
+    """Latest change of a folder of the tree; of the file where there is one only."""
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """One split: `NAME.bin` holds its samples one after another, `NAME.index` where each is."""
+
+    samples: int
+    parts: list[Part]
+    index_bytes: int
+    index_sha256: str
+    shape: list[int] | None = None
+    """Height, width and channels of every image; None where they differ or are not decoded."""
+    converted: int = 0
+    """Images that were not 8-bit RGB."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of the data file."""
+        return sum(part.bytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a whole pack holds."""
+
+    kind: str
+    """`pixels`, `jpeg` (image files as they were) or `tokens`."""
+    source: SourceFacts
+    splits: dict[str, SplitFacts]
+    size: int | None = None
+    """Pixels that longer shorter sides were brought to; None where images are as they were."""
+    class_names: list[str] = field(default_factory=list)
+    statistics: dict[str, list[float]] | None = None
+    """Mean and deviation of all training pixels, per channel."""
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    """Files that could not be read, and why."""
+    text: dict[str, Any] = field(default_factory=dict)
+    """Of text: `tokenizer` (its name), `description`, `dtype` and `text_bytes`."""
+
+    def write(self, folder: Path) -> None:
+        """Put it beside the data, in one step."""
+        partial = folder / f"{MANIFEST}.partial"
+        with partial.open("w") as file:
+            json.dump({_MARK: FORMAT, **asdict(self)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / MANIFEST)
+
+    @classmethod
+    def of(cls, tree: dict[str, Any]) -> Manifest:
+        """The manifest that a JSON object holds."""
+        splits = {
+            name: SplitFacts(**{**facts, "parts": [Part(**part) for part in facts["parts"]]})
+            for name, facts in tree["splits"].items()
+        }
+        return cls(**{**tree, "source": SourceFacts(**tree["source"]), "splits": splits})
+
+
+def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
+    """The manifest of a whole pack in `folder`; None where there is no pack at all.
+
+    Args:
+        key: the config key that led here, for messages.
+
+    Raises:
+        DataError: D007 for an unfinished or damaged pack, or one of another format.
+    """
+    try:
+        content = (folder / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if (folder / JOURNAL).is_file():
+            what = "is an unfinished pack"
+            hint = f"Finish it with {_command(_read_header(folder), folder)}"
+            raise DataError("D007", what, key=key, value=folder, suggestion=hint) from None
+        return None
+    if f'"{_MARK}"'.encode() not in content:
+        return None
+    try:
+        tree = json.loads(content)
+        version = tree.pop(_MARK)
+        if version == FORMAT:
+            return Manifest.of(tree)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what, hint = f"is damaged: {error}", "Delete the pack and make it anew"
+        raise DataError("D007", what, key=str(folder / MANIFEST), suggestion=hint) from None
+    what = f"is a pack of format {version}, and this version of ptfast reads format {FORMAT}"
+    source = tree.get("source", {}) if isinstance(tree, dict) else {}
+    hint = f"Delete it and make it anew with {_command(source, folder)}"
+    raise DataError("D007", what, key=key, value=folder, suggestion=hint)
+
+
+def open_pack(folder: Path, key: str = "data.root") -> Manifest | None:
+    """The manifest of a pack that is whole and as new as its source; None where there is no pack.
+
+    Files must have the sizes that the manifest says, and indices its checksums; up to 256 MB of data are
+    checked byte by byte too (more by `ptfast pack --verify`). The source is compared where it still exists.
+
+    Raises:
+        DataError: D007 naming the file that is damaged, or what has changed.
+    """
+    manifest = read_manifest(folder, key)
+    if manifest is None:
+        return None
+    check_sizes(folder, manifest)
+    for name, split in manifest.splits.items():
+        path = folder / f"{name}.index"
+        if hashlib.sha256(path.read_bytes()).hexdigest() != split.index_sha256:
+            raise _damaged(path, "does not have the checksum that the manifest says", manifest, folder)
+    if sum(split.bytes for split in manifest.splits.values()) <= CHECKED_BYTES:
+        check_data(folder, manifest)
+    check_source(folder, manifest, key, whole=manifest.source.files <= STAT_LIMIT)
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise DataError D007 unless every file is there at its size."""
+    for name, split in manifest.splits.items():
+        for path, expected in {
+            folder / f"{name}.bin": split.bytes,
+            folder / f"{name}.index": split.index_bytes,
+        }.items():
+            found = path.stat().st_size if path.is_file() else None
+            if found is None:
+                raise _damaged(path, "is missing from its pack", manifest, folder)
+            if found != expected:
+                what = f"has {found:,} bytes where the manifest says {expected:,}"
+                raise _damaged(path, what, manifest, folder)
+
+
+def check_data(
+    folder: Path, manifest: Manifest, report: Callable[[int], None] = lambda bytes_done: None
+) -> None:
+    """Raise DataError D007 unless every byte is as it was written.
+
+    Args:
+        report: called with the bytes read so far.
+    """
+    done = 0
+    with ThreadPoolExecutor(spare_cores(4)) as pool:
+        for name, split in manifest.splits.items():
+            path = folder / f"{name}.bin"
+            for part, right in zip(split.parts, pool.map(_matches(path), _places(split.parts)), strict=True):
+                if not right:
+                    what = f"does not have the checksum that the manifest says (near byte {done:,})"
+                    raise _damaged(path, what, manifest, folder)
+                done += part.bytes
+                report(done)
+
+
+def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> None:
+    """Raise DataError D007 if what the pack was made from has changed since.
+
+    Args:
+        whole: look at every file, and not only at folders (which files that are added or removed change).
+    """
+    before = manifest.source
+    path = Path(before.path)
+    if not path.exists():
+        return
+    folders_ns = newest_folder(path)
+    if not whole and folders_ns == before.folders_ns:
+        return
+    try:
+        files, num_bytes, newest_ns = stat_files(source_files(path, manifest))
+    except (DataError, OSError):
+        files = num_bytes = newest_ns = 0
+    changes = [f"{files:,} files instead of {before.files:,}"] * (files != before.files)
+    changes += [f"{num_bytes:,} bytes instead of {before.bytes:,}"] * (num_bytes != before.bytes)
+    changes += ["files that are newer"] * (newest_ns > before.newest_ns)
+    if changes:
+        what = f"was packed from {path}, which has changed since: {', '.join(changes)}"
+        hint = f"Pack it again with {_command(asdict(before), folder)}, or use {key}={path}"
+        raise DataError("D007", what, key=key, value=folder, suggestion=hint)
+
+
+def source_files(path: Path, manifest: Manifest) -> Iterator[str]:
+    """The files that a pack of `path` would be made from now."""
+    if manifest.kind == "tokens":
+        yield str(path)
+        return
+    from ptfast.data.imagefolder import list_tree
+
+    for paths, _ in list_tree(path)[1].values():
+        yield from paths
+
+
+def stat_files(paths: Iterable[str]) -> tuple[int, int, int]:
+    """How many files there are, their bytes together, and the latest change in nanoseconds."""
+    files = num_bytes = newest_ns = 0
+    for path in paths:
+        found = os.stat(path)  # noqa: PTH116 # a Path for each of 60,000 files takes a second
+        files, num_bytes = files + 1, num_bytes + found.st_size
+        newest_ns = max(newest_ns, found.st_mtime_ns)
+    return files, num_bytes, newest_ns
+
+
+def newest_folder(root: Path) -> int:
+    """Latest change of a folder in the tree, two levels deep, in nanoseconds; of `root` if it is a file."""
+    folders = level = [root]
+    for _ in range(2):
+        level = [inside for folder in level for inside in _subfolders(folder)]
+        folders = folders + level
+    return max(folder.stat().st_mtime_ns for folder in folders)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    # Entries know what they are: nothing is asked about thousands of files.
+    return [Path(entry) for entry in os.scandir(folder) if entry.is_dir()] if folder.is_dir() else []
+
+
+def _places(parts: list[Part]) -> Iterator[tuple[int, Part]]:
+    start = 0
+    for part in parts:
+        yield start, part
+        start += part.bytes
+
+
+def _matches(path: Path) -> Callable[[tuple[int, Part]], bool]:
+    def matches(place: tuple[int, Part]) -> bool:
+        start, part = place
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(part.bytes)).hexdigest() == part.sha256
+
+    return matches
+
+
+def _read_header(folder: Path) -> dict[str, Any]:
+    try:
+        with (folder / JOURNAL).open() as file:
+            return json.loads(file.readline())["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _command(source: dict[str, Any], folder: Path) -> str:
+    return f"ptfast pack {source.get('path', 'SRC')} {folder}"
+
+
+def _damaged(path: Path, what: str, manifest: Manifest, folder: Path) -> DataError:
+    hint = f"Delete the pack and make it anew with {_command(asdict(manifest.source), folder)}"
+    return DataError("D007", what, key=str(path), suggestion=hint)
+
+
+def same_as(manifest: Manifest, header: dict[str, Any]) -> bool:
+    """Whether a whole pack is what a plan of this header would make again."""
+    own = {"kind": manifest.kind, "size": manifest.size, "source": asdict(manifest.source)}
+    return all(own[name] == header[name] for name in own)
