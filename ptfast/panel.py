@@ -133,6 +133,7 @@ def _regularisation(config: Config) -> dict[str, str | float | None]:
     jitter = ("brightness", "contrast", "saturation", "translation", "scaling")
     images = {
         f"crop after {augment.crop_padding} pixels of padding": augment.crop_padding,
+        _resized_crop(augment.resized_crop): augment.resized_crop,
         "alternating flip" if augment.flip == "alternating" else "flip": augment.flip,
         f"turn by up to {augment.rotation_degrees:g} degrees": augment.rotation_degrees,
         **{f"{name} {getattr(augment, name):g}": getattr(augment, name) for name in jitter},
@@ -146,6 +147,10 @@ def _regularisation(config: Config) -> dict[str, str | float | None]:
         "label smoothing": config.task.options.get("label_smoothing") or None,
         "drop path": next(filter(None, rates), None),
     }
+
+
+def _resized_crop(parts: tuple[float, float] | None) -> str:
+    return "resized crop of {:.0%} to {:.0%}".format(*parts) if parts is not None else "resized crop"
 
 
 def checkpointing_row(checkpointing: Checkpointing, blocks: list[str]) -> str | None:

@@ -187,6 +187,23 @@ CASES: dict[str, Case] = {
         "C011",
         f"schedule.milestones=[5epochs,3epochs] {TYPED} milestones must be in rising order",
     ),
+    "21 crops": train(
+        "augment=resized_crop augment.crop_padding=4",
+        "C011",
+        "augment.resized_crop=[0.08,1.0] ",
+        "contradicts augment.crop_padding=4",
+    ),
+    "21 crops on the device": train(
+        "augment=resized_crop dataloader=device",
+        "C011",
+        "dataloader.kind=device ",
+        "boxes of augment.resized_crop are cut on the host. Use dataloader=auto",
+    ),
+    "21 crops the wrong way round": train(
+        "augment=resized_crop augment.resized_ratio=[2,0.5]",
+        "C011",
+        f"augment.resized_ratio=[2.0,0.5] {TYPED} the largest comes first. Use augment.resized_ratio=[0.5,2]",
+    ),
     "22 a tab": recipe(
         "epochs: 1\n\tbatch_size: 4\n", "C007", "mine.yaml:2:1: found a tab", r"`\tbatch_size: 4`"
     ),

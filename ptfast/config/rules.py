@@ -32,6 +32,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
     problems += [_checkpointing_problem(config), _compile_problem(config), _stepping_problem(config)]
     problems += [_benchmark_problem(config), *parallel_problems(config), _average_problem(config)]
+    problems.append(_resized_crop_problem(config))
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
 
@@ -181,6 +182,27 @@ def _benchmark_problem(config: Config) -> Problem | None:
     what = "kernels chosen by timing differ from run to run, which backend.deterministic forbids"
     hint = "Use backend.cudnn_benchmark=auto"
     return Problem("C011", what, key="backend.cudnn_benchmark", value=True, suggestion=hint)
+
+
+def _resized_crop_problem(config: Config) -> Problem | None:
+    """Two ways of cropping at once; images that are on the device in one size; ranges the wrong way round."""
+    augment = config.augment
+    if augment.resized_crop is None:
+        return None
+    if config.dataloader.kind == "device":
+        what, hint = "boxes of augment.resized_crop are cut on the host", "Use dataloader=auto"
+        return Problem("C011", what, key="dataloader.kind", value="device", suggestion=hint)
+    if augment.crop_padding:
+        what, hint = f"contradicts augment.crop_padding={augment.crop_padding}", "Set augment.crop_padding=0"
+        return Problem(
+            "C011", what, key="augment.resized_crop", value=list(augment.resized_crop), suggestion=hint
+        )
+    for name in ("resized_crop", "resized_ratio"):
+        low, high = getattr(augment, name)
+        if low > high:
+            what, hint = "the largest comes first", f"Use augment.{name}=[{high:g},{low:g}]"
+            return Problem("C011", what, key=f"augment.{name}", value=[low, high], suggestion=hint)
+    return None
 
 
 def _milestones_problem(config: Config) -> Problem | None:

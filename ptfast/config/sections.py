@@ -12,6 +12,8 @@ from ptfast.durations import Duration
 
 Count = Annotated[int, AT_LEAST_ONE]
 OrAuto = Literal["auto"]
+Part = Annotated[float, Range(0, 1, open_low=True)]
+Ratio = Annotated[float, POSITIVE]
 Every = Annotated[Duration, InUnit("epochs"), POSITIVE]
 WallTime = Annotated[Duration, InUnit("seconds", ("seconds",)), POSITIVE]
 
@@ -167,6 +169,10 @@ class Augment(Section):
     """Pixels of padding around an image before a random crop of its size."""
     flip: bool | Literal["alternating"] = False
     """Mirror half of the images, drawn anew every epoch; `alternating` turns each over every epoch."""
+    resized_crop: tuple[Part, Part] | None = None
+    """Least and largest part of an image's area that is cut out and scaled to full size; null for none."""
+    resized_ratio: tuple[Ratio, Ratio] = (0.75, 1.3333)
+    """Least and largest width of such a part over its height."""
     cutout: Annotated[int, NOT_NEGATIVE] = 0
     """Side in pixels of a square that is hidden; 0 for none."""
     brightness: Annotated[float, Range(0, 3)] = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptfast.data.augment import Augment, AugmentedImages, augmented
+from ptfast.data.augment import Augment, AugmentedImages, augmented, cropped
 from ptfast.data.sampler import Share
 from ptfast.data.source import Source, TensorSource, as_tensor
 
@@ -16,6 +16,8 @@ class RawBatches:
         self.source, self.augment, self.seed = source, augment, seed
 
     def __call__(self, share: Share) -> Any:
+        if self.augment.resized_crop is not None:
+            return cropped(self.augment, self.source, self.seed, share), self.source.labels(share.indices)
         raw = self.source.fetch(share.indices, share.epoch)
         if self.augment:
             return (augmented(self.augment, raw[0], self.seed, share), *raw[1:])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 _MAX_PIXELS = 100_000_000
 """A header that promises more is taken for a decompression bomb."""
 _CHUNK = 256
+_AS_RGB = 3
+"""`ImageReadMode.RGB` of torchvision."""
 _HEADER_BYTES = 2**16
 """Where the size of nearly every JPEG stands, behind a thumbnail even; PIL looks further for the rest."""
 REMEDY = "Replace the file, or remove it"
@@ -50,7 +51,7 @@ class Decoder:
 
     def __init__(self, image_size: int | None = None) -> None:
         self.image_size = image_size
-        self._decode_jpeg: Callable[[Tensor, str], Tensor] | Literal[False] | None = None
+        self._decode_jpeg: Callable[..., Tensor] | Literal[False] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"image_size": self.image_size, "_decode_jpeg": None}
@@ -98,7 +99,8 @@ class Decoder:
         if self._decode_jpeg is False:
             return _by_pil(content, name)
         # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
-        image = self._decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), "RGB")
+        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        image = self._decode_jpeg(buffer, _AS_RGB, False)
         return Decoded(image.permute(1, 2, 0).numpy(), False)
 
     def stack(self, paths: Sequence[str]) -> tuple[Pixels, int]:
@@ -195,15 +197,18 @@ def fit(pixels: Pixels, size: int) -> Pixels:
     return image[top : top + size, left : left + size].contiguous().numpy()
 
 
-def _jpeg_decoder() -> Callable[[Tensor, str], Tensor] | Literal[False]:
-    """torchvision's decoder, or False where it was built without or no longer has one."""
+def _jpeg_decoder() -> Callable[..., Tensor] | Literal[False]:
+    """torchvision's decoder, or False where it was built without or no longer has one.
+
+    The operator below `torchvision.io.decode_jpeg`, which announces its retirement at each call: that takes
+    30 us in which no other thread decodes. Without it PIL decodes the same pixels.
+    """
     try:
-        from torchvision.io import decode_jpeg
-    except ImportError:
+        import torchvision.io  # noqa: F401 - registers the operator
+
+        return torch.ops.image.decode_jpeg
+    except (ImportError, AttributeError):
         return False
-    # It announces its retirement at each call; without it PIL decodes the same pixels.
-    warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities of TorchVision")
-    return cast("Callable[[Tensor, str], Tensor]", decode_jpeg)
 
 
 def _jpeg_shape(content: bytes) -> tuple[int, int, int] | None:

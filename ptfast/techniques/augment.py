@@ -95,6 +95,24 @@ TECHNIQUES: tuple[Technique, ...] = (
         trial=("model=resnet_digits", "optimizer.lr=0.005"),
     ),
     Technique(
+        name="random resized crop",
+        family="augment",
+        kind="training",
+        on=("augment.resized_crop=[0.5,1.0]",),
+        off=("augment.resized_crop=null",),
+        why="An object is shown in another place, size and shape every epoch; the box is cut out first, "
+        "resized as bytes and normalised on the device, so that nothing that is not seen is worked on.",
+        claim="The standard of ImageNet since GoogLeNet: of boxes of 8 to 100 % of the area. JPEG files of "
+        "500x400 in less than half of the time that PIL and torchvision's transforms take, per core.",
+        source="Szegedy et al. 2014, arXiv:1409.4842, section 6; measured here, scripts/data_bench/jpeg.py.",
+        avoid="Short runs, which underfit anyway, images of a few dozen pixels a side, and classes that show "
+        "in one small place only.",
+        audit="RandomResizedCrop on PIL images, or ToTensor before a crop.",
+        options=("augment/resized_crop",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
         name="mixup",
         family="augment",
         kind="training",

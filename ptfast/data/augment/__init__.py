@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ptfast.data.augment.plan import Augment, build_augment
-from ptfast.data.augment.windows import AugmentedImages, augmented
+from ptfast.data.augment.windows import AugmentedImages, augmented, cropped
 
-__all__ = ["Augment", "AugmentedImages", "augmented", "build_augment"]
+__all__ = ["Augment", "AugmentedImages", "augmented", "build_augment", "cropped"]

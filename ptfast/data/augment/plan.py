@@ -21,13 +21,17 @@ from ptfast.run import DataInfo
 class Augment:
     """What is done to training images: mirrored, cropped, bent, coloured, a square cut out, in this order.
 
-    Everything that is drawn is a function of (seed, epoch, index), whoever draws it. Crop and flip come with
-    the gathering of a batch (`windows.py` on the host, `resident.py` on a device), the rest by `change`.
+    A resized crop comes before all of it, out of the original image (`ptfast/data/crops.py`). Everything that
+    is drawn is a function of (seed, epoch, index), whoever draws it. Crop and flip come with the gathering of
+    a batch (`windows.py` on the host, `resident.py` on a device), the rest by `change`.
 
     Args:
         crop_padding: black pixels added on each side before a crop of the original size, 0 for no crop.
         flip: mirror every second image on average; `alternating` shows each image and its mirror image in
             turns, so that two epochs hold either one of all images.
+        resized_crop: least and largest part of the area that is cut out and scaled to full size.
+        resized_ratio: least and largest width of such a part over its height.
+        size: side in pixels that it is scaled to.
         cutout: side of a square that is hidden, in pixels, around a centre anywhere in the image; 0 for none.
         brightness, contrast, saturation: largest change of each as a part of it, 0 for none.
         rotation_degrees: largest angle, either way.
@@ -38,6 +42,9 @@ class Augment:
 
     crop_padding: int = 0
     flip: bool | Literal["alternating"] = False
+    resized_crop: tuple[float, float] | None = None
+    resized_ratio: tuple[float, float] = (0.75, 1.3333)
+    size: int = 0
     cutout: int = 0
     brightness: float = 0.0
     contrast: float = 0.0
@@ -53,7 +60,7 @@ class Augment:
     @property
     def moves(self) -> bool:
         """Whether images are cropped or mirrored."""
-        return self.crop_padding > 0 or bool(self.flip)
+        return self.crop_padding > 0 or bool(self.flip) or self.resized_crop is not None
 
     @property
     def changes(self) -> bool:
@@ -162,5 +169,16 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
     if not images:
         what = f"only uint8 images are augmented, and task={task_name} has {info.kind} data here"
         raise ConfigError("C011", what, key="augment", suggestion="Use augment=none")
+    if augment.resized_crop is not None:
+        augment = replace(augment, size=_side(info))
     known = info.extra.get("normalize") if normalize else None
     return replace(augment, fill=tuple(round(value) for value in known["mean"])) if known else augment
+
+
+def _side(info: DataInfo) -> int:
+    height, width = (info.input_shape or (0, 0, 0))[1:]
+    if height != width:
+        what = f"boxes are scaled to squares, and images here are {width}x{height}"
+        hint = f"Set data.image_size={min(height, width)}, or use augment.resized_crop=null"
+        raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
+    return height

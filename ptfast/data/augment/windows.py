@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data.augment.plan import Augment
+from ptfast.data.crops import draw_boxes
 from ptfast.data.sampler import Indices, Share
+from ptfast.data.source import Source
 
 Bytes = NDArray[np.uint8]
 
@@ -17,6 +19,17 @@ def augmented(augment: Augment, images: Tensor, seed: int, share: Share) -> Tens
     """Augmented copy of the images of one micro-batch, uint8 (batch, height, width, channels)."""
     if augment.moves:
         images = _crop_and_flip(augment, images, seed, share)
+    return augment.change_on_host(images, seed, share.epoch, share.indices) if augment.changes else images
+
+
+def cropped(augment: Augment, source: Source, seed: int, share: Share) -> Tensor:
+    """The images of one micro-batch by `augment.resized_crop`: uint8 (batch, side, side, channels)."""
+    assert augment.resized_crop is not None
+    heights, widths = source.sizes(share.indices)
+    scale, ratio = augment.resized_crop, augment.resized_ratio
+    boxes = draw_boxes(seed, share.epoch, share.indices, heights, widths, scale, ratio)
+    flipped = augment.draw(seed, share.epoch, share.indices)[2]
+    images = source.crops(share.indices, boxes, augment.size, flipped)
     return augment.change_on_host(images, seed, share.epoch, share.indices) if augment.changes else images
 
 

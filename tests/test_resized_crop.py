@@ -1,0 +1,118 @@
+"""Random resized crops in a run: the same bits from every loader, and those of a crop made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as v2
+
+from ptfast.data import Data, build_data, build_train_loader
+from ptfast.data.augment import Augment, cropped
+from ptfast.data.crops import draw_boxes
+from ptfast.data.digits import Digits
+from ptfast.data.imagefolder import ImageFiles, ImageFolder
+from ptfast.data.images import Decoder
+from ptfast.data.sampler import Share
+from ptfast.data.source import TensorSource
+from ptfast.durations import Duration
+from ptfast.errors import ConfigError
+from ptfast.run import DataInfo
+
+WANTED = {"resized_crop": (0.3, 1.0), "resized_ratio": (0.75, 1.3333), "flip": True}
+SIDE = 8
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: Any) -> Data:
+    """JPEG files of two classes, no two of one size."""
+    root: Path = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for i in range(12):
+        path = root / f"class_{i % 2}" / f"{i}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        pixels = generator.integers(0, 256, (12 + i, 30 - i, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    paths = [str(path) for path in sorted(root.rglob("*.jpg"))]
+    info = DataInfo(kind="image", task="classification", num_classes=2, input_shape=(3, SIDE, SIDE))
+    return Data(info, ImageFiles(paths, torch.arange(12) // 6, Decoder(SIDE)), None, None, "")
+
+
+def loader(data: Data, kind: str, **changes: Any) -> Any:
+    kwargs: dict[str, Any] = {
+        "task_name": "auto",
+        "batch_size": 5,
+        "micro_batches": 1,
+        "rank": 0,
+        "num_ranks": 1,
+        "seed": 3,
+        "augment": WANTED,
+        "normalize": False,
+        "kind": kind,
+        "workers": 2,
+        "prefetch": 2,
+        "pin": "auto",
+        "last": "keep",
+        "device": torch.device("cpu"),
+        "channels_last": False,
+    }
+    return build_train_loader(data, **{**kwargs, **changes})
+
+
+def inputs(loader: Any, steps: int) -> Iterator[Tensor]:
+    for batch in loader.steps(0, steps):
+        yield from (micro_batch.data[0] for micro_batch in batch.micro_batches)
+    loader.close()
+
+
+def test_boxes_are_cut_out_of_files_before_they_are_resized(tmp_path: Path):
+    pixels = np.random.default_rng(1).integers(0, 256, (2, 40, 50, 3), dtype=np.uint8)
+    source = TensorSource(torch.from_numpy(pixels), torch.tensor([0, 1]), images=True)
+    share = Share(4, np.array([1, 0]), 2)
+    augment = Augment(resized_crop=(0.3, 1.0), flip=True, size=16)
+    boxes = draw_boxes(9, 4, share.indices, np.full(2, 40), np.full(2, 50), (0.3, 1.0), (0.75, 1.3333))
+    flipped = augment.draw(9, 4, share.indices)[2]
+    expected = []
+    for index, box, flip in zip(share.indices, boxes, flipped, strict=True):
+        top, left, height, width = (round(x) for x in box * [40, 50, 40, 50])
+        picture = torch.from_numpy(pixels[index]).permute(2, 0, 1)
+        crop = v2.resized_crop(picture, top, left, height, width, [16, 16], antialias=True)
+        expected.append((crop.flip(-1) if flip else crop).permute(1, 2, 0))
+    assert torch.equal(cropped(augment, source, 9, share), torch.stack(expected))
+
+
+@pytest.mark.parametrize("changes", [{}, {"brightness": 0.4, "cutout": 3}, {"flip": "alternating"}])
+def test_worker_processes_change_nothing(files: Data, changes: dict[str, Any]):
+    wanted = {**WANTED, **changes}
+    plain, workers = (inputs(loader(files, kind, augment=wanted), 6) for kind in ("plain", "workers"))
+    batches = list(zip(plain, workers, strict=True))
+    assert all(torch.equal(one, other) for one, other in batches)
+    # Two epochs of three steps, no image of which is shown twice alike.
+    everything = torch.cat([batch for batch, _ in batches])
+    assert everything.shape == (24, 3, SIDE, SIDE)
+    assert len({image.numpy().tobytes() for image in everything}) == 24
+
+
+def test_images_in_memory_give_what_they_give_one_by_one():
+    digits = build_data(Digits(), val=Duration(10, "percent"), seed=0, task="auto")
+    kinds = [inputs(loader(digits, kind, batch_size=64), 3) for kind in ("plain", "memory", "workers")]
+    for plain, memory, workers in zip(*kinds, strict=True):
+        assert torch.equal(plain, memory)
+        assert torch.equal(plain, workers)
+        assert plain.shape[1:] == (1, 8, 8)
+
+
+def test_images_must_be_square(tmp_path: Path):
+    for i in range(4):
+        path = tmp_path / f"class_{i % 2}" / f"{i}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((10, 12, 3), 50 * i, np.uint8)).save(path)
+    data = build_data(ImageFolder(str(tmp_path)), val=Duration(0, "percent"), seed=0, task="auto")
+    with pytest.raises(ConfigError, match=r"images here are 12x10\. Set data\.image_size=10"):
+        loader(data, "plain")
