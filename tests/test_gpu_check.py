@@ -21,6 +21,7 @@ _loader.exec_module(gpu_check)
 @pytest.mark.parametrize(
     ("row", "words"),
     [(row, gpu_check.RESNET50) for row in gpu_check.IMAGE_ROWS]
+    + [(row, gpu_check.RESNET9) for row in gpu_check.LOADER_ROWS]
     + [(row, gpu_check.GPT) for row in gpu_check.TEXT_ROWS],
 )
 def test_every_row_composes_or_says_that_this_machine_cannot_run_it(row, words):
