@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from ptfast.curriculum import build_batch_sizes, build_cut, build_resize, descri
 from ptfast.data import Data, build_data, build_eval_loader, build_train_loader
 from ptfast.data.buckets import LengthPlan
 from ptfast.data.changed import Change, ChangedLoader
+from ptfast.data.choice import Choice, choose
 from ptfast.data.mix import build_mix
 from ptfast.data.sampler import smallest_micro_batch
-from ptfast.data.source import take
 from ptfast.data.transfers import PrefetchedEvaluation, PrefetchedLoader, Side, open_side_stream
 from ptfast.distributed import Ranks, on_first_rank
 from ptfast.durations import Duration
@@ -35,11 +36,14 @@ STATISTICS_SAMPLES = 4096
 """Training samples that BatchNorm's statistics are measured on; more do not change them much."""
 
 
-def load_data(config: Config, ranks: Ranks | None = None, **saved: Any) -> Data:
+def load_data(
+    config: Config, ranks: Ranks | None = None, choose: Callable[..., Choice] | None = None, **saved: Any
+) -> Data:
     """The splits that the config names, and the facts about them.
 
     Args:
         ranks: that load together; statistics are computed by the first of them.
+        choose: says who loads, as in `build_data`.
         saved: what is known from before: keywords of `build_data`.
     """
     section = config.data
@@ -50,10 +54,30 @@ def load_data(config: Config, ranks: Ranks | None = None, **saved: Any) -> Data:
         seed=config.seed,
         task=config.task.name,
         normalize=section.normalize,
+        choose=choose,
         once=lambda compute: on_first_rank(compute, ranks),
         **saved,
     )
     return apply_padding(data, config)
+
+
+def build_choice(config: Config, micro_batches: int, resolved: dict[str, Any]) -> Callable[..., Choice]:
+    """What chooses the loader, for `load_data`.
+
+    Args:
+        resolved: what `auto` became when the run was begun; empty for a new one.
+    """
+    loader = config.dataloader
+    return partial(
+        choose,
+        kind=unless_auto(loader.kind, resolved, "dataloader"),
+        # Kinds without workers have found out nothing about their number.
+        workers=(loader.workers == "auto" and resolved.get("workers")) or loader.workers,
+        micro_batch_size=config.batch_size // micro_batches,
+        num_samples=None if config.steps is None else config.steps * config.batch_size,
+        prefetch=loader.prefetch,
+        before=resolved.get("dataloader_reason") if loader.kind == "auto" else None,
+    )
 
 
 def build_eval_loaders(
@@ -98,7 +122,7 @@ def first_samples(data: Data, num_samples: int = 2, **loading: Any) -> Any:
     Raises:
         TypeError: the data is iterable; looking at it would use it up.
     """
-    few = take(data.train, np.arange(min(num_samples, len(data.train))))
+    few = data.train.take(np.arange(min(num_samples, len(data.train))))
     loader = build_eval_loader(few, data.info, batch_size=num_samples, rank=0, num_ranks=1, **loading)
     return next(iter(loader)).data
 
@@ -123,7 +147,7 @@ def build_statistics_loader(
     # In the order of a folder a batch would hold a single class.
     picked = np.random.default_rng(seed).permutation(size)[: share * num_ranks]
     return build_eval_loader(
-        take(data.train, picked),
+        data.train.take(picked),
         data.info,
         batch_size=batch_size,
         rank=rank,
@@ -284,20 +308,20 @@ def build_loaders(
     ranks: Ranks,
     device: torch.device,
     channels_last: bool,
-    resolved: dict[str, Any],
 ) -> Loaders:
     """The loaders of the training data and of the splits that are evaluated.
 
     Args:
-        resolved: what `auto` became when the run was begun; empty for a new one.
+        data: with the choice of who loads it.
     """
     loader, info = config.dataloader, data.info
+    choice: Choice = data.choice
     loading = {
         "normalize": config.data.normalize,
         "device": device,
         "channels_last": channels_last,
-        "kind": unless_auto(loader.kind, resolved, "dataloader"),
-        "workers": unless_auto(loader.workers, resolved, "workers"),
+        "kind": choice.kind,
+        "workers": choice.workers,
         "prefetch": loader.prefetch,
         "pin": loader.pin,
         "worker_threads": config.backend.worker_threads,
@@ -314,6 +338,7 @@ def build_loaders(
         last=loader.last,
         sizes=course.plan.sizes,
         by_length=course.plan if isinstance(course.plan, LengthPlan) else None,
+        reason=choice.reason,
         **sharding,
         **loading,
     )
@@ -329,7 +354,8 @@ def build_loaders(
     )
 
     facts = {
-        "dataloader": train_loader.kind,
+        "dataloader": choice.kind,
+        "dataloader_reason": choice.reason,
         "workers": getattr(train_loader, "workers", 0),
         "worker_threads": config.backend.worker_threads,
         "side_stream": side is not None,

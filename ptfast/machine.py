@@ -62,6 +62,15 @@ def available_memory() -> int:
     return min(limits, default=_UNKNOWN_MEMORY) // _num_local_ranks()
 
 
+def shared_memory() -> int:
+    """Bytes that are free for processes to share, of which a container may have few; all memory elsewhere."""
+    try:
+        found = os.statvfs(ROOT / "dev/shm")
+    except (OSError, AttributeError):
+        return available_memory()
+    return found.f_bavail * found.f_frsize // _num_local_ranks()
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies, which would otherwise leave it running."""
     if sys.platform == "linux":

@@ -22,7 +22,7 @@ from ptfast.distributed import Ranks, broadcast_object
 from ptfast.errors import ConfigError
 from ptfast.flip import check_flip
 from ptfast.gradients import build_clipper, head_of
-from ptfast.loading import build_course, build_loaders, check_last_batch, load_data, unless_auto
+from ptfast.loading import build_choice, build_course, build_loaders, check_last_batch, load_data, unless_auto
 from ptfast.logger import NoLogger
 from ptfast.optim import build_optimizer, has_momentum, scale_for_batch, start_momentum
 from ptfast.precision import build_precision
@@ -93,7 +93,7 @@ def build(
     with display.status("loading the data"):
         saved_info = read_info(state.facts["info"]) if state is not None else None
         measured = saved_info.extra.get("normalize") if saved_info is not None else None
-        data = load_data(config, ranks, measured=measured)
+        data = load_data(config, ranks, build_choice(config, micro_batches, resolved), measured=measured)
     info = data.info
     if saved_info is not None:
         check_same_data(saved_info, info)
@@ -116,9 +116,7 @@ def build(
         **shared,
     )
     forward, grouping = shaped.wrap(), shaped.grouping
-    loaders = build_loaders(
-        config, data, task, course, channels_last=shaped.channels_last, resolved=resolved, **shared
-    )
+    loaders = build_loaders(config, data, task, course, channels_last=shaped.channels_last, **shared)
 
     groups = None if grouping.trivial else grouping.parts()
     optimizer, stepping = build_optimizer(config.optimizer.target, model, device, groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from ptfast.data import build_data, read_inputs
+from ptfast.data import build_data, choice, read_inputs
 from ptfast.data.crops import crop_all, draw_boxes
 from ptfast.data.imagefolder import ImageFiles, ImageFolder
 from ptfast.data.images import Decoder, fit, size_of
 from ptfast.data.normalize import statistics
-from ptfast.data.source import take
+from ptfast.data.source import TensorSource
 from ptfast.durations import Duration
 from ptfast.errors import DataError
 from ptfast.run import IGNORE_INDEX
@@ -65,11 +66,16 @@ def test_class_folders_alone_are_a_training_split(tree: Path):
     assert data.test is None
 
 
-def test_images_that_do_not_fit_in_memory_give_the_same_batches(tree: Path, monkeypatch: pytest.MonkeyPatch):
-    held = load(tree)
-    monkeypatch.setattr("ptfast.data.imagefolder.available_memory", lambda: 0)
-    files = load(tree)
+def held_in_memory(root: Path, **kwargs: Any) -> Any:
+    choose = partial(choice.choose, kind="memory")
+    return build_data(ImageFolder(str(root), **kwargs), val=NO_VAL, seed=0, task="auto", choose=choose)
+
+
+def test_images_that_are_held_in_memory_give_the_same_batches(tree: Path):
+    held, files = held_in_memory(tree), load(tree)
     assert isinstance(files.train, ImageFiles)
+    assert isinstance(held.train, TensorSource)
+    assert isinstance(held.test, TensorSource)
     indices = np.array([4, 0, 5])
     for one, other in zip(held.train.fetch(indices), files.train.fetch(indices), strict=True):
         assert torch.equal(one, other)
@@ -118,7 +124,7 @@ def test_grey_cmyk_and_16_bit_images_are_converted_and_said(tree: Path):
     Image.fromarray(pixels(2)).convert("L").save(folder / "b.jpg")
     deep = (np.arange(144, dtype=np.uint16).reshape(12, 12) * 400).astype(np.uint16)
     Image.fromarray(deep).save(folder / "c.png")
-    data = load(tree)
+    data = held_in_memory(tree)
     assert "3 images that are not 8-bit RGB were converted" in data.note
     images, _ = data.train.fetch(np.arange(6))
     assert np.array_equal(images[5, :, :, 0].numpy(), deep >> 8)
@@ -241,7 +247,7 @@ def test_crops_come_from_whole_files_whatever_the_threads(tree: Path):
         assert torch.equal(files.crops(indices, boxes, 16, mirrored), expected)
     finally:
         torch.set_num_threads(1)
-    subset = take(files, np.array([4, 0]))
+    subset = files.take(np.array([4, 0]))
     assert torch.equal(subset.crops(np.array([1, 0]), boxes[:2], 16, mirrored[:2]), expected[:2])
     assert subset.labels(np.array([1, 0])).tolist() == [0, 4]
 

@@ -135,8 +135,8 @@ class Model(TargetSection):
 class Dataloader(Section):
     """How samples reach the training loop."""
 
-    kind: Literal["auto", "plain", "workers", "memory", "device"] = "auto"
-    """Who reads: the training process, workers, memory or device once; `auto` takes the quickest."""
+    kind: Literal["auto", "plain", "workers", "memory", "device", "packed"] = "auto"
+    """Who reads: this process, workers, memory or device once, or a pack; `auto` takes the quickest."""
     workers: Annotated[int, NOT_NEGATIVE] | OrAuto = "auto"
     """Worker processes of each rank."""
     prefetch: Count = 2

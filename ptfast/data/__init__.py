@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ptfast.data.choice import HELD, Choice
 from ptfast.data.evaluation import build_eval_loader
 from ptfast.data.iterable import IterableSource
 from ptfast.data.labels import check_labels
@@ -12,7 +13,7 @@ from ptfast.data.loaders import build_train_loader
 from ptfast.data.normalize import Statistics, statistics
 from ptfast.data.sampler import smallest_micro_batch
 from ptfast.data.saved import as_known, check_same_data, read_info
-from ptfast.data.source import Data, DataSet, ReadsAsKnown, Source, Splits, TensorSource, take
+from ptfast.data.source import Data, DataSet, ReadsAsKnown, Source, Splits, TensorSource
 from ptfast.data.split import split_indices
 from ptfast.errors import ConfigError
 
@@ -55,7 +56,8 @@ def build_data(
     normalize: bool = True,
     known: DataInfo | None = None,
     measured: Statistics | None = None,
-    once: Callable[[Callable[[], Statistics]], Statistics] = lambda compute: compute(),
+    choose: Callable[..., Choice] | None = None,
+    once: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
 ) -> Data:
     """The splits of a run and the facts about them.
 
@@ -68,6 +70,8 @@ def build_data(
         known: the facts to read the data by where a model was trained on other data: its vocabulary,
             statistics and classes.
         measured: the statistics, where they are known.
+        choose: says who loads, given the training split and the others; kinds that hold everything decoded
+            have it decoded here. None leaves samples where they are.
         once: calls what computes the statistics, on one rank for all where there are several.
 
     Raises:
@@ -84,6 +88,12 @@ def build_data(
         name, splits = type(source).__name__, adapt(source, seed=seed, task=task, known=known)
     splits = _hold_out(_for_task(splits, task), val, seed)
     _check(splits)
+    choice, files = None, splits.train
+    if choose is not None:
+        others = [source for split, source in splits.sources.items() if split != "train"]
+        choice = once(lambda: choose(splits.train, others))
+        if choice.kind in HELD:
+            splits = _hold(splits)
     train = splits.train
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
     num_train = None if isinstance(train, IterableSource) else len(train)
@@ -93,11 +103,11 @@ def build_data(
     # Which samples are held out changes the statistics of the rest.
     cache_key = f"{key} {val} {seed}" if (key := info.extra.get("cache_key")) else None
     if normalize and known is None and "normalize" not in info.extra and _has_statistics(splits):
-        found = measured or once(lambda: statistics(train, cache_key))
+        found = measured or once(lambda: statistics(files, cache_key, train))
         info = replace(info, extra={**info.extra, "normalize": found})
     if info.input_shape is not None:
         info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
-    return Data(info, train, splits.val, splits.test, _describe(name, splits))
+    return Data(info, train, splits.val, splits.test, _describe(name, splits), choice)
 
 
 def read_inputs(info: DataInfo, paths: Sequence[str], **options: Any) -> Iterator[tuple[list[str], Tensor]]:
@@ -136,7 +146,16 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
         hint = "Use data.val=0, or a map-style data set"
         raise ConfigError("C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint)
     train, held = split_indices(len(splits.train), val, seed)
-    return splits._replace(train=take(splits.train, train), val=take(splits.train, held))
+    return splits._replace(train=splits.train.take(train), val=splits.train.take(held))
+
+
+def _hold(splits: Splits) -> Splits:
+    """The same splits, decoded into memory."""
+    held = {split: s.hold() for split, s in splits.sources.items() if not s.in_memory}
+    converted = sum(found.num_converted for found in held.values())
+    note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
+    note = "; ".join(filter(None, [splits.note, note]))
+    return splits._replace(**{split: found.source for split, found in held.items()}, note=note)
 
 
 def _check(splits: Splits) -> None:

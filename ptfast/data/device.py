@@ -13,7 +13,7 @@ from ptfast.data.augment import Augment
 from ptfast.data.augment.resident import ResidentImages
 from ptfast.data.prepare import Prepare
 from ptfast.data.sampler import Sampler
-from ptfast.data.source import Source, TensorSource, as_tensor, into_memory
+from ptfast.data.source import Source, TensorSource, as_tensor
 from ptfast.errors import ConfigError, MachineError
 from ptfast.machine import available_memory
 from ptfast.run import MicroBatch, StepBatch
@@ -133,12 +133,9 @@ def build_device_loader(
 
     Raises:
         ConfigError: C011 for samples that are no tensors of one shape.
-        DataError: D008 for the same, found on reading them.
         MachineError: E005 where the device has no room for them.
     """
     hint = "Use dataloader=memory, whose batches are copied as they are due"
-    if not source.in_memory:
-        source = into_memory(source, kind="device")
     if not isinstance(source, TensorSource):
         what = "only samples of one shape can lie on the device, and these are put together for each batch"
         raise ConfigError(

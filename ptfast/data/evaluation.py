@@ -10,7 +10,7 @@ import torch
 
 from ptfast.data.augment import Augment
 from ptfast.data.batches import RawBatches
-from ptfast.data.loaders import count_workers
+from ptfast.data.choice import count_workers
 from ptfast.data.prepare import build_prepare
 from ptfast.data.sampler import Share
 from ptfast.data.source import Source, TensorSource

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,11 @@ import torch
 
 from ptfast.data.crops import Boxes, Sizes, resized_crop
 from ptfast.data.images import SUFFIXES, Decoder, decode_all, mixed_sizes, size_of
-from ptfast.data.packed import newest_folder, open_pack
+from ptfast.data.packed import STAT_LIMIT, newest_folder, open_pack, stat_files
 from ptfast.data.packed_images import PackedFolder
-from ptfast.data.source import Source, Splits, TensorSource, into_memory
+from ptfast.data.source import Held, Source, Splits, TensorSource, as_tensor
 from ptfast.errors import DataError
-from ptfast.machine import available_memory, spare_cores
+from ptfast.machine import spare_cores
 from ptfast.run import IGNORE_INDEX, DataInfo
 
 if TYPE_CHECKING:
@@ -33,23 +34,20 @@ Listing = tuple[list[str], list[int]]
 
 
 class ImageFolder:
-    """A tree of class folders.
-
-    Images that fit in a quarter of the memory are decoded once, by all cores; others each time they are
-    needed.
+    """A tree of class folders, of which the loader decides when images are decoded.
 
     Args:
         root: the folder: with `train/` (and `val/`, `test/`) of class folders, with class folders, or with a
             pack of these, made by `ptfast pack`.
         image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
             where all have one size.
-        threads: that decode; `auto` for one per core.
+        threads: that decode what is held in memory; `auto` for one per core.
         on_corrupt: what is done about files that cannot be decoded: `error` names the first and stops; `skip`
             leaves them out, without moving any other sample to another index.
 
     Raises:
-        DataError: D001 to D003 when the tree does not fit, D005 for a file that cannot be decoded (by
-            `load`), D007 for a pack that is not whole or older than its source.
+        DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be decoded,
+            D007 for a pack that is not whole or older than its source.
     """
 
     name = "imagefolder"
@@ -70,25 +68,17 @@ class ImageFolder:
             return PackedFolder(self.root, manifest, self.image_size).load()
         classes, listings = list_tree(self.root)
         decoder = Decoder(self.image_size)
-        files = {
-            split: ImageFiles(paths, torch.tensor(labels), decoder, self.on_corrupt)
+        sources = {
+            split: ImageFiles(paths, torch.tensor(labels), decoder, self.on_corrupt, self.threads)
             for split, (paths, labels) in listings.items()
         }
-        height, width, channels = files["train"].fetch(np.arange(1))[0].shape[1:]
-        num_files = sum(len(paths) for paths, _ in listings.values())
-        fits = num_files * height * width * channels <= available_memory() // 4
-        sources: dict[str, Source] = {}
-        converted = 0
-        for split, source in files.items():
-            sources[split] = source
-            if fits and source.skips:
-                sources[split] = into_memory(source)
-            elif fits:
-                images, split_converted = decode_all(decoder, source.paths, self.threads)
-                sources[split] = TensorSource(images, source.targets, images=True)
-                converted += split_converted
-        note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
-        key = (self.root.resolve(), num_files, self.image_size, newest_folder(self.root))
+        height, width, channels = sources["train"].fetch(np.arange(1))[0].shape[1:]
+        for source in sources.values():
+            source.shape = height, width, channels
+        files = [path for paths, _ in listings.values() for path in paths]
+        # Files that are written over leave their folder as it is.
+        some = files[:: -(-len(files) // STAT_LIMIT)]
+        key = (self.root.resolve(), len(files), self.image_size, newest_folder(self.root), *stat_files(some))
         info = DataInfo(
             kind="image",
             task="classification",
@@ -98,7 +88,7 @@ class ImageFolder:
             in_channels=channels,
             extra={"cache_key": " ".join(map(str, key))},
         )
-        return Splits(info, sources["train"], sources.get("val"), sources.get("test"), note)
+        return Splits(info, sources["train"], sources.get("val"), sources.get("test"))
 
 
 class ImageFiles(Source):
@@ -115,24 +105,38 @@ class ImageFiles(Source):
     """
 
     images = True
+    repeatable = True
 
     def __init__(
-        self, paths: list[str], targets: Tensor, decoder: Decoder, on_corrupt: OnCorrupt = "error"
+        self,
+        paths: list[str],
+        targets: Tensor,
+        decoder: Decoder,
+        on_corrupt: OnCorrupt = "error",
+        threads: int = 1,
     ) -> None:
         self.paths, self.targets, self.decoder, self.skips = paths, targets, decoder, on_corrupt == "skip"
+        self.threads = threads
         self.corrupt: set[int] = set()
         """Samples that are known to be unreadable."""
+        self.shape: tuple[int, ...] = ()
+        """(height, width, channels) of every image; empty until it is known."""
         self._whole = Decoder()
         self._sizes = np.zeros((2, len(paths)), np.int32)
 
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def held_bytes(self) -> int | None:
+        return len(self.paths) * math.prod(self.shape) if self.shape else None
+
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         pixels = self._each(indices, lambda path, _: self.decoder(path).pixels)
+        expected = self.shape or pixels[0].shape
         for index, image in zip(indices, pixels, strict=True):
-            if image.shape != pixels[0].shape:
-                raise mixed_sizes(self.paths[index], image.shape, pixels[0].shape)
+            if image.shape != expected:
+                raise mixed_sizes(self.paths[index], image.shape, expected)
         return torch.from_numpy(np.stack(pixels)), self.labels(indices)
 
     def labels(self, indices: Indices) -> Tensor:
@@ -202,6 +206,23 @@ class ImageFiles(Source):
                 except DataError:
                     self.corrupt.add(other)
         raise DataError("D005", "cannot be decoded, nor any other file", key=self.paths[index])
+
+    def hold(self) -> Held:
+        if self.skips:
+            return super().hold()
+        images, num_converted = decode_all(self.decoder, self.paths, self.threads)
+        return Held(TensorSource(images, self.targets, images=True), num_converted)
+
+    def take(self, indices: Indices) -> ImageFiles:
+        taken = ImageFiles(
+            [self.paths[i] for i in indices],
+            self.targets.index_select(0, as_tensor(indices)),
+            self.decoder,
+            "skip" if self.skips else "error",
+            self.threads,
+        )
+        taken.shape = self.shape
+        return taken
 
 
 def list_tree(root: Path) -> tuple[tuple[str, ...], dict[str, Listing]]:

@@ -11,14 +11,15 @@ import torch
 from ptfast.data.augment import AugmentedImages, build_augment
 from ptfast.data.batches import MemoryBatches, RawBatches
 from ptfast.data.buckets import LengthPlan
+from ptfast.data.choice import HELD, choose, count_workers
 from ptfast.data.device import build_device_loader
 from ptfast.data.iterable import IterableSource, StreamLoader
 from ptfast.data.prepare import Prepare, build_prepare
 from ptfast.data.sampler import Sampler, Share
-from ptfast.data.source import Data, Source, TensorSource, as_tensor, into_memory
+from ptfast.data.source import Data, TensorSource, as_tensor
 from ptfast.data.workers import WorkerPool
 from ptfast.errors import ConfigError
-from ptfast.machine import available_memory, spare_cores
+from ptfast.machine import available_memory
 from ptfast.plan import BatchPlan, Stages, constant
 from ptfast.run import MicroBatch, StepBatch, TrainLoader
 
@@ -48,6 +49,7 @@ def build_train_loader(
     sizes: Stages | None = None,
     by_length: LengthPlan | None = None,
     worker_threads: int = 1,
+    reason: str = "as the config says",
 ) -> TrainLoader:
     """The training loader of one rank.
 
@@ -58,11 +60,12 @@ def build_train_loader(
         augment: mapping or object of the fields of `Augment`.
         kind: `auto`, or `plain` (fetch in this process), `workers` (processes fetch whole micro-batches),
             `memory` (everything decoded in memory, batches gathered and augmented at once), `device` (the
-            same on the training device).
+            same on the training device), `packed` (as `plain`, from memory-mapped files).
         workers: processes of the kind `workers`, or `auto` for the cores to spare.
         prefetch: micro-batches that each worker prepares ahead.
         worker_threads: of each worker process.
-        last: `keep` or `drop` a short last batch of an epoch.
+        last: `keep` or `drop` a short last batch of an epoch, or `pad` it.
+        reason: for `kind`, for the panel.
         sizes: samples of an optimizer step by step, where they grow to `batch_size`.
         by_length: what makes batches up where it goes by the samples' length.
 
@@ -93,21 +96,23 @@ def build_train_loader(
         sizes=sizes,
         by_length=by_length,
     )
-    num_workers = count_workers(workers)
-    reason = "as the config says"
     if kind == "auto":
-        kind, reason = _resolve(source, num_workers)
-    if kind == "workers" and num_workers > 0:
+        share = batch_size // micro_batches
+        kind, reason, workers, _ = choose(
+            source, kind=kind, workers=workers, prefetch=prefetch, micro_batch_size=share
+        )
+    num_workers = count_workers(workers) if kind == "workers" else 0
+    if num_workers > 0:
         pool = WorkerPool(
             RawBatches(source, wanted, seed), num_workers, prefetch, pin=prepare.pin, threads=worker_threads
         )
         who = f"{num_workers} process{'es' * (num_workers > 1)}"
         who += f" of {worker_threads} threads" if worker_threads > 1 else ""
         return WorkerLoader(sampler, prepare, pool, f"{who}, {reason}")
+    if kind in HELD and not source.in_memory:
+        source = source.hold().source
     if kind == "device":
         return build_device_loader(sampler, prepare, source, wanted, device, reason)
-    if kind == "memory":
-        source = source if source.in_memory else into_memory(source)
     if kind == "memory" and isinstance(source, TensorSource):
         if not wanted and source.prepared_bytes <= STATIC_LIMIT_BYTES:
             return StaticLoader(sampler, prepare, source, reason)
@@ -236,17 +241,3 @@ def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:
         [size for part_size in sizes for size in (part_size, -part_size % 16)],
         2,
     )
-
-
-def count_workers(workers: int | str) -> int:
-    """Worker processes of this rank; `auto` is one for each core to spare besides its own."""
-    return max(0, spare_cores() - 1) if workers == "auto" else int(workers)
-
-
-def _resolve(source: Source, num_workers: int) -> tuple[str, str]:
-    """The kind that `auto` stands for, and why."""
-    if source.in_memory:
-        return "memory", "the data is in memory"
-    if num_workers > 0:
-        return "workers", "the data is read sample by sample and cores are to spare"
-    return "plain", "the data is read sample by sample and no core is to spare"

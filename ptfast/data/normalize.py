@@ -18,10 +18,10 @@ from ptfast.data.source import Source, TensorSource
 from ptfast.errors import DataError
 
 Statistics = dict[str, list[float]]
+EXACT_BYTES = 2**30
+"""Decoded inputs that take no more are all looked at. Fixed, so that it is the same on every machine."""
 _SAMPLE_LIMIT = 10_000
-"""Samples that statistics are taken from where each must be read from disk."""
-_EXACT_BYTES = 2**30
-"""Pixels that take no more are all counted, where packing has added them up."""
+"""Samples that statistics are taken from where there are more bytes."""
 
 
 class Normalizer:
@@ -62,24 +62,34 @@ class Normalizer:
         return self._expanded[1], self._expanded[2]
 
 
-def statistics(source: Source, cache_key: str | None = None) -> Statistics:
+def statistics(source: Source, cache_key: str | None = None, held: Source | None = None) -> Statistics:
     """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
 
-    Exact where the samples are in memory. Otherwise from at most 10,000 samples, evenly spaced, and
-    remembered on disk under `cache_key`, which must tell one data set from another.
+    Exact where the samples are in memory, or take no more than 1 GiB there once decoded. Otherwise from at
+    most 10,000 samples, evenly spaced. Which it is depends on the data alone, so that every loader normalises
+    by the same bits. What had to be decoded for it is remembered on disk.
+
+    Args:
+        cache_key: tells one data set from another; None to remember nothing.
+        held: the same samples decoded already.
     """
     if isinstance(source, TensorSource):
         return finish_statistics(*_sums(source.inputs))
     if (known := _known_sums(source)) is not None:
         return finish_statistics(*known)
-    path = cache_folder() / f"statistics-{hashlib.sha256((cache_key or '').encode()).hexdigest()[:24]}.json"
+    whole = (source.held_bytes or EXACT_BYTES + 1) <= EXACT_BYTES
+    if isinstance(held, TensorSource) and whole:
+        return finish_statistics(*_sums(held.inputs))
+    indices = np.arange(len(source)) if whole else _spaced(source)
+    key = f"{cache_key} {len(indices)}"
+    path = cache_folder() / f"statistics-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if cache_key and path.is_file():
         try:
             return json.loads(path.read_text())
         except ValueError:
             pass  # a damaged cache is computed again
-    indices = _spaced(source)
-    parts = [_sums(source.fetch(chunk)[0]) for chunk in np.array_split(indices, -(-len(indices) // 256))]
+    chunks = np.array_split(indices, -(-len(indices) // 256))
+    parts = [_sums((held or source).fetch(chunk)[0]) for chunk in chunks]
     result = finish_statistics(sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts))
     if cache_key:
         try:
@@ -102,7 +112,7 @@ def cache_folder() -> Path:
 def _known_sums(source: Source) -> tuple[int, Tensor, Tensor] | None:
     """What packing has added up, of the samples that would be added up otherwise."""
     sums = source.pixel_sums(np.arange(len(source)))
-    if sums is None or 3 * sums[0] <= _EXACT_BYTES:
+    if sums is None or 3 * sums[0] <= EXACT_BYTES:
         return sums
     return source.pixel_sums(_spaced(source))
 

@@ -46,9 +46,29 @@ class Source:
     """Whether fetching costs no more than gathering."""
     packed = False
     """Whether samples lie in a memory-mapped pack."""
+    repeatable = False
+    """Whether a sample is the same each time, and drawn from no generator: it may be held, and fetched by a
+    thread beside the training."""
 
     def __len__(self) -> int:
         raise NotImplementedError
+
+    @property
+    def held_bytes(self) -> int | None:
+        """What all inputs take once decoded and held in memory; None where that cannot be told."""
+        return None
+
+    def hold(self) -> Held:
+        """Every sample, decoded once and held in memory.
+
+        Raises:
+            DataError: D008 if they differ in shape.
+        """
+        return Held(into_memory(self), 0)
+
+    def take(self, indices: Indices) -> Source:
+        """Samples `indices` as a source of their own."""
+        return SubsetSource(self, indices)
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         """The raw batch `(inputs, targets)` of samples `indices`, on the CPU, as they are stored."""
@@ -98,6 +118,7 @@ class TensorSource(Source):
     """
 
     in_memory = True
+    repeatable = True
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, images: bool = False) -> None:
         self.inputs, self.targets, self.images = inputs, targets, images
@@ -117,6 +138,17 @@ class TensorSource(Source):
         pixels = self.inputs.numpy()
         return crop_all((pixels[i] for i in indices), boxes, size, mirrored)
 
+    @property
+    def held_bytes(self) -> int:
+        return self.inputs.numel() * self.inputs.element_size()
+
+    def hold(self) -> Held:
+        return Held(self, 0)
+
+    def take(self, indices: Indices) -> TensorSource:
+        # Copied, so that later gathers are one hop.
+        return TensorSource(*self.fetch(indices), images=self.images)
+
     def slice(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The raw batch of consecutive samples, without a copy."""
         return self.inputs[start:stop], self.targets[start:stop]
@@ -132,7 +164,8 @@ class SubsetSource(Source):
 
     def __init__(self, source: Source, indices: Indices) -> None:
         self.source, self.indices = source, indices
-        self.images, self.in_memory, self.packed = source.images, source.in_memory, source.packed
+        self.images, self.in_memory = source.images, source.in_memory
+        self.packed, self.repeatable = source.packed, source.repeatable
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -152,6 +185,14 @@ class SubsetSource(Source):
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
         return self.source.pixel_sums(self.indices[indices])
 
+    @property
+    def held_bytes(self) -> int | None:
+        whole = self.source.held_bytes
+        return None if whole is None else whole * len(self) // max(1, len(self.source))
+
+    def take(self, indices: Indices) -> Source:
+        return SubsetSource(self.source, self.indices[indices])
+
     def ignores_labels(self) -> bool:
         return self.source.ignores_labels()
 
@@ -163,14 +204,15 @@ class SubsetSource(Source):
         self.source.pad(padding)
 
 
-def take(source: Source, indices: Indices) -> Source:
-    """Samples `indices` of `source`; copied if they are in memory, so that later gathers are one hop."""
-    if isinstance(source, TensorSource):
-        return TensorSource(*source.fetch(indices), images=source.images)
-    return SubsetSource(source, indices)
+class Held(NamedTuple):
+    """Samples that were decoded into memory."""
+
+    source: TensorSource
+    num_converted: int
+    """Images among them that were not 8-bit RGB."""
 
 
-def into_memory(source: Source, chunk: int = 1024, kind: str = "memory") -> TensorSource:
+def into_memory(source: Source, chunk: int = 1024) -> TensorSource:
     """Fetch every sample of `source` once and hold them.
 
     Raises:
@@ -181,7 +223,7 @@ def into_memory(source: Source, chunk: int = 1024, kind: str = "memory") -> Tens
         inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
     except (RuntimeError, TypeError, ValueError):
         what = "samples that are not (input, target) tensors of one shape cannot be held in memory"
-        raise DataError("D008", what, key="dataloader.kind", value=kind, suggestion="Use auto") from None
+        raise DataError("D008", what, key="dataloader", suggestion="Use dataloader=auto") from None
     return TensorSource(inputs, targets, images=source.images)
 
 
@@ -238,3 +280,5 @@ class Data:
     test: Source | None
     note: str
     """One line for the panel, e.g. `digits: 1,617 train, 180 val`."""
+    choice: Any = None
+    """Who loads it, a `Choice` of `ptfast.data.choice`; None where nobody has chosen."""

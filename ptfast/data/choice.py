@@ -1,0 +1,161 @@
+"""Who loads the training data: what `dataloader.kind=auto` becomes here, by size, memory and a look at it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ptfast.data.iterable import IterableSource
+from ptfast.data.source import Source
+from ptfast.errors import ConfigError, MachineError
+from ptfast.machine import available_memory, shared_memory, spare_cores
+from ptfast.units import num_bytes
+
+HELD = ("memory", "device")
+"""Kinds that have the whole data decoded once."""
+_LOOK_S = 0.2
+_LOOK_SAMPLES = 64
+_HAND_OVER_S = 2e-3
+"""A batch that is read in less time is not worth a process of its own, or a thread."""
+_WORKER_BYTES = 256 * 2**20
+"""About what a worker process takes besides its batches."""
+
+
+class Choice(NamedTuple):
+    """Who loads."""
+
+    kind: str
+    """One of the kinds of `build_train_loader`, never `auto`."""
+    reason: str
+    """Why, in a few words for the panel."""
+    workers: int
+    """Processes of the kind `workers`; 0 for other kinds."""
+    batch_s: float | None = None
+    """Seconds that a micro-batch was measured to take, read by one thread; None where nobody looked."""
+
+
+def choose(
+    train: Source,
+    others: Iterable[Source] = (),
+    *,
+    kind: str,
+    workers: int | str = "auto",
+    micro_batch_size: int = 1,
+    num_samples: int | None = None,
+    prefetch: int = 2,
+    before: str | None = None,
+) -> Choice:
+    """The loader for `train`: as wanted, or for `auto` the one that should be the quickest.
+
+    What is in memory is gathered there, and a pack is read where it lies. Files that fit into a quarter of
+    the memory are decoded once, unless the run is over before each would be. Otherwise a few dozen samples
+    are read: worker processes pay where a batch takes longer than handing it over, and cores are to spare.
+
+    Args:
+        others: the splits that are held in memory with it.
+        kind: as `dataloader.kind`.
+        workers: as `dataloader.workers`.
+        micro_batch_size: samples that are read at a time.
+        num_samples: that the whole run takes from `train`; None where nobody knows.
+        prefetch: micro-batches that each worker reads ahead.
+        before: the reason for `kind`, where an earlier part of the run has chosen it for `auto`.
+
+    Raises:
+        ConfigError: C011 for a kind that this data cannot have.
+        MachineError: E005 where the memory does not hold the data.
+    """
+    needed = _held_bytes(train, others)
+    if before is not None and kind in HELD and needed is not None and needed > available_memory():
+        kind, before = "auto", None
+    if kind == "auto":
+        return _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
+    if kind in HELD and needed is not None and needed > available_memory() and not train.in_memory:
+        what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
+        hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
+        raise MachineError("E005", what, key="dataloader.kind", value=kind, suggestion=hint)
+    if kind == "packed" and not train.packed:
+        what, hint = "the data is not packed", "Make a pack of it, ptfast pack SRC DST, and name that"
+        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
+    count = 0
+    if kind == "workers":
+        sample_bytes = (train.held_bytes or 0) // max(1, _length(train))
+        count = count_workers(workers, sample_bytes * micro_batch_size * prefetch)
+        # Whoever asks for workers by name gets one at least.
+        count = max(1, count) if workers == "auto" else count
+    return Choice(kind, before or "as the config says", count)
+
+
+def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
+    """Worker processes of this rank; `auto` is one for each core to spare besides its own.
+
+    Args:
+        ahead_bytes: what each reads ahead. All together take a quarter of the memory at most, and half of
+            what processes share, through which batches are passed on.
+    """
+    if workers != "auto":
+        return int(workers)
+    by_memory = available_memory() // 4 // (_WORKER_BYTES + ahead_bytes)
+    by_shared = shared_memory() // 2 // max(1, ahead_bytes)
+    return max(0, min(spare_cores() - 1, by_memory, by_shared))
+
+
+def seconds_per_sample(source: Source) -> float:
+    """How long a sample takes to fetch, by a few dozen of them from all over the data."""
+    places = np.linspace(0, len(source) - 1, min(len(source), _LOOK_SAMPLES)).astype(np.int64)
+    source.fetch(places[:1])
+    start, count = time.perf_counter(), 0
+    for chunk in np.array_split(places, -(-len(places) // 8)):
+        source.fetch(chunk)
+        count += len(chunk)
+        if time.perf_counter() - start > _LOOK_S:
+            break
+    return (time.perf_counter() - start) / count
+
+
+def _quickest(
+    train: Source,
+    needed: int | None,
+    workers: int | str,
+    micro_batch_size: int,
+    num_samples: int | None,
+    prefetch: int,
+) -> Choice:
+    if isinstance(train, IterableSource):
+        return Choice("plain", "iterable data is read in order", 0)
+    if train.in_memory:
+        return Choice("memory", "the data is in memory", 0)
+    sample_s = seconds_per_sample(train)
+    batch_s = sample_s * micro_batch_size
+    if train.packed and batch_s < _HAND_OVER_S:
+        return Choice("packed", f"read in place, {_time(sample_s)} a sample", 0, batch_s)
+    enough = num_samples is None or num_samples >= len(train)
+    if train.repeatable and needed is not None and needed <= available_memory() // 4 and enough:
+        return Choice("memory", f"{num_bytes(needed)}, decoded once", 0, batch_s)
+    within = "packed" if train.packed else "plain"
+    if batch_s < _HAND_OVER_S:
+        return Choice(within, f"a batch is read in {_time(batch_s)}", 0, batch_s)
+    ahead_bytes = (train.held_bytes or 0) // len(train) * micro_batch_size * prefetch
+    count = count_workers(workers, ahead_bytes)
+    if count:
+        return Choice("workers", f"a batch is read in {_time(batch_s)}", count, batch_s)
+    return Choice(within, f"a batch is read in {_time(batch_s)}, and no core is to spare", 0, batch_s)
+
+
+def _held_bytes(train: Source, others: Iterable[Source]) -> int | None:
+    total = 0
+    for source in (train, *others):
+        if isinstance(source, IterableSource) or source.held_bytes is None:
+            return None
+        total += source.held_bytes
+    return total
+
+
+def _length(source: Source) -> int:
+    return 0 if isinstance(source, IterableSource) else len(source)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
