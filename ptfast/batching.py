@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -9,18 +10,39 @@ from torch import nn
 from ptfast.config.schema import Config
 from ptfast.data import Data
 from ptfast.data.buckets import LengthPlan, padding_share
+from ptfast.data.packing import PackedDocuments
+from ptfast.data.ragged import Documents
 from ptfast.data.source import Padding
 from ptfast.errors import ConfigError
 from ptfast.plan import BatchPlan
-from ptfast.run import DataInfo
 
 
-def apply_padding(data: Data, config: Config) -> Data:
-    """Bring the sequences of each batch to one length as the config says."""
+def arrange(data: Data, config: Config) -> Data:
+    """The same data, whose sequences come packed, or to one length with the others of their batch.
+
+    Raises:
+        ConfigError: C011 where documents are to be packed and the data has none.
+    """
+    if config.batching.pack:
+        return _packed(data, config.seed)
     for source in (data.train, data.val, data.test):
         if source is not None:
             source.pad(_padding(config))
     return data
+
+
+def _packed(data: Data, seed: int) -> Data:
+    limit, sources = data.info.context_length, (data.train, data.val, data.test)
+    if limit is None or not isinstance(data.train, Documents):
+        what = "the data has no documents to pack"
+        hint = "Use data=text_file with data.documents=lines or paragraphs, or batching=longest"
+        raise ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
+    train, val, test = (
+        PackedDocuments(source, limit, seed) if isinstance(source, Documents) else source
+        for source in sources
+    )
+    assert train is not None
+    return replace(data, train=train, val=val, test=test, info=replace(data.info, num_train=len(train)))
 
 
 def _padding(config: Config) -> Padding:
@@ -55,12 +77,17 @@ def build_length_plan(config: Config, data: Data) -> LengthPlan | None:
     )
 
 
-def check_length(info: DataInfo, model: nn.Module) -> None:
-    """Refuse sequences longer than the model takes, as far as it says how many tokens that are.
+def check_takes(model: nn.Module, data: Data) -> None:
+    """Refuse sequences longer than the model says that it takes, and packed ones where it takes none.
 
     Raises:
         ConfigError: C011.
     """
+    info = data.info
+    if isinstance(data.train, PackedDocuments) and not getattr(model, "takes_packed", False):
+        what = f"{type(model).__name__} would look from one document into the next"
+        hint = "Use batching=buckets, or model=gpt"
+        raise ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
     most = getattr(model, "context_length", None)
     most = most or getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if info.kind not in ("text", "tokens") or not isinstance(most, int) or (info.context_length or 0) <= most:
@@ -72,6 +99,10 @@ def check_length(info: DataInfo, model: nn.Module) -> None:
 
 def describe_padding(config: Config, data: Data, plan: BatchPlan, micro_batches: int) -> dict[str, Any]:
     """How sequences come to one length, for the panel, and how much of the first epoch is padding."""
+    if isinstance(train := data.train, PackedDocuments):
+        what = f"{train.num_documents:,} documents packed into {len(train):,} windows"
+        share = train.padding_share
+        return {"padding": f"{what}: {share:.1%} of all tokens", "padding_share": round(share, 6)}
     lengths, limit, wanted = data.train.lengths(), data.info.context_length, config.batching
     if lengths is None or limit is None or plan.grows:
         return {"padding": None, "padding_share": None}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError
 from ptfast.plan import Stages, grow
-from ptfast.run import DataInfo
+from ptfast.run import DataInfo, Packed
 
 
 class Resize:
@@ -197,6 +197,8 @@ def _describe(what: str, stages: Stages) -> str:
 
 
 def _cut(value: Any, length: int) -> Any:
+    if isinstance(value, Packed):
+        return Packed(*(_cut(tensor, length) for tensor in value))
     return value[:, :length] if isinstance(value, Tensor) and value.dim() > 1 else value
 
 

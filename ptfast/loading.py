@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ptfast.batching import apply_padding, build_length_plan, check_length, describe_padding
+from ptfast.batching import arrange, build_length_plan, check_takes, describe_padding
 from ptfast.config.schema import Config
 from ptfast.curriculum import build_batch_sizes, build_cut, build_resize, describe_batch_sizes
 from ptfast.data import Data, build_data, build_eval_loader, build_train_loader
@@ -58,7 +58,7 @@ def load_data(
         once=lambda compute: on_first_rank(compute, ranks),
         **saved,
     )
-    return apply_padding(data, config)
+    return arrange(data, config)
 
 
 def build_choice(config: Config, micro_batches: int, resolved: dict[str, Any]) -> Callable[..., Choice]:
@@ -229,7 +229,7 @@ def build_course(config: Config, data: Data, model: nn.Module, micro_batches: in
             data has no length.
     """
     info = data.info
-    check_length(info, model)
+    check_takes(model, data)
     wanted, sizes = config.curriculum, constant(config.batch_size)
     if wanted.batch_size_from is not None:
         sizes = build_batch_sizes(

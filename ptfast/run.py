@@ -83,6 +83,15 @@ class Mixed(NamedTuple):
     """Part of the first sample, in [0, 1]; the rest is the second's."""
 
 
+class Packed(NamedTuple):
+    """Sequences side by side in the rows of a batch, of which each is to be seen by itself."""
+
+    tokens: Tensor
+    """(batch, length)."""
+    positions: Tensor
+    """(batch, length): of each token in its sequence; 0 where one begins."""
+
+
 class StepBatch(NamedTuple):
     """What one rank trains on in one optimizer step."""
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from ptfast.errors import ConfigError, MachineError
 from ptfast.models import build_model
-from ptfast.models.gpt import Gpt, causal_attention
+from ptfast.models.attention import attention
+from ptfast.models.gpt import Gpt
 from ptfast.models.mlp import Mlp
 from ptfast.models.resnet9 import ResNet9
 from ptfast.models.resnet_cifar import ResNetCifar
@@ -146,7 +147,7 @@ def test_heads_must_divide_the_width(make: Callable[[], nn.Module]) -> None:
 @pytest.mark.parametrize("length", [1, 7, 64])
 def test_plain_attention_equals_the_fused_kernel(length: int) -> None:
     query, key, value = (torch.randn(2, 3, length, 8).bfloat16().requires_grad_() for _ in range(3))
-    ours = causal_attention(query, key, value)
+    ours = attention(query, key, value, causal=True)
     ours.sum().backward()
     ours_grad = query.grad
     query.grad = None

@@ -154,6 +154,9 @@ def _curriculum_problem(config: Config) -> Problem | None:
 def _batching_problem(config: Config) -> Problem | None:
     """Batches by tokens of any length, and batches that both grow and go by length or tokens."""
     wanted, first = config.batching, config.curriculum.batch_size_from
+    if wanted.buckets and wanted.pack:
+        what, hint = "packed windows are all of one length", "Set one of the two to false"
+        return Problem("C011", what, key="batching.pack", value="true", suggestion=hint)
     if not wanted.buckets and wanted.batch_tokens is not None:
         what, hint = "counts on texts of like length", "Use batching=tokens, or set batching.buckets=true"
         return Problem("C011", what, key="batching.batch_tokens", value=wanted.batch_tokens, suggestion=hint)

@@ -160,6 +160,8 @@ class Batching(Section):
     """Batches of texts of like length, in a random order; every text once in an epoch."""
     batch_tokens: Count | None = None
     """Tokens of one optimizer step over all ranks, padding included, in place of `batch_size` samples."""
+    pack: bool = False
+    """Documents of a text to model side by side in windows of the context length, each seen by itself."""
 
 
 class Augment(Section):

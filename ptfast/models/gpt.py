@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.errors import ConfigError
+from ptfast.models.attention import attention, within_sequences
 from ptfast.models.drop_path import drop_path, rate_of_block
-
-MAX_PLAIN_LENGTH = 256
-"""Longest sequence for which plain matrix products beat the fused attention kernel on a CPU."""
+from ptfast.run import Packed
 
 
 class Gpt(nn.Module):
@@ -29,6 +27,9 @@ class Gpt(nn.Module):
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
+
+    takes_packed = True
+    """Whether batches may be of packed documents."""
 
     def __init__(
         self,
@@ -64,15 +65,20 @@ class Gpt(nn.Module):
                 std = 0.02 / (2 * depth) ** 0.5 if name.endswith("out") else 0.02
                 nn.init.normal_(module.weight, std=std)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor | Packed) -> Tensor:
         """Map token ids (batch, length) to logits of the next token (batch, length, vocab_size)."""
+        tokens, positions = inputs if isinstance(inputs, Packed) else (inputs, None)
         length = tokens.shape[1]
         if length > self.context_length:
             raise ValueError(f"{length} tokens exceed the context length {self.context_length}")
-        x = self.token_embedding(tokens) + self.position_embedding.weight[:length]
-        x = self.dropout(x)
+        mask = None
+        if positions is None:
+            places = self.position_embedding.weight[:length]
+        else:
+            places, mask = self.position_embedding(positions), within_sequences(positions)
+        x = self.dropout(self.token_embedding(tokens) + places)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         return self.head(self.norm(x))
 
 
@@ -90,8 +96,8 @@ class Block(nn.Module):
         self.feed_out = nn.Linear(4 * width, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self._branch(self.attention_out(self._attend(self.attention_norm(x))))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self._branch(self.attention_out(self._attend(self.attention_norm(x), mask)))
         hidden = F.gelu(self.feed_in(self.feed_norm(x)))
         return x + self._branch(self.feed_out(hidden))
 
@@ -99,31 +105,10 @@ class Block(nn.Module):
         x = self.dropout(x)
         return drop_path(x, self.drop_path) if self.drop_path and self.training else x
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
         batch, length, width = x.shape
         heads = self.attention_in(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.attention_dropout if self.training else 0.0
-        x = causal_attention(query, key, value, dropout)
+        x = attention(query, key, value, mask=mask, causal=True, dropout=dropout)
         return x.transpose(1, 2).reshape(batch, length, width)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-    """Attention of each position to itself and those before it.
-
-    This is torch's fused kernel, except for short bfloat16 sequences on a CPU: there its backward pass is
-    slow, and two batched matrix products around a softmax take a quarter of its time at 128 tokens,
-    half at 256.
-
-    Args:
-        query, key, value: (batch, heads, length, head_width).
-        dropout: probability of zeroing an attention weight, in [0, 1).
-    """
-    batch, heads, length, width = query.shape
-    if query.device.type != "cpu" or query.dtype != torch.bfloat16 or length > MAX_PLAIN_LENGTH:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-    query, key, value = (x.reshape(batch * heads, length, width) for x in (query, key, value))
-    past_only = query.new_full((length, length), float("-inf")).triu(1)
-    weights = torch.baddbmm(past_only, query, key.transpose(1, 2), alpha=width**-0.5).softmax(-1)
-    weights = F.dropout(weights, dropout, training=dropout > 0)
-    return torch.bmm(weights, value).view(batch, heads, length, width)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.errors import ConfigError
+from ptfast.models.attention import attention
 
 
 class TextEncoder(nn.Module):
@@ -100,7 +101,7 @@ class Block(nn.Module):
             batch, length, 3, self.heads, width // self.heads
         )
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=present)
+        attended = attention(query, key, value, mask=present)
         attended = attended.transpose(1, 2).reshape(batch, length, width)
         x = x + self.dropout(self.attention_out(attended))
         return x + self.dropout(self.feed_out(F.gelu(self.feed_in(self.feed_norm(x)))))
