@@ -112,9 +112,13 @@ FLAG_HELP = {
     "--cfg": "(-c) print the composed config: job, hydra or all",
     "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
     "--split": "evaluate one split: val or test",
-    "--out": "file to write",
+    "--out": "file to write, or folder",
     "--metric": "figure to rank by, such as val.accuracy",
     "--mode": "max or min: which way the figure is better",
+    "--from": "lowest learning rate tried, 1e-6 if not given",
+    "--to": "highest learning rate tried, 10 if not given",
+    "--steps": "optimizer steps of the search",
+    "--write": "recipe to write with what was found",
     "--markdown": "print the README's table of all techniques",
     "--size": "pixels that longer shorter sides are brought to, such as 256; or keep",
     "--jpeg": "keep the bytes of the files instead of their pixels",
@@ -200,7 +204,7 @@ def _check_pairs(flags: dict[str, Any]) -> None:
         raise ConfigError("C011", what, key=actions[1], place=COMMAND_LINE, suggestion="Give one of the two")
 
 
-def _read_config(arguments: list[str], file: Path | None) -> Any:
+def _read_config(arguments: list[str], file: Path | None = None) -> Any:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
     from ptfast.config.idle import idle_keys
     from ptfast.config.read import load_config, read_config
@@ -254,6 +258,12 @@ def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
         print(f"{entry.name}\n    {entry.summary}\n    {entry.command}\n")
     print("ptfast copy NAME FILE gives you one to edit.")
     return EXIT_OK
+
+
+def _find(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.find_command import find
+
+    return find(flags, arguments, _read_config)
 
 
 def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -351,6 +361,12 @@ COMMANDS: dict[str, Command] = {
         _pack,
         {"--size": True, "--jpeg": False, "--on-corrupt": True, "--workers": True, "--verify": False},
         2,
+    ),
+    "find": Command(
+        "lr [+recipe=NAME] [key=value ...]",
+        "find the best learning rate here",
+        _find,
+        dict.fromkeys(("--from", "--to", "--steps", "--write", "--out"), True),
     ),
     "recipes": Command("", "list the recipes and what each promises", _recipes, {}, 0),
     "techniques": Command(

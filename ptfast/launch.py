@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import os
 import signal
 import sys
 import time
@@ -20,7 +18,8 @@ from ptfast.config.freeze import check_no_secrets, freeze, redact
 from ptfast.config.read import load_config
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
-from ptfast.distributed import THREADS_VARIABLE, Ranks, read_ranks, tell_ranks
+from ptfast.distributed import Ranks, read_ranks, tell_ranks
+from ptfast.elastic import run_elastic
 from ptfast.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -39,10 +38,8 @@ from ptfast.place import Place, find_place
 
 NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
 """Exit codes of what is wrong before training begins, if it is wrong at all."""
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-"""What the launcher passes on to the ranks."""
-SHUTDOWN_S = 600
-"""How long ranks that were sent a signal may take to end their step and save, where torchrun can be told."""
+FOUND = "found.json"
+"""What the ranks of a search have found, in the folder of its config."""
 
 
 def start(composed: Composed, config: Config, arguments: list[str]) -> int:
@@ -217,51 +214,33 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
     Raises:
         PtfastError: the first failure of a rank, said once.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # The failure of a rank is said once, by us.
-    elastic_log = logging.getLogger("torch.distributed.elastic")
-    elastic_log.addHandler(logging.NullHandler())
-    elastic_log.propagate = False
-    # Under nohup, which ignores SIGHUP, the run goes on when the terminal is closed.
-    names = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
-    signals = ",".join(names)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
-    wanted = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}
-    named: dict[str, Any] = {k: v for k, v in wanted.items() if k in LaunchConfig.__annotations__}
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=place.folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        rdzv_configs={"timeout": 60},
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        **named,
-    )
-    # torchrun would leave one thread to each rank; the ranks share the cores themselves and record it,
-    # or take the number that the user has given.
-    os.environ.setdefault(THREADS_VARIABLE, os.environ.get("OMP_NUM_THREADS", ""))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     state = str(place.state_folder) if place.state_folder is not None else ""
-    arguments = ("-u", "-m", "ptfast.worker", str(place.folder), state, str(os.getpid()))
-    failures: dict[int, Any] = {}
-    received: int | None = None
     start_s = time.time()
-    try:
-        elastic_launch(launch, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        failures = error.failures
-    except SignalException as error:
-        received = int(error.sigval)
-    except KeyboardInterrupt:
-        received = signal.SIGINT
+    failures, received = run_elastic("ptfast.worker", [str(place.folder), state], num_ranks)
     return _outcome(place.folder, composed, failures, received, start_s)
+
+
+def run_ranks(
+    composed: Composed, folder: Path, num_ranks: int, module: str, arguments: list[str]
+) -> dict[str, Any]:
+    """Have `num_ranks` ranks do something else than train, and return what the first has found.
+
+    Args:
+        folder: gets the frozen config, and what was found.
+        module: run with `arguments`, `folder` and the id of this process.
+
+    Raises:
+        PtfastError: the first failure of a rank, said once.
+    """
+    check_no_secrets(composed)
+    freeze(composed, folder / run_folder.CONFIG)
+    failures, received = run_elastic(module, [*arguments, str(folder)], num_ranks)
+    if found := run_folder.read_json(folder / FOUND):
+        return found
+    _raise_failure(folder, composed, failures)
+    if received is not None:
+        raise KeyboardInterrupt
+    raise ParallelError("P001", "the ranks left without a word", key=str(folder))
 
 
 def _outcome(
@@ -280,6 +259,23 @@ def _outcome(
     """
     from ptfast.worker import EXIT_CODES
 
+    _raise_failure(folder, composed, failures)
+    status = run_folder.read_json(folder / run_folder.SUMMARY).get("status")
+    if status in EXIT_CODES:
+        return EXIT_CODES[status]
+    if received is not None:
+        # They were killed before they could write a summary; that is harmless if nothing was trained yet.
+        if _newer(folder / run_folder.RESOLVED, start_s) and not _newer(folder / "saved" / "last", start_s):
+            what = f"the ranks were killed after {signal.Signals(received).name}, before they had saved"
+            raise ParallelError("P001", what, key=str(folder))
+        return EXIT_INTERRUPTED if received == signal.SIGINT else EXIT_PREEMPTED
+    rank, failure = next(iter(failures.items()), (0, None))
+    what = f"rank {rank} exited with {failure.exitcode}" if failure else "the ranks left without a summary"
+    raise ParallelError("P001", what, key=str(folder))
+
+
+def _raise_failure(folder: Path, composed: Composed, failures: dict[int, Any]) -> None:
+    """Raise what a rank has said of its failure, or that it was killed."""
     # A rank that was killed is the cause of what the others say; SIGTERM is how torchrun ends those.
     ended = -signal.SIGTERM
     killed = [
@@ -301,18 +297,6 @@ def _outcome(
             line = render(composed.placed(PtfastError(**failure["parts"])))
         _note_failure(folder, line.split(": ", 2)[-1], int(failure["exit_code"]))
         raise ReportedError(line, int(failure["exit_code"]), details)
-    status = run_folder.read_json(folder / run_folder.SUMMARY).get("status")
-    if status in EXIT_CODES:
-        return EXIT_CODES[status]
-    if received is not None:
-        # They were killed before they could write a summary; that is harmless if nothing was trained yet.
-        if _newer(folder / run_folder.RESOLVED, start_s) and not _newer(folder / "saved" / "last", start_s):
-            what = f"the ranks were killed after {signal.Signals(received).name}, before they had saved"
-            raise ParallelError("P001", what, key=str(folder))
-        return EXIT_INTERRUPTED if received == signal.SIGINT else EXIT_PREEMPTED
-    rank, failure = next(iter(failures.items()), (0, None))
-    what = f"rank {rank} exited with {failure.exitcode}" if failure else "the ranks left without a summary"
-    raise ParallelError("P001", what, key=str(folder))
 
 
 def _newer(path: Path, since_s: float) -> bool:

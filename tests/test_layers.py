@@ -41,8 +41,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("evaluate",),
         ("predict",),
     ),
-    "4 processes": (("worker", "place"), ("launch", "dry_run")),
-    "5 tools": (("sweep", "pack_command", "flags"),),
+    "4 processes": (("worker", "place", "elastic"), ("launch", "dry_run")),
+    "5 tools": (("find",), ("sweep", "pack_command", "find_command", "flags")),
     "6 commands": (("cli",), ("__main__",)),
 }
 ROWS = [row for rows in LAYERS.values() for row in rows]

@@ -1,0 +1,1 @@
+"""The commands that find numbers which depend on the model and the machine."""

@@ -1,0 +1,159 @@
+"""`ptfast find lr`: the learning rate range test on any recipe, its curve, and the rate it advises."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ptfast import run_folder
+from ptfast.config.compose import Composed
+from ptfast.config.overlay import check_overlay, write_overlay
+from ptfast.config.schema import Config
+from ptfast.display import build_display, is_terminal, standard_output, table
+from ptfast.display.chart import chart
+from ptfast.distributed import Ranks
+from ptfast.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from ptfast.find.suggest import choose, smooth, suggestions
+
+PICTURE, FIGURES = "lr.png", "lr.json"
+LOWEST, HIGHEST, NUM_STEPS = 1e-6, 10.0, 140
+
+
+def find_lr(
+    composed: Composed,
+    config: Config,
+    arguments: Sequence[str],
+    *,
+    lowest: float = LOWEST,
+    highest: float = HIGHEST,
+    num_steps: int = NUM_STEPS,
+    out: Path | None = None,
+    write: Path | None = None,
+) -> int:
+    """Run the test, show the curve, and write the picture, the figures and, if asked for, a recipe.
+
+    Args:
+        lowest, highest: learning rates of the first and the last step.
+        num_steps: optimizer steps between them.
+        out: folder of picture and figures; None for a new one under `run.root`.
+        write: file of the recipe with the chosen rate.
+
+    Returns:
+        0, or 8 where the curve never falls: the figures are written nevertheless.
+
+    Raises:
+        PtfastError: whatever stops the run in its first steps.
+    """
+    if not 0 < lowest < highest:
+        what = f"does not lie between 0 and --to {highest:g}"
+        raise ConfigError("C005", what, key="--from", value=f"{lowest:g}")
+    if write is not None:
+        check_overlay(write)
+    facts = measure(composed, config, {"lowest": lowest, "highest": highest, "num_steps": num_steps})
+    lrs, losses = facts["lrs"], facts["losses"]
+    smoothed = smooth(losses)
+    found = suggestions(lrs, smoothed)
+    chosen = choose(found) if found else None
+    facts |= {"smoothed": smoothed, "suggestions": found, "chosen": chosen}
+    name = config.recipe or config.run.name or "train"
+    folder = out or run_folder.new_folder(Path(config.run.root), f"find-lr-{name}")
+    run_folder.create_folder(folder)
+    run_folder.write_json(folder / FIGURES, facts)
+    _show(facts, folder, name)
+    if chosen is None:
+        print(_advice(facts), file=sys.stderr)
+        return EXIT_FINDINGS
+    from ptfast.find.picture import draw
+
+    draw(folder / PICTURE, lrs, losses, smoothed, found, chosen, f"{name}: {facts['ended']}")
+    if write is not None:
+        # A rate that is given for a reference batch is scaled to the batch once more.
+        rate = float(f"{chosen / facts['lr_scale']:.3g}")
+        comment = [
+            f"Learning rate {rate:g} for {name}, found by ptfast find lr",
+            f"Steepest {found['steepest']:.2g}, valley {found['valley']:.2g}, a tenth of the lowest point "
+            f"{found['minimum/10']:.2g}.",
+        ]
+        called = write_overlay(write, arguments, {"optimizer.lr": rate}, comment)
+        print(f"wrote {write}; train with it: ptfast train +recipe={called}")
+    return EXIT_OK
+
+
+def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dict[str, Any]:
+    """What the test sees, in this process or on the ranks that the config asks for."""
+    from ptfast.launch import resolve_num_ranks, run_ranks
+
+    num_ranks = resolve_num_ranks(config)
+    with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
+        folder = Path(name)
+        if config.parallel.strategy == "single":
+            return measure_here(config, folder, Ranks(), **keywords)
+        return run_ranks(composed, folder, num_ranks, "ptfast.find.rank", ["lr", json.dumps(keywords)])
+
+
+def measure_here(config: Config, folder: Path, ranks: Ranks, **keywords: Any) -> dict[str, Any]:
+    """What the test sees, on one rank."""
+    from ptfast.find.range_test import range_test
+    from ptfast.optim import reference_lr
+    from ptfast.runner import build
+
+    display = build_display(ranks.rank)
+    try:
+        run = build(config, ranks=ranks, folder=folder, display=display)
+        try:
+            test = range_test(run, **keywords)
+        finally:
+            for loader in (run.train_loader, *run.eval_loaders.values()):
+                loader.close()
+    finally:
+        display.close()
+    actual = reference_lr(run.optimizer, "initial_lr")
+    given = config.optimizer.target.kwargs.get("lr", actual)
+    return {**asdict(test), "lr": actual, "lr_scale": actual / given, "batch_size": run.batch_size}
+
+
+def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
+    stream = standard_output()
+    lrs, smoothed, found = facts["lrs"], facts["smoothed"], facts["suggestions"]
+    columns, lines = shutil.get_terminal_size((80, 24))
+    marks = {rule[0]: lr for rule, lr in found.items()}
+    encoding = (getattr(stream, "encoding", None) or "ascii").lower()
+    drawn = chart(
+        lrs[: len(smoothed)],
+        smoothed,
+        width=min(columns, 100),
+        height=min(max(lines - 14, 10), 18),
+        marks=marks,
+        x_label="learning rate",
+        plain=not encoding.startswith("utf"),
+    )
+    print("\n".join(["", "loss, smoothed", *drawn, ""]), file=stream)
+    rows = [(f"{rule} ({rule[0]})", f"{lr:.2g}") for rule, lr in found.items()]
+    if found:
+        rows.append(("chosen", f"{facts['chosen']:.2g}"))
+    rows.append(("as configured", f"{facts['lr']:.2g}"))
+    table(["learning rate", name], rows, stream=stream)
+    seen = f", {facts['epochs']:.2g} epochs" if facts["epochs"] else ""
+    print(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}", file=stream)
+    if facts["epochs"] and facts["epochs"] > 2:
+        print("each sample was seen more than twice: the true curve falls less at its end", file=stream)
+    if is_terminal(stream):
+        print(f"picture and figures: {folder}", file=stream)
+    else:
+        print(f"folder {folder}", file=stream)
+
+
+def _advice(facts: dict[str, Any]) -> str:
+    """What is left to say where no rate makes the loss fall."""
+    lowest, first = min(facts["losses"]), facts["losses"][0]
+    return (
+        f"ptfast: no learning rate of {facts['lrs'][0]:.0e} to {facts['lrs'][-1]:.0e} makes the loss fall: "
+        f"it began at {first:.4g} and was {lowest:.4g} at best. Look at labels, loss and inputs, or widen "
+        "the range with --from and --to"
+    )

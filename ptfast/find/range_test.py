@@ -1,0 +1,93 @@
+"""The learning rate range test: the rate rises step by step until the loss comes apart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ptfast.find.suggest import has_diverged, running_mean
+from ptfast.find.untouched import untouched
+from ptfast.optim import reference_lr
+from ptfast.run import Run
+from ptfast.schedule import Schedule
+from ptfast.trainer import Trainer, sum_and_read
+
+LEAST_STEPS = 10
+"""Steps before which no curve is judged."""
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """What one test has seen."""
+
+    lrs: list[float]
+    """Of each step, rising by a constant factor."""
+    losses: list[float]
+    """Mean item loss of each step, before the step changed anything, over all ranks."""
+    ended: str
+    """Why it ended: `at the highest rate`, `the loss came apart` or `the data ended`."""
+    epochs: float | None
+    """How often it went through the data; None where that has no length."""
+
+
+def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
+    """Train with rates that rise from `lowest` to `highest` by a constant factor; the run is left as it was.
+
+    Every group's rate keeps its ratio to the optimizer's; momentum stays as configured, there is no warm-up.
+    Losses are summed over ranks, so that all of them end at the same step.
+
+    Args:
+        run: as built, on every rank.
+        lowest, highest: of the optimizer's rate, both > 0.
+        num_steps: optimizer steps from one to the other, >= 2.
+
+    Cost: `num_steps` optimizer steps, each of which makes the host read the loss.
+
+    Source: Smith 2015, arXiv:1506.01186; stopping as in fast.ai's `lr_find`.
+    """
+    growth = (highest / lowest) ** (1 / (num_steps - 1))
+    lrs = [lowest * growth**step for step in range(num_steps)]
+    first = _first_step(run, num_steps)
+    with untouched(run):
+        base = reference_lr(run.optimizer, "initial_lr")
+        run.schedule = Schedule(
+            lambda step: lrs[min(step - first, num_steps - 1)] / base,
+            None,
+            warmup_steps=0,
+            delay_steps=0,
+            extendable=True,
+        )
+        run.progress.step = first
+        trainer = Trainer(run)
+        batches = trainer.rehearse(run.train_loader.steps(first, first + num_steps))
+        run.display.start(0, num_steps, None)
+        losses: list[float] = []
+        means: list[float] = []
+        ended = "at the highest rate"
+        for step, lr in enumerate(lrs):
+            batch = next(batches, None)
+            if batch is None:
+                ended = "the data ended"
+                break
+            trainer.train(iter([batch]), first + step + 1)
+            loss_sum, items = sum_and_read([trainer.loss_sum, trainer.num_items], run.device, run.ranks)
+            trainer.loss_sum.zero_()
+            trainer.num_items = 0
+            loss = loss_sum / max(items, 1)
+            if not math.isfinite(loss):
+                ended = "the loss came apart"
+                break
+            losses.append(loss)
+            means = running_mean(losses)
+            run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
+            if step >= LEAST_STEPS and has_diverged(means):
+                ended = "the loss came apart"
+                break
+    plan = run.train_loader.plan
+    epochs = plan.epoch_at(first + len(losses)) - plan.epoch_at(first) if plan.size is not None else None
+    return RangeTest(lrs[: len(losses)], losses, ended, epochs)
+
+
+def _first_step(run: Run, num_steps: int) -> int:
+    """Where in the run's data to test: where all has grown to full size, if anything grows."""
+    return max(run.total_steps - num_steps, 0) if run.resolved["curriculum"] else 0

@@ -1,0 +1,47 @@
+"""One rank of a search: `python -m ptfast.find.rank WHAT KEYWORDS FOLDER PARENT`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ptfast import run_folder
+from ptfast.config.read import load_config
+from ptfast.distributed import barrier, destroy_process_group, init_process_group, read_ranks
+from ptfast.errors import EXIT_BUG, EXIT_OK, PtfastError
+from ptfast.launch import FOUND
+from ptfast.worker import die_with_parent, leave, report_failure
+
+
+def main() -> None:
+    """Search on this rank; the first leaves what was found in FOLDER."""
+    what, keywords, folder, parent = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    die_with_parent(parent)
+    try:
+        found = _search(what, folder, keywords)
+        if found is not None:
+            run_folder.write_json(folder / FOUND, found)
+    except Exception as error:
+        report_failure(folder, error)
+        leave(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)
+    leave(EXIT_OK)
+
+
+def _search(what: str, folder: Path, keywords: dict[str, Any]) -> dict[str, Any] | None:
+    from ptfast.backend import resolve_device
+    from ptfast.find.lr import measure_here
+
+    searches = {"lr": measure_here}
+    _, config = load_config(folder / run_folder.CONFIG, trusted=True)
+    ranks = read_ranks()
+    init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+    found = searches[what](config, folder, ranks, **keywords)
+    barrier(ranks)
+    destroy_process_group()
+    return found if ranks.is_first else None
+
+
+if __name__ == "__main__":
+    main()

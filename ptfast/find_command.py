@@ -1,0 +1,62 @@
+"""`ptfast find`: reads what is asked for, and calls the search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.suggest import did_you_mean
+from ptfast.errors import COMMAND_LINE, ConfigError
+
+SEARCHES = ("lr",)
+
+
+def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
+    """Find a number for the config that the arguments mean.
+
+    Args:
+        read_config: composes and validates `key=value` words.
+
+    Raises:
+        ConfigError: C003 or C016 for what cannot be found, C005 for flags that make no sense.
+        PtfastError: whatever is wrong with the config, or stops its first steps.
+    """
+    usage = f"Usage: ptfast find {'|'.join(SEARCHES)} [+recipe=NAME] [key=value ...]"
+    if not arguments or "=" in arguments[0]:
+        raise ConfigError("C016", "what is to be found?", key="find", suggestion=usage)
+    what, *words = arguments
+    if what not in SEARCHES:
+        hint = did_you_mean(what, SEARCHES) or usage
+        raise ConfigError("C003", "nothing that can be found", key="find", value=what, suggestion=hint)
+    options: dict[str, Any] = {}
+    for flag, name in {"--from": "lowest", "--to": "highest"}.items():
+        if flag in flags:
+            options[name] = _number(flag, flags[flag])
+    if "--steps" in flags:
+        options["num_steps"] = int(_number("--steps", flags["--steps"], least=20))
+    for flag, name in {"--out": "out", "--write": "write"}.items():
+        if flag in flags:
+            options[name] = Path(flags[flag]).expanduser()
+    from ptfast.distributed import under_torchrun
+
+    if under_torchrun():
+        hint = "Start it without torchrun; parallel=ddp launches the ranks"
+        raise ConfigError("C014", "every rank would search by itself", key="find", suggestion=hint)
+    composed, config = read_config(words)
+    from ptfast.find.lr import find_lr
+
+    with composed.naming_places():
+        return find_lr(composed, config, words, **options)
+
+
+def _number(flag: str, text: str, least: float = 0.0) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0 or value < least:
+        what = f"not a number of at least {least:g}" if least else "not a number above 0"
+        raise ConfigError("C005", what, key=flag, value=text, place=COMMAND_LINE)
+    return value

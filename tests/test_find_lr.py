@@ -1,0 +1,154 @@
+"""`ptfast find lr`: what curves suggest, that nothing is changed, and what is written."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import build_run, same_bits, train
+
+from ptfast import cli
+from ptfast.config.read import read_config
+from ptfast.display.chart import chart
+from ptfast.find.lr import measure
+from ptfast.find.range_test import range_test
+from ptfast.find.suggest import choose, smooth, suggestions
+
+LRS = [1e-6 * 10 ** (step / 20) for step in range(140)]
+SMALL = ("model=mlp", "model.hidden=[8]", "batch_size=32")
+BRIEF = {"lowest": 1e-4, "highest": 10.0, "num_steps": 30}
+
+
+def curve(falls_at: float, explodes_at: float) -> list[float]:
+    """A loss of 2 that falls to 1 around one rate and rises without bounds around another."""
+    return [
+        1 + 1 / (1 + (lr / falls_at) ** 2) + min((lr / explodes_at) ** 3, 1e3) + 0.02 * math.sin(7 * step)
+        for step, lr in enumerate(LRS)
+    ]
+
+
+@pytest.mark.parametrize(("falls_at", "explodes_at"), [(1e-4, 1e-2), (1e-3, 0.1), (1e-2, 1.0)])
+def test_a_clear_curve(falls_at: float, explodes_at: float) -> None:
+    found = suggestions(LRS, smooth(curve(falls_at, explodes_at)))
+    assert falls_at / 3 < found["steepest"] < falls_at * 3
+    assert falls_at < found["valley"] < explodes_at
+    assert falls_at / 10 < found["minimum/10"] < explodes_at / 10
+    assert min(found.values()) <= choose(found) <= max(found.values())
+
+
+def test_losses_that_explode_do_not_move_what_lies_before() -> None:
+    losses = curve(1e-3, 0.1)
+    wild = [min(loss, 3.0) if loss < 3 else loss * 1e6 for loss in losses]
+    assert suggestions(LRS, smooth(wild)) == suggestions(LRS, smooth(losses))
+
+
+@pytest.mark.parametrize("losses", [[2.0] * 140, [2.0 + 0.01 * step for step in range(140)]])
+def test_no_curve_no_suggestion(losses: list[float]) -> None:
+    assert suggestions(LRS, smooth(losses)) == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=resnet_digits", "model.width=4", "ema=ema", "optimizer=adamw"),
+        (*SMALL, "model.dropout=0.2", "optimizer=sgd", "precision=amp_fp16", "gradients.accumulate=2"),
+    ],
+)
+def test_the_run_is_left_as_it_was(words: tuple[str, ...], tmp_path: Path) -> None:
+    run = build_run(tmp_path, *words)
+
+    def state() -> Any:
+        scaler = run.precision.scaler.state_dict() if run.precision.scaler else {}
+        return copy.deepcopy(
+            [run.model.state_dict(), run.optimizer.state_dict(), scaler]
+        ), torch.get_rng_state()
+
+    before = state()
+    schedule, average, progress = run.schedule, run.ema, run.progress.step
+    test = range_test(run, **BRIEF)
+    assert len(test.losses) > 10
+    assert test.lrs[0] == BRIEF["lowest"]
+    assert same_bits(state(), before)
+    assert (run.schedule, run.ema, run.progress.step) == (schedule, average, progress)
+    # The same test again sees the same.
+    assert range_test(run, **BRIEF).losses == test.losses
+
+
+def test_the_command_writes_a_recipe_that_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "schedule=onecycle", "+recipe=resnet_digits", "run.name=x"]
+    assert cli.run(["find", "lr", *words, "--write", "found.yaml", "--out", "out"]) == 0
+    out = capsys.readouterr().out
+    facts = json.loads(Path("out/lr.json").read_text())
+    assert f"chosen          {facts['chosen']:.2g}".split() in [line.split() for line in out.splitlines()]
+    assert Path("out/lr.png").read_bytes()[:4] == b"\x89PNG"
+    _, config = read_config(["+recipe=./found.yaml"])
+    assert config.optimizer.target.kwargs["lr"] == pytest.approx(facts["chosen"], rel=0.01)
+    assert config.model.target.path.endswith("Mlp")
+    assert config.run.name is None
+    assert train("+recipe=./found.yaml", "epochs=null", "steps=3", "run.dir=run") == 0
+    assert cli.run(["find", "lr", *words, "--write", "found.yaml"]) == 4
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_a_reference_batch_scales_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "optimizer.lr_scaling=linear", "optimizer.reference_batch=8"]
+    assert cli.run(["find", "lr", *words, "--write", "found.yaml", "--out", "out"]) == 0
+    facts = json.loads(Path("out/lr.json").read_text())
+    _, config = read_config(["+recipe=./found.yaml"])
+    assert config.optimizer.target.kwargs["lr"] * 4 == pytest.approx(facts["chosen"], rel=0.01)
+
+
+def test_a_config_that_never_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    range_of_rates = ["--from", "1e-9", "--to", "1e-8", "--steps", "20"]
+    assert cli.run(["find", "lr", *SMALL, *range_of_rates, "--write", "found.yaml", "--out", "out"]) == 8
+    assert "makes the loss fall" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["lr.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["find"], "what is to be found?"),
+        (["find", "lrr"], "Did you mean lr?"),
+        (["find", "lr", "--from", "x"], "--from=x"),
+        (["find", "lr", "--from", "1", "--to", "0.1"], "--from=1"),
+        (["find", "lr", "--steps", "3"], "at least 20"),
+        (["find", "lr", "--write", "x.txt"], "ends in .yaml"),
+        (["find", "lr", "optimizer.lrr=1"], "Did you mean optimizer.lr?"),
+    ],
+)
+def test_bad_flags(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_see_what_one_sees() -> None:
+    seen = []
+    for words in ([], ["parallel=ddp", "parallel.nproc=2"]):
+        composed, config = read_config([*SMALL, "micro_batches=2", "device=cpu", *words])
+        seen.append(measure(composed, config, BRIEF)["losses"])
+    assert len(seen[0]) == len(seen[1])
+    assert seen[0] == pytest.approx(seen[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(("width", "height"), [(72, 14), (1, 1), (300, 50)])
+@pytest.mark.parametrize("ys", [[2.0, 1.0, 5.0], [1.0, 1.0, 1.0]])
+def test_charts_fit(width: int, height: int, ys: list[float]) -> None:
+    lines = chart([1e-3, 1e-2, 1e-1], ys, width=width, height=height, marks={"s": 1e-2}, plain=True)
+    assert max(map(len, lines)) <= max(width, 20)
+    assert len(lines) <= max(height, 5) + 1
+    assert all(line.isascii() for line in lines)
+    assert sum(line.count("*") for line in lines) == 3
