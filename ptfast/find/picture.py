@@ -35,7 +35,7 @@ def draw(
     axes.set_xscale("log")
     spread = max(smoothed) - min(smoothed)
     # A loss that comes apart would flatten all that is of interest.
-    axes.set_ylim(min(smoothed) - 0.1 * spread, max(smoothed) + 0.25 * spread)
+    axes.set_ylim(min(losses[: len(smoothed)]) - 0.05 * spread, max(smoothed) + 0.25 * spread)
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss")
     axes.set_title(title, loc="left", fontsize=11)
