@@ -120,9 +120,11 @@ FLAG_HELP = {
     "--steps": "optimizer steps of the search",
     "--write": "recipe to write with what was found",
     "--markdown": "print the README's table of all techniques",
-    "--size": "pixels that longer shorter sides are brought to, such as 256; or keep",
-    "--jpeg": "keep the bytes of the files instead of their pixels",
-    "--on-corrupt": "what becomes of files that cannot be read: error or skip",
+    "--size": "of images: pixels that longer shorter sides are brought to, such as 256; or keep",
+    "--jpeg": "of images: keep the bytes of the files instead of their pixels",
+    "--on-corrupt": "of images: what becomes of files that cannot be read: error or skip",
+    "--tokenizer": "of text, as data.tokenizer: characters, words, a tokenizer.json, or a name on the hub",
+    "--documents": "of text, as data.documents: none, lines or paragraphs",
     "--workers": "processes that convert; default: one for each core",
     "--verify": "check every byte of a pack, and its source: ptfast pack --verify DST",
     "--traceback": "show where an error comes from",
@@ -148,7 +150,7 @@ def _print_help() -> None:
 def _print_command_help(name: str, command: Command) -> None:
     print(f"Usage: ptfast {name} {command.usage}\n\n{command.summary}\n")
     for flag, takes_value in {**command.flags, "--traceback": False}.items():
-        print(f"  {flag + (' VALUE' if takes_value else ''):<18}{FLAG_HELP[flag]}")
+        print(f"  {flag + (' VALUE' if takes_value else ''):<19} {FLAG_HELP[flag]}")
 
 
 def _train(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -359,7 +361,15 @@ COMMANDS: dict[str, Command] = {
         "SRC DST",
         "turn images or text into memory-mapped files that training reads at once",
         _pack,
-        {"--size": True, "--jpeg": False, "--on-corrupt": True, "--workers": True, "--verify": False},
+        {
+            "--size": True,
+            "--jpeg": False,
+            "--on-corrupt": True,
+            "--tokenizer": True,
+            "--documents": True,
+            "--workers": True,
+            "--verify": False,
+        },
         2,
     ),
     "find": Command(

@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptfast.errors import EXIT_OK, ConfigError, DataError
 from ptfast.units import duration, grouped, num_bytes
 
+if TYPE_CHECKING:
+    from ptfast.data.pack import Plan
+    from ptfast.data.packed import Manifest
+
+_OF_IMAGES = ("--size", "--jpeg", "--on-corrupt")
+_OF_TEXT = ("--tokenizer", "--documents")
 _SHOWN_FILES = 10
 
 
@@ -30,36 +36,64 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
     if source.resolve() in (folder.resolve(), *folder.resolve().parents):
         what, hint = "lies within its source", "Write the pack beside it"
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
-    options = {
-        "size": _size(flags),
-        "jpeg": "--jpeg" in flags,
-        "skip_corrupt": _choice(flags, "--on-corrupt", ("error", "skip")) == "skip",
-    }
-    if options["jpeg"] and options["size"] is not None:
-        what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
-        raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
+    texts = source.is_file()
+    for flag in _OF_IMAGES if texts else _OF_TEXT:
+        if flag in flags:
+            what = f"is for {'images' if texts else 'text'}, and SRC is a {'file' if texts else 'folder'}"
+            raise ConfigError("C011", what, key=flag, suggestion="Leave it out")
+    plan, unit = (_plan_text(source, flags), "bytes") if texts else (_plan_images(source, flags), "images")
     workers = _workers(flags)
-    # Imported now: what is wrong with the flags is said without waiting for torch.
     from ptfast.data.pack import check_folder, make
-    from ptfast.data.pack_images import plan_images
     from ptfast.data.packed import same_as
     from ptfast.display.counter import counting
 
-    plan = plan_images(source, **options)
     whole = check_folder(folder, plan.header)
     if whole is not None and same_as(whole, plan.header):
         print(f"{folder} is a whole pack of {source} already: nothing to do")
         return EXIT_OK
     start_s = time.perf_counter()
-    with counting("packing", "images", plan.num_seen) as count:
+    with counting("packing", unit, plan.num_seen) as count:
         manifest = make(plan, folder, workers, count)
     took_s = time.perf_counter() - start_s
+    _report(manifest, folder, took_s)
+    return EXIT_OK
+
+
+def _plan_images(source: Path, flags: dict[str, Any]) -> Plan:
+    size, jpeg = _size(flags), "--jpeg" in flags
+    skip_corrupt = _choice(flags, "--on-corrupt", ("error", "skip")) == "skip"
+    if jpeg and size is not None:
+        what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
+        raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
+    # Imported now: what is wrong with the flags is said without waiting for torch.
+    from ptfast.data.pack_images import plan_images
+
+    return plan_images(source, size=size, jpeg=jpeg, skip_corrupt=skip_corrupt)
+
+
+def _plan_text(source: Path, flags: dict[str, Any]) -> Plan:
+    documents = _choice(flags, "--documents", ("none", "lines", "paragraphs"))
+    from ptfast.data.pack_text import plan_text
+
+    return plan_text(source, tokenizer=flags.get("--tokenizer", "characters"), documents=documents)
+
+
+def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
+    """Say what was made, what was left out, and how to train from it."""
     samples = sum(split.samples for split in manifest.splits.values())
     size = sum(split.bytes for split in manifest.splits.values())
-    print(f"packed {grouped(samples)} images into {folder}: {num_bytes(size)} in {duration(took_s)}")
-    _list_skipped(manifest, folder)
-    print(f"train from it with: ptfast train data=imagefolder data.root={folder}")
-    return EXIT_OK
+    what, data = f"{grouped(samples)} images", f"imagefolder data.root={folder}"
+    if (text := manifest.text) is not None:
+        width = 2 if text.dtype == "uint16" else 4
+        what, data = f"{grouped(size // width)} tokens", f"text_file data.path={folder}"
+        data += f" data.tokenizer={text.tokenizer}" * (text.tokenizer != "characters")
+        data += f" data.documents={text.documents}" * (text.documents != "none")
+    print(f"packed {what} into {folder}: {num_bytes(size)} in {duration(took_s)}")
+    for file in manifest.skipped[:_SHOWN_FILES]:
+        print(f"skipped {file['file']}: {file['reason']}")
+    if (count := len(manifest.skipped)) > _SHOWN_FILES:
+        print(f"skipped {count:,} files in all; manifest.json in {folder} names them")
+    print(f"train from it with: ptfast train data={data}")
 
 
 def _verify(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -108,11 +142,3 @@ def _choice(flags: dict[str, Any], flag: str, choices: tuple[str, ...]) -> str:
         hint = f"Use {' or '.join(choices)}"
         raise ConfigError("C005", "no such way", key=flag, value=word, suggestion=hint)
     return word
-
-
-def _list_skipped(manifest: Any, folder: Path) -> None:
-    skipped = manifest.skipped
-    for file in skipped[:_SHOWN_FILES]:
-        print(f"skipped {file['file']}: {file['reason']}")
-    if len(skipped) > _SHOWN_FILES:
-        print(f"skipped {len(skipped):,} files in all; manifest.json in {folder} names them")

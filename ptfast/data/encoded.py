@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptfast.data.normalize import cache_folder
-from ptfast.data.tokens import HubTokenizer, Vocabulary
+from ptfast.data.tokens import Tokenizer
 
 CACHE_FROM_CHARACTERS = 2**20
 """Shorter texts are tokenised anew each time, which takes less than a second."""
@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
         return parts
 
 
-def encode(texts: list[str], tokenizer: Vocabulary | HubTokenizer) -> Encoded:
+def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
     """The token ids of `texts`.
 
     A tokenizer needs microseconds for a word, and a text is read at the start of every run on it. So what
@@ -54,24 +54,25 @@ def encode(texts: list[str], tokenizer: Vocabulary | HubTokenizer) -> Encoded:
         DataError: D005 for a token that is not in the vocabulary, where none stands for the unknown.
     """
     if sum(map(len, texts)) < CACHE_FROM_CHARACTERS:
-        return _encode(texts, tokenizer)
+        return encode_anew(texts, tokenizer)
     path = cache_folder() / "tokens" / f"{_key(texts, tokenizer)}.npz"
     damages = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
     with contextlib.suppress(*damages), np.load(path, allow_pickle=False) as entry:
         return Encoded(entry["tokens"], entry["lengths"])
-    encoded = _encode(texts, tokenizer)
+    encoded = encode_anew(texts, tokenizer)
     with contextlib.suppress(OSError):  # a full disk, say: only costs tokenising again
         _keep(encoded, path)
     return encoded
 
 
-def _encode(texts: list[str], tokenizer: Vocabulary | HubTokenizer) -> Encoded:
+def encode_anew(texts: list[str], tokenizer: Tokenizer) -> Encoded:
+    """The token ids of `texts`, whatever is kept of them."""
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-    tokens, lengths = tokenizer.encode_all(texts)
+    tokens, lengths = tokenizer.encode_all(texts) if texts else np.zeros((2, 0), np.int64)
     return Encoded(tokens.astype(dtype, copy=False), lengths)
 
 
-def _key(texts: list[str], tokenizer: Vocabulary | HubTokenizer) -> str:
+def _key(texts: list[str], tokenizer: Tokenizer) -> str:
     sha = hashlib.sha256(json.dumps([_FORMAT, tokenizer.describe()]).encode())
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")

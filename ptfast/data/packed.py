@@ -84,6 +84,20 @@ class SplitFacts:
 
 
 @dataclass(frozen=True)
+class TextFacts:
+    """How a text was tokenised."""
+
+    tokenizer: str
+    """As `data.tokenizer`."""
+    description: dict[str, Any]
+    """The tokenizer itself, as it describes itself."""
+    documents: str
+    """As `data.documents`."""
+    dtype: str = "uint16"
+    text_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a whole pack holds."""
 
@@ -98,8 +112,7 @@ class Manifest:
     """Mean and deviation of all training pixels, per channel."""
     skipped: list[dict[str, str]] = field(default_factory=list)
     """Files that could not be read, and why."""
-    text: dict[str, Any] = field(default_factory=dict)
-    """Of text: `tokenizer` (its name), `description`, `dtype` and `text_bytes`."""
+    text: TextFacts | None = None
 
     def write(self, folder: Path) -> None:
         """Put it beside the data, in one step."""
@@ -117,7 +130,8 @@ class Manifest:
             name: SplitFacts(**{**facts, "parts": [Part(**part) for part in facts["parts"]]})
             for name, facts in tree["splits"].items()
         }
-        return cls(**{**tree, "source": SourceFacts(**tree["source"]), "splits": splits})
+        text = TextFacts(**tree["text"]) if tree["text"] is not None else None
+        return cls(**{**tree, "source": SourceFacts(**tree["source"]), "splits": splits, "text": text})
 
 
 def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
@@ -309,4 +323,6 @@ def _damaged(path: Path, what: str, manifest: Manifest, folder: Path) -> DataErr
 def same_as(manifest: Manifest, header: dict[str, Any]) -> bool:
     """Whether a whole pack is what a plan of this header would make again."""
     own = {"kind": manifest.kind, "size": manifest.size, "source": asdict(manifest.source)}
+    if (text := manifest.text) is not None:
+        own |= {"tokenizer": text.tokenizer, "documents": text.documents}
     return all(own[name] == header[name] for name in own)

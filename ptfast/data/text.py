@@ -12,10 +12,19 @@ from torch import Tensor
 
 from ptfast.data import draws
 from ptfast.data.encoded import Encoded, encode
+from ptfast.data.packed import open_pack
+from ptfast.data.packed_text import Tokenized, read_packed_text
 from ptfast.data.ragged import Documents, Numbers, TextSource
 from ptfast.data.source import Source, Splits
 from ptfast.data.split import held_out
-from ptfast.data.tokens import BUILT_IN, PAD_ID, HubTokenizer, Vocabulary, learn_tokenizer, tokenizer_of
+from ptfast.data.tokens import (
+    BUILT_IN,
+    PAD_ID,
+    HubTokenizer,
+    Vocabulary,
+    learn_tokenizer,
+    tokenizer_of,
+)
 from ptfast.errors import DataError
 from ptfast.run import DataInfo
 
@@ -118,7 +127,7 @@ class TextFile:
     the rest; of documents, each is a sample.
 
     Args:
-        path: a text file in UTF-8.
+        path: a text file in UTF-8, or a pack of one, made by `ptfast pack`.
         tokenizer: `characters`, `words`, a `tokenizer.json`, or a name on the Hugging Face hub.
         context_length: tokens of a sample, at most.
         documents: what a document is: none for one running text, `lines`, or `paragraphs` with blank lines
@@ -146,6 +155,33 @@ class TextFile:
         self._known, self.context_length = known, known.context_length or self.context_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
+        tokenizer, encoded, text_bytes, packed = self._read()
+        info = DataInfo(
+            kind="tokens",
+            task="language_modelling",
+            vocab_size=len(tokenizer),
+            context_length=self.context_length,
+            token_bytes=text_bytes / max(len(encoded.tokens), 1),
+            extra={"tokenizer": tokenizer.describe(), "max_length": self.context_length},
+        )
+        if self.documents == "none":
+            splits = Splits(info, *self._windows(encoded.tokens, val, seed))
+        else:
+            splits = self._documents(info, encoded, val)
+        if packed:
+            for source in splits.sources.values():
+                source.packed, source.in_memory = True, False
+        return splits
+
+    def _read(self) -> Tokenized:
+        if self.path.is_dir() and (manifest := open_pack(self.path, "data.path")) is not None:
+            return read_packed_text(
+                self.path,
+                manifest,
+                tokenizer=self.tokenizer,
+                documents=self.documents,
+                known=self._known,
+            )
         text = read_text(self.path)
         if self._known is not None:
             tokenizer = tokenizer_of(self._known)
@@ -155,17 +191,7 @@ class TextFile:
         else:
             tokenizer = HubTokenizer(self.tokenizer)
         encoded = encode(cut_into_documents(text, self.documents), tokenizer)
-        info = DataInfo(
-            kind="tokens",
-            task="language_modelling",
-            vocab_size=len(tokenizer),
-            context_length=self.context_length,
-            token_bytes=len(text.encode()) / max(len(encoded.tokens), 1),
-            extra={"tokenizer": tokenizer.describe(), "max_length": self.context_length},
-        )
-        if self.documents == "none":
-            return Splits(info, *self._windows(encoded.tokens, val, seed))
-        return self._documents(info, encoded, val)
+        return Tokenized(tokenizer, encoded, len(text.encode()), False)
 
     def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[Source, Source | None]:
         context = self.context_length

@@ -140,7 +140,10 @@ class HubTokenizer:
         return {"kind": "hub", "source": self.source, "content": self._tokenizer.to_str()}
 
 
-def read_tokenizer(description: dict[str, Any]) -> Vocabulary | HubTokenizer:
+Tokenizer = Vocabulary | HubTokenizer
+
+
+def read_tokenizer(description: dict[str, Any]) -> Tokenizer:
     """The tokenizer that `describe` has described."""
     if description["kind"] != "hub":
         return Vocabulary(**description)
@@ -149,15 +152,17 @@ def read_tokenizer(description: dict[str, Any]) -> Vocabulary | HubTokenizer:
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         file.write(description["content"])
         file.flush()
-        return HubTokenizer(file.name)
+        tokenizer = HubTokenizer(file.name)
+    tokenizer.source = description["source"]
+    return tokenizer
 
 
-def learn_tokenizer(name: str, texts: list[str], min_count: int = 1) -> Vocabulary | HubTokenizer:
+def learn_tokenizer(name: str, texts: list[str], min_count: int = 1) -> Tokenizer:
     """The built-in tokenizer `name` with the vocabulary of `texts`, or the one that `name` leads to."""
     return Vocabulary.of(name, texts, min_count) if name in BUILT_IN else HubTokenizer(name)
 
 
-def tokenizer_of(info: DataInfo) -> Vocabulary | HubTokenizer:
+def tokenizer_of(info: DataInfo) -> Tokenizer:
     """The tokenizer that the data of `info` was read with.
 
     Raises:
