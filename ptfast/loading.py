@@ -17,6 +17,7 @@ from ptfast.batching import arrange, build_length_plan, check_takes, describe_pa
 from ptfast.config.schema import Config
 from ptfast.curriculum import build_batch_sizes, build_cut, build_resize, describe_batch_sizes
 from ptfast.data import Data, build_data, build_eval_loader, build_train_loader
+from ptfast.data.augment import Augment
 from ptfast.data.buckets import LengthPlan
 from ptfast.data.changed import Change, ChangedLoader
 from ptfast.data.choice import Choice, choose
@@ -61,13 +62,15 @@ def load_data(
     return arrange(data, config)
 
 
-def build_choice(config: Config, micro_batches: int, resolved: dict[str, Any]) -> Callable[..., Choice]:
+def build_choice(
+    config: Config, micro_batches: int, device: torch.device, resolved: dict[str, Any]
+) -> Callable[..., Choice]:
     """What chooses the loader, for `load_data`.
 
     Args:
         resolved: what `auto` became when the run was begun; empty for a new one.
     """
-    loader = config.dataloader
+    loader, augment = config.dataloader, Augment(**config.augment.model_dump(exclude={"mixup", "cutmix"}))
     return partial(
         choose,
         kind=unless_auto(loader.kind, resolved, "dataloader"),
@@ -77,6 +80,9 @@ def build_choice(config: Config, micro_batches: int, resolved: dict[str, Any]) -
         num_samples=None if config.steps is None else config.steps * config.batch_size,
         prefetch=loader.prefetch,
         before=resolved.get("dataloader_reason") if loader.kind == "auto" else None,
+        augments=bool(augment),
+        crops=augment.resized_crop is not None,
+        device=device,
     )
 
 

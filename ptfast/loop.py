@@ -44,7 +44,7 @@ def fit(run: Run) -> str:
     if run.compilation is not None:
         clock.charge("start-up")
         run.display.note("compiling the first step ...")
-    batches = trainer.rehearse(run.train_loader.steps(progress.step, run.total_steps))
+    batches = trainer.rehearse(clock.waiting(run.train_loader.steps(progress.step, run.total_steps)))
     if run.compilation is not None:
         text, is_warning = run.compilation.start(clock.charge("compile"))
         (run.display.warn if is_warning else run.display.note)(text)

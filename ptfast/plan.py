@@ -54,12 +54,12 @@ class BatchPlan:
     Args:
         size: samples of an epoch; None for data of unknown length, which is one endless epoch.
         sizes: samples of a step over all ranks, by step.
-        last: `keep` or `drop` the last batch of an epoch where it is short.
+        last: `keep` or `drop` the last batch of an epoch where it is short, or `pad` it.
     """
 
     def __init__(self, size: int | None, sizes: Stages, last: str = "keep") -> None:
         self.size, self.sizes, self.batch_size = size, sizes, sizes.values[-1]
-        self._keeps = last == "keep"
+        self._drops, self._pads = last == "drop", last == "pad"
         stages = zip(sizes.values, pairwise(sizes.starts), strict=False)
         self._before = [0]
         for value, (start, stop) in stages:
@@ -75,7 +75,10 @@ class BatchPlan:
         return len(self.sizes.values) > 1
 
     def batch(self, step: int) -> tuple[int, int, int]:
-        """Epoch of a step, and where its samples begin and end in the order of that epoch."""
+        """Epoch of a step, and where its samples begin and end in the order of that epoch.
+
+        What lies beyond the end of a padded epoch is its beginning again.
+        """
         steady, per_epoch = self._firsts[-1], self.steps_per_epoch
         if self.size is None or per_epoch is None:
             start = self._samples_before(step)
@@ -83,10 +86,10 @@ class BatchPlan:
         if step >= steady:
             epoch, position = divmod(step - steady, per_epoch)
             start = position * self.batch_size
-            return epoch + len(self._firsts) - 1, start, min(start + self.batch_size, self.size)
+            return epoch + len(self._firsts) - 1, start, self._stop(start + self.batch_size, self.size)
         epoch, first, _ = self.epoch_of(step)
         start = self._samples_before(step) - self._samples_before(first)
-        return epoch, start, min(start + self.sizes.at(step), self.size)
+        return epoch, start, self._stop(start + self.sizes.at(step), self.size)
 
     def epoch_of(self, step: int) -> tuple[int, int, int]:
         """The epoch that a step of data with a length lies in, its first step, and that of the next epoch."""
@@ -150,8 +153,11 @@ class BatchPlan:
             for end in ends:
                 _, start, stop = self.batch(end - 1)
                 found.add(stop - start)
-            found = {size for size in found if size <= self.size}
+            found = {size for size in found if size <= self.size or self._pads}
         return found
+
+    def _stop(self, stop: int, size: int) -> int:
+        return stop if self._pads else min(stop, size)
 
     def _samples_before(self, step: int) -> int:
         """Samples of all steps before `step`, were no batch cut short by the end of an epoch."""
@@ -175,4 +181,4 @@ class BatchPlan:
         return first + math.floor(part * (end - first) + 0.5)
 
     def _parts(self, samples: int, size: int) -> int:
-        return -(-samples // size) if self._keeps else samples // size
+        return samples // size if self._drops else -(-samples // size)

@@ -326,6 +326,7 @@ class Clock:
     def __init__(self, age_s: float = 0.0) -> None:
         """Start counting; `age_s` seconds have gone by already, and belong to the first cause booked."""
         self.seconds: dict[str, float] = {}
+        self._waited = 0.0
         self._start = self._mark = time.perf_counter() - age_s
 
     def elapsed_s(self) -> float:
@@ -333,8 +334,25 @@ class Clock:
         return time.perf_counter() - self._start
 
     def charge(self, cause: str) -> float:
-        """Book the time since the last call on `cause` and return it, in seconds."""
+        """Book the time since the last call on `cause` and return it, in seconds.
+
+        What of it was spent in waiting for batches is booked as `data`.
+        """
         now = time.perf_counter()
         spent, self._mark = now - self._mark, now
-        self.seconds[cause] = self.seconds.get(cause, 0.0) + spent
+        waited, self._waited = min(self._waited, spent), 0.0
+        self.seconds[cause] = self.seconds.get(cause, 0.0) + spent - waited
+        if waited:
+            self.seconds["data"] = self.seconds.get("data", 0.0) + waited
         return spent
+
+    def waiting(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """The same batches, with the time that they take to come. Cost: two looks at a clock, 0.2 us a step."""
+        clock = time.perf_counter
+        while True:
+            start = clock()
+            batch = next(batches, None)
+            self._waited += clock() - start
+            if batch is None:
+                return
+            yield batch

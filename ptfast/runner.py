@@ -93,7 +93,9 @@ def build(
     with display.status("loading the data"):
         saved_info = read_info(state.facts["info"]) if state is not None else None
         measured = saved_info.extra.get("normalize") if saved_info is not None else None
-        data = load_data(config, ranks, build_choice(config, micro_batches, resolved), measured=measured)
+        data = load_data(
+            config, ranks, build_choice(config, micro_batches, device, resolved), measured=measured
+        )
     info = data.info
     if saved_info is not None:
         check_same_data(saved_info, info)

@@ -94,6 +94,23 @@ def test_a_pack_is_read_in_place_unless_reading_takes_long() -> None:
     assert auto(Files(1e-3, 10**7, packed=True)).kind == "workers"
 
 
+def test_originals_that_boxes_are_cut_out_of_are_not_held(machine: Callable[..., None]) -> None:
+    assert auto(Files(1e-4), crops=True).kind == "workers"
+    with pytest.raises(ConfigError, match=r"augment\.resized_crop cuts boxes out of the original images"):
+        auto(Files(1e-4), kind="memory", crops=True)
+
+
+def test_augmented_images_lie_on_a_gpu_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, images = torch.device("cuda"), TensorSource(torch.zeros(9, 8, 8, 3), torch.zeros(9), images=True)
+    monkeypatch.setattr(choice, "free_bytes", lambda device: 8 * 3 * MB)
+    assert auto(Files(1e-4), device=gpu, augments=True).reason == "2.9 MiB, room on the GPU"
+    assert auto(images, device=gpu, augments=True).kind == "device"
+    assert auto(images, device=gpu).kind == "memory"
+    assert auto(images, device=torch.device("cpu"), augments=True).kind == "memory"
+    monkeypatch.setattr(choice, "free_bytes", lambda device: 7 * 3 * MB)
+    assert auto(Files(1e-4), device=gpu, augments=True).kind == "memory"
+
+
 def test_samples_that_may_change_are_never_held() -> None:
     files = Files(1e-4)
     files.repeatable = False

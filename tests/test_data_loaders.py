@@ -96,6 +96,13 @@ def test_every_kind_gives_the_same_bits(
         assert same(kinds["plain"].steps(2, 12), kinds[kind].steps(2, 12)) == 10
 
 
+@pytest.mark.parametrize("augment", [NONE, BOTH])
+def test_padded_epochs_are_the_same_from_every_kind(colour: Data, augment: dict[str, Any]):
+    for kind in ("memory", "device"):
+        one, other = (loader(colour, k, augment=augment, last="pad").steps(0, 12) for k in ("plain", kind))
+        assert same(one, other) == 12
+
+
 @pytest.mark.parametrize("kind", ["plain", "memory", "workers"])
 @pytest.mark.parametrize("augment", [NONE, BOTH])
 def test_starting_at_any_step_gives_the_batches_of_an_unbroken_run(colour: Data, kind: str, augment: Any):

@@ -17,7 +17,7 @@ def walked(size: int, sizes: Stages, last: str, num_steps: int) -> list[tuple[in
         batch = sizes.values[max(i for i, start in enumerate(sizes.starts) if start <= step)]
         if position >= size or (last == "drop" and position + batch > size):
             epoch, position = epoch + 1, 0
-        found.append((epoch, position, min(position + batch, size)))
+        found.append((epoch, position, position + batch if last == "pad" else min(position + batch, size)))
         position += batch
     return found
 
@@ -33,7 +33,7 @@ def test_stages_are_multiples_and_equally_long() -> None:
 CASES = list(
     itertools.product(
         [(23, grow(2, 8, 2, 9)), (100, grow(3, 12, 3, 40)), (40, grow(10, 40, 10, 3)), (50, constant(8))],
-        ["keep", "drop"],
+        ["keep", "drop", "pad"],
     )
 )
 
@@ -55,7 +55,13 @@ def test_an_epoch_has_every_sample_once(case: tuple[int, Stages], last: str) -> 
         assert {e for e, _, _ in batches} == {epoch}
         seen = [sample for _, start, stop in batches for sample in range(start, stop)]
         assert seen == list(range(len(seen)))
-        assert len(seen) == size if last == "keep" else size - sizes.values[-1] < len(seen) <= size
+        most = sizes.values[-1]
+        fits = {
+            "keep": len(seen) == size,
+            "drop": size - most < len(seen) <= size,
+            "pad": size <= len(seen) < size + most,
+        }
+        assert fits[last]
         assert plan.epoch_of(first) == plan.epoch_of(end - 1) == (epoch, first, end)
         assert (plan.epoch_at(first), plan.epoch_at(end)) == (epoch, epoch + 1)
         assert plan.all_sizes() >= {stop - start for _, start, stop in batches}

@@ -45,6 +45,20 @@ def test_an_epoch_covers_the_data_once(last: str):
     assert s.step(s.plan.steps_per_epoch)[0][0].epoch == 1
 
 
+@pytest.mark.parametrize(("size", "extra"), [(20, 4), (24, 0), (5, 3), (3, 5)])
+def test_a_padded_epoch_ends_with_samples_of_its_beginning(size: int, extra: int):
+    s = sampler(size, last="pad", micro_batches=2)
+    for epoch in (0, 1):
+        steps = range(epoch * s.plan.steps_per_epoch, (epoch + 1) * s.plan.steps_per_epoch)
+        found = [s.step(step) for step in steps]
+        assert all(total == 8 for _, total in found)
+        assert all([share.num_samples for share in shares] == [4, 4] for shares, _ in found)
+        seen = np.concatenate([share.indices for shares, _ in found for share in shares])
+        order = permutation(0, epoch, size)
+        assert seen.tolist() == (order.tolist() * 3)[: size + extra]
+    assert s.plan.all_sizes() == {8}
+
+
 def test_ranks_take_runs_of_the_same_micro_batches_in_order():
     alone = sampler(23, micro_batches=4)
     pair = [sampler(23, micro_batches=4, rank=rank, num_ranks=2) for rank in (0, 1)]

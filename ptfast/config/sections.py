@@ -145,8 +145,8 @@ class Dataloader(Section):
     """Page-locked memory, from which copies to the GPU run beside the training."""
     side_stream: bool = True
     """Copy the next batch to a CUDA device while this one trains, on a stream of its own."""
-    last: Literal["keep", "drop"] = "keep"
-    """Whether an epoch's last, smaller batch is trained on."""
+    last: Literal["keep", "drop", "pad"] = "keep"
+    """Whether an epoch's last, smaller batch is trained on; `pad` fills it from the epoch's start."""
 
 
 class Batching(Section):

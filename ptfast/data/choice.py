@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from ptfast.data.device import free_bytes
 from ptfast.data.iterable import IterableSource
 from ptfast.data.source import Source
 from ptfast.errors import ConfigError, MachineError
@@ -47,6 +49,9 @@ def choose(
     num_samples: int | None = None,
     prefetch: int = 2,
     before: str | None = None,
+    augments: bool = False,
+    crops: bool = False,
+    device: torch.device | None = None,
 ) -> Choice:
     """The loader for `train`: as wanted, or for `auto` the one that should be the quickest.
 
@@ -62,6 +67,9 @@ def choose(
         num_samples: that the whole run takes from `train`; None where nobody knows.
         prefetch: micro-batches that each worker reads ahead.
         before: the reason for `kind`, where an earlier part of the run has chosen it for `auto`.
+        augments: whether batches are augmented.
+        crops: whether boxes are cut out of the original images, which then are not held at one size.
+        device: that trains.
 
     Raises:
         ConfigError: C011 for a kind that this data cannot have.
@@ -71,7 +79,12 @@ def choose(
     if before is not None and kind in HELD and needed is not None and needed > available_memory():
         kind, before = "auto", None
     if kind == "auto":
-        return _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
+        looked = _quickest(train, None if crops else needed, workers, micro_batch_size, num_samples, prefetch)
+        return _on_device(looked, train, device) if augments and not crops else looked
+    if crops and kind in HELD and not train.in_memory:
+        what = "augment.resized_crop cuts boxes out of the original images, and memory holds them at one size"
+        hint = "Use dataloader=auto, or pack the images: ptfast pack SRC DST"
+        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind in HELD and needed is not None and needed > available_memory() and not train.in_memory:
         what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
         hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
@@ -142,6 +155,16 @@ def _quickest(
     if count:
         return Choice("workers", f"a batch is read in {_time(batch_s)}", count, batch_s)
     return Choice(within, f"a batch is read in {_time(batch_s)}, and no core is to spare", 0, batch_s)
+
+
+def _on_device(choice: Choice, train: Source, device: torch.device | None) -> Choice:
+    """On a GPU with room for them, augmented images lie there instead of in memory."""
+    if choice.kind != "memory" or device is None or device.type != "cuda" or not train.images:
+        return choice
+    # Images are stored with their padding.
+    if train.held_bytes is None or 2 * train.held_bytes > free_bytes(device) // 4:
+        return choice
+    return choice._replace(kind="device", reason=f"{num_bytes(train.held_bytes)}, room on the GPU")
 
 
 def _held_bytes(train: Source, others: Iterable[Source]) -> int | None:

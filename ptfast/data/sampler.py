@@ -68,7 +68,8 @@ class Sampler:
         batch_size: samples of one optimizer step over all ranks.
         micro_batches: parts that a batch is cut into, a multiple of `num_ranks`; rank r takes its run of them
             in order.
-        last: `keep` or `drop` the last batch of an epoch where it is short.
+        last: `keep` or `drop` the last batch of an epoch where it is short, or `pad` it with the samples that
+            the epoch began with.
         sizes: samples of a step by step, where they grow to `batch_size`.
         by_length: what makes batches up instead, where it goes by the samples' length.
 
@@ -112,6 +113,8 @@ class Sampler:
         """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
         epoch, start, stop = self.plan.batch(step)
         batch = self._order(epoch)[start:stop]
+        if stop > self.size:
+            batch = self._order(epoch).take(np.arange(start, stop), mode="wrap")
         bounds = self._full_bounds
         if len(batch) != self.batch_size:
             bounds = micro_batch_bounds(len(batch), self._micro_batches)[self._mine]

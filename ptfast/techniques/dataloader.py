@@ -67,4 +67,18 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("cores",),
         trial=("model=mlp", "model.hidden=[16]"),
     ),
+    Technique(
+        name="full last batch",
+        family="dataloader",
+        kind="training",
+        on=("dataloader.last=pad",),
+        off=("dataloader.last=keep",),
+        why="Every step has one shape, for which kernels are searched or compiled once, and BatchNorm never "
+        "sees a handful of samples.",
+        claim="Saves the compilation, the capture or the search for kernels that another size would cost.",
+        source="PyTorch documentation of DistributedSampler, which fills up the same way.",
+        avoid="Every sample should count alike: those that an epoch begins with are seen twice in it.",
+        audit="A compiled model whose last batch of an epoch is smaller than the others.",
+        trial=("model=mlp", "model.hidden=[16]"),
+    ),
 )
