@@ -79,6 +79,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="PyTorch documentation of DistributedSampler, which fills up the same way.",
         avoid="Every sample should count alike: those that an epoch begins with are seen twice in it.",
         audit="A compiled model whose last batch of an epoch is smaller than the others.",
-        trial=("model=mlp", "model.hidden=[16]"),
+        trial=("model=mlp", "model.hidden=[16]", "optimizer.lr=0.01"),
     ),
 )
