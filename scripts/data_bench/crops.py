@@ -18,11 +18,46 @@ ONE_BY_ONE = 4 * BATCH_SIZE
 MEAN, STD = [125.3, 123.0, 113.9], [63.0, 62.1, 66.7]
 
 
+SHARED: dict[str, Any] = {
+    "batch_size": BATCH_SIZE,
+    "micro_batches": 1,
+    "rank": 0,
+    "num_ranks": 1,
+    "seed": 0,
+    "last": "keep",
+}
+
+
 def build(folder: Path) -> list[Row]:
-    from ptfast.data import Data, build_train_loader
     from ptfast.data.augment import build_augment
     from ptfast.data.batches import MemoryBatches
     from ptfast.data.sampler import Sampler
+
+    data, crop_flip = noise(), {"crop_padding": 4, "flip": True}
+    augment = build_augment(crop_flip, data.info, images=True, task_name="auto", normalize=True)
+    raw, sampler, epoch = MemoryBatches(data.train, augment, 0), Sampler(NUM_IMAGES, **SHARED), 0
+
+    def bytes_only() -> int:
+        nonlocal epoch
+        epoch += 1
+        steps = sampler.plan.steps_per_epoch or 1
+        for step in range((epoch - 1) * steps, epoch * steps):
+            (share,), _ = sampler.step(step)
+            raw(share)
+        return NUM_IMAGES
+
+    return [
+        Row("DataLoader, torchvision v1 on PIL images", one_by_one(data, by_pil())),
+        Row("DataLoader, torchvision v2 on tensors", one_by_one(data, _by_v2())),
+        Row("plain, float32 normalised", epochs(data, "plain", crop_flip)),
+        Row("memory, float32 normalised", epochs(data, "memory", crop_flip)),
+        Row("memory, uint8 for the device to normalise", bytes_only),
+    ]
+
+
+def noise() -> Any:
+    """Images of random pixels, in memory."""
+    from ptfast.data import Data
     from ptfast.data.source import TensorSource
     from ptfast.run import DataInfo
 
@@ -38,50 +73,28 @@ def build(folder: Path) -> list[Row]:
         in_channels=3,
         extra={"normalize": {"mean": MEAN, "std": STD}},
     )
-    crop_flip = {"crop_padding": 4, "flip": True}
-    shared: dict[str, Any] = {"batch_size": BATCH_SIZE, "micro_batches": 1, "rank": 0, "num_ranks": 1}
-    shared |= {"seed": 0, "last": "keep"}
+    return Data(info, source, None, None, "")
 
-    def loader(kind: str, **changes: Any) -> Callable[[], int]:
-        """Whole epochs as the training loop takes them, one a call."""
-        words: dict[str, Any] = {"augment": crop_flip, "normalize": True, "channels_last": True, **changes}
-        words |= {"task_name": "auto", "workers": 0, "prefetch": 2, "pin": False}
-        built = build_train_loader(
-            Data(info, source, None, None, ""), kind=kind, device=torch.device("cpu"), **words, **shared
-        )
-        steps, epoch = built.plan.steps_per_epoch or 1, 0
 
-        def work() -> int:
-            nonlocal epoch
-            epoch += 1
-            return sum(batch.num_samples for batch in built.steps((epoch - 1) * steps, epoch * steps))
+def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
+    """Whole epochs as the training loop takes them, one a call."""
+    from ptfast.data import build_train_loader
 
-        return work
+    words: dict[str, Any] = {"task_name": "auto", "workers": 0, "prefetch": 2, "pin": False}
+    words |= {"normalize": True, "channels_last": True, "device": torch.device("cpu"), **SHARED}
+    built = build_train_loader(data, kind=kind, augment=augment, **words)
+    steps, epoch = built.plan.steps_per_epoch or 1, 0
 
-    augment = build_augment(crop_flip, info, images=True, task_name="auto", normalize=True)
-    raw, sampler, epoch = MemoryBatches(source, augment, 0), Sampler(NUM_IMAGES, **shared), 0
-
-    def bytes_only() -> int:
+    def work() -> int:
         nonlocal epoch
         epoch += 1
-        steps = sampler.plan.steps_per_epoch or 1
-        for step in range((epoch - 1) * steps, epoch * steps):
-            (share,), _ = sampler.step(step)
-            raw(share)
-        return NUM_IMAGES
+        return sum(batch.num_samples for batch in built.steps((epoch - 1) * steps, epoch * steps))
 
-    return [
-        Row("DataLoader, torchvision v1 on PIL images", _one_by_one(images, labels, _by_pil())),
-        Row("DataLoader, torchvision v2 on tensors", _one_by_one(images, labels, _by_v2())),
-        Row("plain, float32 normalised", loader("plain")),
-        Row("memory, float32 normalised", loader("memory")),
-        Row("memory, uint8 for the device to normalise", bytes_only),
-    ]
+    return work
 
 
-def _one_by_one(
-    images: np.ndarray, labels: np.ndarray, transform: Callable[[np.ndarray], Any]
-) -> Callable[[], int]:
+def one_by_one(data: Any, transform: Callable[[np.ndarray], Any]) -> Callable[[], int]:
+    """The first images through a DataLoader, each transformed by itself."""
     from torch.utils.data import DataLoader, Dataset
 
     class Samples(Dataset[Any]):
@@ -91,11 +104,13 @@ def _one_by_one(
         def __getitem__(self, index: int) -> Any:
             return transform(images[index]), int(labels[index])
 
+    images, labels = data.train.inputs.numpy(), data.train.targets.numpy()
     batches = DataLoader(Samples(), batch_size=BATCH_SIZE, shuffle=True)
     return lambda: sum(len(targets) for _, targets in batches)
 
 
-def _by_pil() -> Callable[[np.ndarray], Any]:
+def by_pil(*more: Any) -> Callable[[np.ndarray], Any]:
+    """Crop, flip and `more`, on PIL images."""
     from PIL import Image
     from torchvision import transforms as T
 
@@ -103,6 +118,7 @@ def _by_pil() -> Callable[[np.ndarray], Any]:
         [
             T.RandomCrop(32, padding=4),
             T.RandomHorizontalFlip(),
+            *more,
             T.ToTensor(),
             T.Normalize([m / 255 for m in MEAN], [s / 255 for s in STD]),
         ]
