@@ -56,6 +56,7 @@ def load_data(
         task=config.task.name,
         normalize=section.normalize,
         choose=choose,
+        crops=config.augment.resized_crop is not None,
         once=lambda compute: on_first_rank(compute, ranks),
         **saved,
     )

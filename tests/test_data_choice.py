@@ -94,10 +94,14 @@ def test_a_pack_is_read_in_place_unless_reading_takes_long() -> None:
     assert auto(Files(1e-3, 10**7, packed=True)).kind == "workers"
 
 
-def test_originals_that_boxes_are_cut_out_of_are_not_held(machine: Callable[..., None]) -> None:
+def test_originals_that_boxes_are_cut_out_of_count_as_large_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Files, "original_bytes", 2 * GB)
+    assert auto(Files(1e-4), crops=True).reason == "1.9 GiB, decoded once"
+    monkeypatch.setattr(Files, "original_bytes", 3 * GB)
     assert auto(Files(1e-4), crops=True).kind == "workers"
-    with pytest.raises(ConfigError, match=r"augment\.resized_crop cuts boxes out of the original images"):
-        auto(Files(1e-4), kind="memory", crops=True)
+    assert auto(Files(1e-4)).kind == "memory"
 
 
 def test_augmented_images_lie_on_a_gpu_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from torchvision.transforms.v2 import functional as v2
 
 from ptfast.data import Data, build_data, build_train_loader
 from ptfast.data.augment import Augment, cropped
+from ptfast.data.choice import choose
 from ptfast.data.crops import draw_boxes
 from ptfast.data.digits import Digits
 from ptfast.data.imagefolder import ImageFiles, ImageFolder
 from ptfast.data.images import Decoder
+from ptfast.data.originals import HeldImages
+from ptfast.data.pack import make
+from ptfast.data.pack_images import plan_images
 from ptfast.data.sampler import Share
 from ptfast.data.source import TensorSource
 from ptfast.durations import Duration
@@ -30,7 +35,7 @@ SIDE = 8
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: Any) -> Data:
+def jpegs(tmp_path_factory: Any) -> Path:
     """JPEG files of two classes, no two of one size."""
     root: Path = tmp_path_factory.mktemp("images")
     generator = np.random.default_rng(0)
@@ -39,7 +44,13 @@ def files(tmp_path_factory: Any) -> Data:
         path.parent.mkdir(exist_ok=True)
         pixels = generator.integers(0, 256, (12 + i, 30 - i, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
-    paths = [str(path) for path in sorted(root.rglob("*.jpg"))]
+    return root
+
+
+@pytest.fixture(scope="module")
+def files(jpegs: Path) -> Data:
+    """The same as files that are decoded as they are needed."""
+    paths = [str(path) for path in sorted(jpegs.rglob("*.jpg"))]
     info = DataInfo(kind="image", task="classification", num_classes=2, input_shape=(3, SIDE, SIDE))
     return Data(info, ImageFiles(paths, torch.arange(12) // 6, Decoder(SIDE)), None, None, "")
 
@@ -116,3 +127,37 @@ def test_images_must_be_square(tmp_path: Path):
     data = build_data(ImageFolder(str(tmp_path)), val=Duration(0, "percent"), seed=0, task="auto")
     with pytest.raises(ConfigError, match=r"images here are 12x10\. Set data\.image_size=10"):
         loader(data, "plain")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_images_held_in_memory_are_cut_as_large_as_they_were(jpegs: Path, tmp_path: Path, packed: bool):
+    if packed:
+        make(plan_images(jpegs, size=None, jpeg=False, skip_corrupt=False), tmp_path / "pack", workers=1)
+
+    def batches(kind: str) -> Iterator[Tensor]:
+        data = build_data(
+            ImageFolder(str(tmp_path / "pack" if packed else jpegs), SIDE),
+            val=Duration(4, "samples"),
+            seed=0,
+            task="auto",
+            choose=partial(choose, kind=kind, crops=True),
+            crops=True,
+        )
+        assert isinstance(data.train, HeldImages) == (kind == "memory")
+        yield from inputs(loader(data, kind, normalize=True), 4)
+        # What is not cut out is fitted, and so are the statistics.
+        yield data.train.fetch(np.arange(3))[0]
+        assert data.val is not None
+        yield data.val.fetch(np.arange(4))[0]
+
+    kinds = [batches("plain"), batches("memory"), batches("workers")]
+    for plain, memory, workers in zip(*kinds, strict=True):
+        assert torch.equal(plain, memory)
+        assert torch.equal(plain, workers)
+
+
+def test_what_originals_take_is_told_by_a_few(jpegs: Path):
+    train = ImageFolder(str(jpegs), SIDE).load(val=Duration(0, "percent"), seed=0).train
+    assert train.original_bytes == sum(3 * (12 + i) * (30 - i) for i in range(12))
+    assert train.take(np.array([0])).original_bytes == 3 * 12 * 30
+    assert train.held_bytes == 12 * 3 * SIDE**2

@@ -57,6 +57,7 @@ def build_data(
     known: DataInfo | None = None,
     measured: Statistics | None = None,
     choose: Callable[..., Choice] | None = None,
+    crops: bool = False,
     once: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
 ) -> Data:
     """The splits of a run and the facts about them.
@@ -72,6 +73,7 @@ def build_data(
         measured: the statistics, where they are known.
         choose: says who loads, given the training split and the others; kinds that hold everything decoded
             have it decoded here. None leaves samples where they are.
+        crops: whether training images are held as large as they are stored, for parts that are cut out.
         once: calls what computes the statistics, on one rank for all where there are several.
 
     Raises:
@@ -93,7 +95,7 @@ def build_data(
         others = [source for split, source in splits.sources.items() if split != "train"]
         choice = once(lambda: choose(splits.train, others))
         if choice.kind in HELD:
-            splits = _hold(splits)
+            splits = _hold(splits, crops)
     train = splits.train
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
     num_train = None if isinstance(train, IterableSource) else len(train)
@@ -149,8 +151,12 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
     return splits._replace(train=splits.train.take(train), val=splits.train.take(held))
 
 
-def _hold(splits: Splits) -> Splits:
+def _hold(splits: Splits, crops: bool) -> Splits:
     """The same splits, decoded into memory."""
+    if crops and splits.train.images and not splits.train.in_memory:
+        from ptfast.data.originals import HeldImages
+
+        splits = splits._replace(train=HeldImages(splits.train))
     held = {split: s.hold() for split, s in splits.sources.items() if not s.in_memory}
     converted = sum(found.num_converted for found in held.values())
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""

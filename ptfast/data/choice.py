@@ -68,23 +68,19 @@ def choose(
         prefetch: micro-batches that each worker reads ahead.
         before: the reason for `kind`, where an earlier part of the run has chosen it for `auto`.
         augments: whether batches are augmented.
-        crops: whether boxes are cut out of the original images, which then are not held at one size.
+        crops: whether boxes are cut out of the training images, which are then held as large as they are.
         device: that trains.
 
     Raises:
         ConfigError: C011 for a kind that this data cannot have.
         MachineError: E005 where the memory does not hold the data.
     """
-    needed = _held_bytes(train, others)
+    needed = _held_bytes(train, others, crops)
     if before is not None and kind in HELD and needed is not None and needed > available_memory():
         kind, before = "auto", None
     if kind == "auto":
-        looked = _quickest(train, None if crops else needed, workers, micro_batch_size, num_samples, prefetch)
+        looked = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
         return _on_device(looked, train, device) if augments and not crops else looked
-    if crops and kind in HELD and not train.in_memory:
-        what = "augment.resized_crop cuts boxes out of the original images, and memory holds them at one size"
-        hint = "Use dataloader=auto, or pack the images: ptfast pack SRC DST"
-        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind in HELD and needed is not None and needed > available_memory() and not train.in_memory:
         what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
         hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
@@ -167,12 +163,15 @@ def _on_device(choice: Choice, train: Source, device: torch.device | None) -> Ch
     return choice._replace(kind="device", reason=f"{num_bytes(train.held_bytes)}, room on the GPU")
 
 
-def _held_bytes(train: Source, others: Iterable[Source]) -> int | None:
+def _held_bytes(train: Source, others: Iterable[Source], crops: bool) -> int | None:
     total = 0
     for source in (train, *others):
-        if isinstance(source, IterableSource) or source.held_bytes is None:
+        if isinstance(source, IterableSource):
             return None
-        total += source.held_bytes
+        held_bytes = source.original_bytes if crops and source is train else source.held_bytes
+        if held_bytes is None:
+            return None
+        total += held_bytes
     return total
 
 

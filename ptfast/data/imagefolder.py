@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ptfast.data.crops import Boxes, Sizes, resized_crop
-from ptfast.data.images import SUFFIXES, Decoder, decode_all, mixed_sizes, size_of
+from ptfast.data.images import SUFFIXES, Decoder, Pixels, decode_all, mixed_sizes, size_of
 from ptfast.data.packed import STAT_LIMIT, newest_folder, open_pack, stat_files
 from ptfast.data.packed_images import PackedFolder
 from ptfast.data.source import Held, Source, Splits, TensorSource, as_tensor
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
 OnCorrupt = Literal["error", "skip"]
+_SOME = 64
+"""Files whose sizes tell how large all are, about."""
 Listing = tuple[list[str], list[int]]
 
 
@@ -121,6 +123,7 @@ class ImageFiles(Source):
         """Samples that are known to be unreadable."""
         self.shape: tuple[int, ...] = ()
         """(height, width, channels) of every image; empty until it is known."""
+        self.image_size = decoder.image_size
         self._whole = Decoder()
         self._sizes = np.zeros((2, len(paths)), np.int32)
 
@@ -130,6 +133,11 @@ class ImageFiles(Source):
     @property
     def held_bytes(self) -> int | None:
         return len(self.paths) * math.prod(self.shape) if self.shape else None
+
+    @property
+    def original_bytes(self) -> int:
+        some = np.unique(np.linspace(0, len(self) - 1, _SOME).astype(np.int64))
+        return int(3 * len(self) * np.prod(self.sizes(some), 0).mean())
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         pixels = self._each(indices, lambda path, _: self.decoder(path).pixels)
@@ -145,6 +153,9 @@ class ImageFiles(Source):
         if self.corrupt:
             labels[torch.from_numpy(np.isin(indices, list(self.corrupt)))] = IGNORE_INDEX
         return labels
+
+    def originals(self, indices: Indices) -> list[Pixels]:
+        return self._each(indices, lambda path, _: self._whole(path).pixels)
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         """Heights and widths of the images by their files, each read once."""

@@ -61,6 +61,10 @@ class PackedImages(Source):
         """What all images take once held in memory, each at the size that it is fetched in."""
         if self.image_size is not None:
             return len(self) * self.image_size**2 * 3
+        return self.original_bytes
+
+    @property
+    def original_bytes(self) -> int:
         return 3 * int((self._rows["height"].astype(np.int64) * self._rows["width"]).sum())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,12 +87,15 @@ class PackedImages(Source):
             return stored.reshape(row["height"], row["width"], 3)
         return self._decoder.decode(stored.tobytes(), self._name(index)).pixels
 
+    def originals(self, indices: Indices) -> list[Pixels]:
+        return [self.image(i) for i in indices]
+
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         rows = self._rows[indices]
         return rows["original_height"].astype(np.int64), rows["original_width"].astype(np.int64)
 
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        return crop_all(map(self.image, indices.tolist()), boxes, size, mirrored)
+        return crop_all(self.originals(indices), boxes, size, mirrored)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
         """Count, sums and sums of squares of the pixels of samples, per channel, which packing has added up.

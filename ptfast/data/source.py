@@ -49,6 +49,8 @@ class Source:
     repeatable = False
     """Whether a sample is the same each time, and drawn from no generator: it may be held, and fetched by a
     thread beside the training."""
+    image_size: int | None = None
+    """Side of the square that stored images are brought to as they are fetched; None where they are not."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -57,6 +59,11 @@ class Source:
     def held_bytes(self) -> int | None:
         """What all inputs take once decoded and held in memory; None where that cannot be told."""
         return None
+
+    @property
+    def original_bytes(self) -> int | None:
+        """What all images take once held in memory as large as they are stored; as `held_bytes`."""
+        return self.held_bytes
 
     def hold(self) -> Held:
         """Every sample, decoded once and held in memory.
@@ -78,6 +85,10 @@ class Source:
         """The targets of samples `indices`."""
         targets: Tensor = self.targets  # pyright: ignore[reportAttributeAccessIssue] # those that have them
         return targets.index_select(0, as_tensor(indices))
+
+    def originals(self, indices: Indices) -> list[NDArray[np.uint8]]:
+        """Images `indices` as they are stored, each (height, width, channels) of its own."""
+        raise NotImplementedError
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         """Heights and widths of images `indices` as they were before they were stored here."""
@@ -166,6 +177,7 @@ class SubsetSource(Source):
         self.source, self.indices = source, indices
         self.images, self.in_memory = source.images, source.in_memory
         self.packed, self.repeatable = source.packed, source.repeatable
+        self.image_size = source.image_size
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -173,8 +185,16 @@ class SubsetSource(Source):
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         return self.source.fetch(self.indices[indices], epoch)
 
+    @property
+    def original_bytes(self) -> int | None:
+        whole = self.source.original_bytes
+        return None if whole is None else whole * len(self) // max(1, len(self.source))
+
     def labels(self, indices: Indices) -> Tensor:
         return self.source.labels(self.indices[indices])
+
+    def originals(self, indices: Indices) -> list[NDArray[np.uint8]]:
+        return self.source.originals(self.indices[indices])
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         return self.source.sizes(self.indices[indices])
