@@ -15,6 +15,7 @@ from ptfast.data import draws
 from ptfast.data.augment import Augment, AugmentedImages, augmented, build_augment
 from ptfast.data.augment import pixels as P
 from ptfast.data.sampler import Share
+from ptfast.errors import ConfigError
 from ptfast.run import DataInfo
 
 INDICES = np.array([7, 3, 11, 0, 5, 2, 9])
@@ -290,6 +291,15 @@ def test_the_panel_shows_it(in_tmp: Any, capsys: pytest.CaptureFixture[str]) -> 
     shown = " ".join(capsys.readouterr().out.split())
     assert "crop after 1 pixels of padding, alternating flip, turn by up to 10 degrees" in shown
     assert "brightness 0.2, contrast 0.3, saturation 0.1, translation 0.1, scaling 0.2, cutout of 3" in shown
+
+
+def test_a_square_that_hides_everything_is_refused() -> None:
+    info = DataInfo("image", "classification", input_shape=(1, 6, 9))
+    words: dict[str, Any] = {"images": True, "task_name": "auto", "normalize": True}
+    assert build_augment({"cutout": 6}, info, **words).cutout == 6
+    with pytest.raises(ConfigError, match=r"augment\.cutout=7: hides whole images of 9x6") as caught:
+        build_augment({"cutout": 7}, info, **words)
+    assert caught.value.code == "C011"
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,14 @@ def test_starting_at_any_step_gives_the_batches_of_an_unbroken_run(colour: Data)
     assert same(iter(whole[7:]), loader(colour, "device", augment=ALL).steps(7, 13)) == 6
 
 
+@pytest.mark.parametrize("last", ["drop", "pad"])
+def test_the_end_of_an_epoch_is_that_of_the_others(colour: Data, last: str):
+    words: dict[str, Any] = {"augment": BOTH, "last": last, "micro_batches": 2}
+    assert close(
+        loader(colour, "plain", **words).steps(2, 11), loader(colour, "device", **words).steps(2, 11)
+    )
+
+
 def test_features_lie_there_too():
     info = DataInfo(kind="features", task="classification", num_classes=2)
     generator = torch.Generator().manual_seed(0)
@@ -134,6 +142,7 @@ def test_samples_of_many_shapes_are_refused():
         loader(Data(info, Ragged(), None, None, ""), "device")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path) -> None:
     armed = "callbacks=[{_target_: test_resume.Armed, step: 22}]"
@@ -162,4 +171,12 @@ def test_batches_are_made_on_the_gpu(tmp_path: Path) -> None:
         assert torch.equal(targets, labels)
         # A turned pixel may lie at the edge between two values.
         assert float((inputs != expected).float().mean()) < 0.001
+    batches = there.steps(0, 14)
+    next(batches)
     torch.cuda.synchronize()
+    # From here on the host asks for kernels and waits for none.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert len(list(batches)) == 13
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

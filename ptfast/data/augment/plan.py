@@ -161,7 +161,7 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
         normalize: whether inputs are normalised; a square at the mean is then one of zeros.
 
     Raises:
-        ConfigError: C011 if images are to be changed and the data has none.
+        ConfigError: C011 if images are to be changed and the data has none, or if nothing would be left.
     """
     augment = Augment(**dict(wanted))
     if not augment:
@@ -169,6 +169,11 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
     if not images:
         what = f"only uint8 images are augmented, and task={task_name} has {info.kind} data here"
         raise ConfigError("C011", what, key="augment", suggestion="Use augment=none")
+    sides = info.input_shape[1:] if info.input_shape else ()
+    if sides and augment.cutout > min(sides):
+        what = f"hides whole images of {sides[1]}x{sides[0]}"
+        hint = f"Use augment.cutout={max(1, min(sides) // 4)}, say"
+        raise ConfigError("C011", what, key="augment.cutout", value=augment.cutout, suggestion=hint)
     if augment.resized_crop is not None:
         augment = replace(augment, size=_side(info))
     known = info.extra.get("normalize") if normalize else None
