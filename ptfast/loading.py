@@ -17,6 +17,7 @@ from ptfast.batching import arrange, build_length_plan, check_takes, describe_pa
 from ptfast.config.schema import Config
 from ptfast.curriculum import build_batch_sizes, build_cut, build_resize, describe_batch_sizes
 from ptfast.data import Data, build_data, build_eval_loader, build_train_loader
+from ptfast.data.ahead import build_ahead
 from ptfast.data.augment import Augment
 from ptfast.data.buckets import LengthPlan
 from ptfast.data.changed import Change, ChangedLoader
@@ -349,6 +350,8 @@ def build_loaders(
         **sharding,
         **loading,
     )
+    if loader.read_ahead:
+        train_loader = build_ahead(train_loader, data.train)
     if side is not None:
         train_loader = PrefetchedLoader(train_loader, side)
     mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
@@ -366,6 +369,7 @@ def build_loaders(
         "workers": getattr(train_loader, "workers", 0),
         "worker_threads": config.backend.worker_threads,
         "side_stream": side is not None,
+        "read_ahead": loader.read_ahead,
         **describe_padding(config, data, course.plan, micro_batches),
     }
     return Loaders(train_loader, eval_loaders, loading, facts)

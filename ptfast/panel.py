@@ -54,6 +54,7 @@ def build_panel(
         "parameters": run.groups_note,
         "kernels": _kernels(config, resolved),
         "transfers": "on a side stream, one batch ahead" if resolved["side_stream"] else None,
+        "reading": "by a thread, one batch ahead" if resolved["read_ahead"] else None,
         "average": run.ema.describe() if run.ema is not None else None,
         "evaluation": "over images and their mirror images" if run.flip else None,
         "padding": resolved["padding"],

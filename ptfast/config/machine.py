@@ -13,7 +13,7 @@ def machine_problems(config: Config) -> list[Problem]:
     Imports torch only where it is needed to tell.
     """
     problems = [_no_device(config), _too_many_ranks(config), _no_precision(config), _no_compiler(config)]
-    problems += [_no_nvtx(config), _nothing_to_pin_for(config)]
+    problems += [_no_nvtx(config), _nothing_to_pin_for(config), _no_thread(config)]
     return [problem for problem in problems if problem is not None]
 
 
@@ -65,6 +65,13 @@ def _nothing_to_pin_for(config: Config) -> Problem | None:
         return None
     what, hint = "memory is pinned for copies to a CUDA device, and none is used", "Use dataloader.pin=auto"
     return Problem("E005", what, key="dataloader.pin", value=True, suggestion=hint)
+
+
+def _no_thread(config: Config) -> Problem | None:
+    if not config.dataloader.read_ahead or _device_of(config) == "cpu":
+        return None
+    what, hint = "a thread reads ahead for a CPU", "Use dataloader.side_stream=true, which does it for a GPU"
+    return Problem("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
 
 
 def _device_of(config: Config) -> str:

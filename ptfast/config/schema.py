@@ -52,6 +52,7 @@ FREE_KEYS = (
         "dataloader.workers",
         "dataloader.prefetch",
         "dataloader.pin",
+        "dataloader.read_ahead",
     ),
 )
 """Keys and sections that may change between a run and its continuation."""

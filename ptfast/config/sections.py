@@ -145,6 +145,8 @@ class Dataloader(Section):
     """Page-locked memory, from which copies to the GPU run beside the training."""
     side_stream: bool = True
     """Copy the next batch to a CUDA device while this one trains, on a stream of its own."""
+    read_ahead: bool = False
+    """Read the next batch in a thread while this one trains, on a CPU."""
     last: Literal["keep", "drop", "pad"] = "keep"
     """Whether an epoch's last, smaller batch is trained on; `pad` fills it from the epoch's start."""
 
