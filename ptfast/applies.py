@@ -18,6 +18,7 @@ _OF_THE_RUN: dict[Need, str] = {
     "sequences": "on sequences",
     "convolutions": "in models with convolutions",
     "batchnorm": "in models with BatchNorm",
+    "pack": "on what ptfast pack has made",
 }
 """What depends on the model and the data rather than on the machine."""
 

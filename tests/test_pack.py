@@ -17,8 +17,10 @@ import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
+from running import same_bits, train, weights
 
 from ptfast.cli import run
+from ptfast.config.rules import PACK_FILES
 from ptfast.data import build_data, packed
 from ptfast.data.crops import draw_boxes
 from ptfast.data.imagefolder import ImageFiles, ImageFolder
@@ -29,7 +31,7 @@ from ptfast.data.packed_images import PackedImages
 from ptfast.data.source import SubsetSource, into_memory
 from ptfast.display.counter import Counter
 from ptfast.durations import Duration
-from ptfast.errors import DataError, MachineError, PtfastError
+from ptfast.errors import ConfigError, DataError, MachineError, PtfastError
 
 NO_VAL = Duration(0, "percent")
 HALF = Duration(50, "percent")
@@ -437,3 +439,51 @@ def test_a_counter_tells_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch, 
     assert "36%  360/1,000 images  80 images/s  eta 0:08" in lines[2]
     assert "100%  1,000/1,000 images" in stream.text
     assert ("\x1b[K" in stream.text) == ("━" in stream.text) == is_terminal
+
+
+RUN = ("data=imagefolder", "data.val=0", "model=mlp", "model.hidden=[8]", "batch_size=4", "epochs=2")
+
+
+def trained_on(folder: Path, root: Path, *words: str) -> dict[str, torch.Tensor]:
+    assert train(*RUN, f"data.root={root}", *words, f"run.dir={folder}") == 0
+    return weights(folder)
+
+
+def test_training_from_a_pack_is_training_from_the_folder(tree: Path, tmp_path: Path):
+    pack(tree, tmp_path / "pack")
+    augment = ("augment=crop_flip", "augment.crop_padding=2")
+    expected = trained_on(tmp_path / "files", tree, "dataloader=plain", *augment)
+    for kind in ("packed", "plain", "memory", "auto"):
+        found = trained_on(tmp_path / kind, tmp_path / "pack", f"dataloader={kind}", *augment)
+        assert same_bits(found, expected), kind
+    resolved = json.loads((tmp_path / "auto" / "resolved.json").read_text())
+    assert resolved["dataloader"] == "packed"
+    cropped = ("augment=resized_crop", "data.image_size=8", "dataloader=plain")
+    jpeg = tmp_path / "jpeg"
+    pack(tree, jpeg, jpeg=True)
+    expected = trained_on(tmp_path / "cropped", tree, *cropped)
+    for root in (jpeg, tmp_path / "pack"):
+        assert same_bits(trained_on(tmp_path / f"from-{root.name}", root, *cropped), expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("data=digits", "only image folders and text files are packed"),
+        (
+            "data=imagefolder data.root=images",
+            "Make one with ptfast pack images images-packed and use data.root=",
+        ),
+        ("data=text_file data.path=file model=gpt", "Make one with ptfast pack file file-packed"),
+    ],
+)
+def test_what_is_no_pack_is_not_read_as_one(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, says: str
+):
+    assert {packed.MANIFEST, packed.JOURNAL} == set(PACK_FILES)
+    monkeypatch.chdir(tree.parent)
+    (tree.parent / "file").write_text("a text")
+    assert run(["train", *words.split(), "dataloader=packed"]) == ConfigError.exit_code
+    error = capsys.readouterr().err
+    assert "error[C011]: dataloader.kind=packed" in error
+    assert says in error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import stand_ins
 import torch
 from conftest import ROOT
 from running import train, weights
@@ -22,6 +25,8 @@ from ptfast.config.compose import Composed, apply, compose, finish
 from ptfast.config.schema import Config
 from ptfast.config.validate import validate
 from ptfast.config.yaml_file import read_yaml
+from ptfast.data.pack import make
+from ptfast.data.pack_images import plan_images
 from ptfast.display.plain import Display
 from ptfast.distributed import Ranks
 from ptfast.loop import fit
@@ -68,8 +73,20 @@ def chosen_by_plain() -> frozenset[str]:
 
 
 def trial_of(technique: Technique) -> Words:
-    """The record's trial, with a text at hand."""
-    return tuple(word.replace("{text}", str(ROOT / "LICENSE")) for word in technique.trial)
+    """The record's trial, with a text at hand, and a pack where it takes one."""
+    words = [word.replace("{text}", str(ROOT / "LICENSE")) for word in technique.trial]
+    return tuple(word.replace("{pack}", _a_pack()) if "{pack}" in word else word for word in words)
+
+
+@functools.cache
+def _a_pack() -> str:
+    """A pack of a few small images, for as long as the tests run."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    stand_ins.write(folder)
+    plan = plan_images(folder / "images", size=None, jpeg=False, skip_corrupt=False)
+    make(plan, folder / "pack", workers=1)
+    return str(folder / "pack")
 
 
 def words_of(technique: Technique, switch: Words, device: str = "cpu") -> Words:

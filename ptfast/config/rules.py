@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from ptfast.config.machine import machine_problems
@@ -17,6 +18,8 @@ from ptfast.errors import COMMAND_LINE
 Place = Callable[[str], str]
 
 MAX_NAME_CHARS = 100
+PACK_FILES = ("manifest.json", "pack.unfinished")
+"""Of which a pack has one, whole or not."""
 OVERWRITES = "a CUDA graph overwrites the gradients of the micro-batch before"
 OVERWRITES_HINT = "Use one micro-batch for each rank, or compile=model"
 PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -32,7 +35,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
     problems += [_checkpointing_problem(config), _compile_problem(config), _stepping_problem(config)]
     problems += [_benchmark_problem(config), *parallel_problems(config), _average_problem(config)]
-    problems.append(_resized_crop_problem(config))
+    problems += [_resized_crop_problem(config), _packed_problem(config)]
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
 
@@ -209,6 +212,26 @@ def _resized_crop_problem(config: Config) -> Problem | None:
             what, hint = "the largest comes first", f"Use augment.{name}=[{high:g},{low:g}]"
             return Problem("C011", what, key=f"augment.{name}", value=[low, high], suggestion=hint)
     return None
+
+
+def _packed_problem(config: Config) -> Problem | None:
+    """Data that is to be read from a pack, and is none."""
+    if config.dataloader.kind != "packed":
+        return None
+    target = config.data.target
+    key = {"ptfast.data.imagefolder.ImageFolder": "root", "ptfast.data.text.TextFile": "path"}.get(
+        target.path
+    )
+    if key is None:
+        what, hint = "only image folders and text files are packed", "Use dataloader=auto"
+        return Problem("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
+    path = Path(str(target.kwargs[key])).expanduser()
+    # What is missing or unfinished is said when it is opened.
+    if not path.exists() or any((path / name).is_file() for name in PACK_FILES):
+        return None
+    what, pack = f"data.{key}={path} is no pack", f"{path}-packed"
+    hint = f"Make one with ptfast pack {path} {pack} and use data.{key}={pack}, or use dataloader=auto"
+    return Problem("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
 
 
 def _milestones_problem(config: Config) -> Problem | None:

@@ -86,7 +86,8 @@ def choose(
         hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
         raise MachineError("E005", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind == "packed" and not train.packed:
-        what, hint = "the data is not packed", "Make a pack of it, ptfast pack SRC DST, and name that"
+        what = "the data is no pack"
+        hint = "Make one with ptfast pack SRC DST and name that, or use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     count = 0
     if kind == "workers":
