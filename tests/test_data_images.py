@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,27 @@ def test_images_that_are_held_in_memory_give_the_same_batches(tree: Path):
     for one, other in zip(held.train.fetch(indices), files.train.fetch(indices), strict=True):
         assert torch.equal(one, other)
     assert held.info.extra["normalize"] == files.info.extra["normalize"]
+
+
+@pytest.mark.parametrize("exact_bytes", [2**30, 100])
+def test_statistics_are_the_same_bits_whoever_holds_the_images(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, exact_bytes: int
+):
+    """Of all images where they take little, else of some; never of others because they are in memory."""
+    monkeypatch.setattr("ptfast.data.normalize.EXACT_BYTES", exact_bytes)
+    monkeypatch.setattr("ptfast.data.normalize._SAMPLE_LIMIT", 4)
+    files, held = load(tree).info.extra["normalize"], held_in_memory(tree).info.extra["normalize"]
+    assert files == held
+    values = load(tree).train.fetch(np.arange(6) if exact_bytes == 2**30 else np.array([0, 1, 3, 5]))[0]
+    assert np.allclose(files["mean"], values.double().reshape(-1, 3).mean(0), rtol=1e-12)
+
+
+def test_a_file_that_is_written_over_counts_anew(tree: Path):
+    before = load(tree).info.extra["normalize"]
+    path = tree / "train" / "cat" / "0.png"
+    Image.fromarray(pixels(99)).save(path)
+    os.utime(path, ns=(0, 2**62))
+    assert load(tree).info.extra["normalize"] != before
 
 
 def test_statistics_from_disk_are_remembered(

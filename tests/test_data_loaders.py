@@ -96,6 +96,19 @@ def test_every_kind_gives_the_same_bits(
         assert same(kinds["plain"].steps(2, 12), kinds[kind].steps(2, 12)) == 10
 
 
+def test_images_without_room_for_padded_copies_are_augmented_batch_by_batch(
+    colour: Data, monkeypatch: pytest.MonkeyPatch
+):
+    quick = loader(colour, "memory", augment=BOTH)
+    monkeypatch.setattr("ptfast.data.loaders.available_memory", lambda: 0)
+    slow = loader(colour, "memory", augment=BOTH)
+    assert same(quick.steps(0, 6), slow.steps(0, 6)) == 6
+    assert (quick.reason, slow.reason) == (
+        "as the config says",
+        "as the config says; no room for padded copies",
+    )
+
+
 @pytest.mark.parametrize("augment", [NONE, BOTH])
 def test_padded_epochs_are_the_same_from_every_kind(colour: Data, augment: dict[str, Any]):
     for kind in ("memory", "device"):

@@ -129,7 +129,7 @@ def test_tensors_are_found_wherever_they_are() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", [("dataloader=memory",), ("dataloader=plain", "augment=crop_flip")])
 def test_a_side_stream_changes_no_bit(tmp_path: Path, words: tuple[str, ...]) -> None:
-    fixed = (*ALL, *words, "device=cuda", "backend=deterministic")
+    fixed = (*ALL, *words, "device=cuda", "backend=deterministic", "dataloader.pin=true")
     beside = build_run(tmp_path / "beside", *fixed)
     plain = build_run(tmp_path / "plain", *fixed, "dataloader.side_stream=false")
     assert fit(beside) == fit(plain) == "finished"
@@ -138,7 +138,7 @@ def test_a_side_stream_changes_no_bit(tmp_path: Path, words: tuple[str, ...]) ->
 
 @pytest.mark.gpu
 def test_a_side_stream_is_never_waited_for_by_the_host(tmp_path: Path) -> None:
-    run = build_run(tmp_path, *ALL, "device=cuda", "dataloader=plain")
+    run = build_run(tmp_path, *ALL, "device=cuda", "dataloader=plain", "dataloader.pin=true")
     batches = run.train_loader.steps(0, 10)
     next(batches)
     torch.cuda.set_sync_debug_mode("error")

@@ -116,9 +116,10 @@ def build_train_loader(
     if kind == "memory" and isinstance(source, TensorSource):
         if not wanted and source.prepared_bytes <= STATIC_LIMIT_BYTES:
             return StaticLoader(sampler, prepare, source, reason)
-        copies = bool(wanted) and wanted.resized_crop is None
-        if copies and AugmentedImages.nbytes(source.inputs, wanted) <= available_memory() // 2:
-            return StepLoader(sampler, prepare, MemoryBatches(source, wanted, seed), kind, reason)
+        if wanted and wanted.resized_crop is None:
+            if AugmentedImages.nbytes(source.inputs, wanted) <= available_memory() // 2:
+                return StepLoader(sampler, prepare, MemoryBatches(source, wanted, seed), kind, reason)
+            reason += "; no room for padded copies"
     return StepLoader(sampler, prepare, RawBatches(source, wanted, seed), kind, reason)
 
 
