@@ -24,6 +24,7 @@ from ptfast.data.changed import Change, ChangedLoader
 from ptfast.data.choice import Choice, choose
 from ptfast.data.mix import build_mix
 from ptfast.data.sampler import smallest_micro_batch
+from ptfast.data.streams import Marks
 from ptfast.data.transfers import PrefetchedEvaluation, PrefetchedLoader, Side, open_side_stream
 from ptfast.distributed import Ranks, on_first_rank
 from ptfast.durations import Duration
@@ -58,6 +59,7 @@ def load_data(
         normalize=section.normalize,
         choose=choose,
         crops=config.augment.resized_crop is not None,
+        shuffle_buffer=section.shuffle_buffer,
         once=lambda compute: on_first_rank(compute, ranks),
         **saved,
     )
@@ -65,7 +67,7 @@ def load_data(
 
 
 def build_choice(
-    config: Config, micro_batches: int, device: torch.device, resolved: dict[str, Any]
+    config: Config, micro_batches: int, device: torch.device, resolved: dict[str, Any], num_ranks: int = 1
 ) -> Callable[..., Choice]:
     """What chooses the loader, for `load_data`.
 
@@ -85,6 +87,7 @@ def build_choice(
         augments=bool(augment),
         crops=augment.resized_crop is not None,
         device=device,
+        num_ranks=num_ranks,
     )
 
 
@@ -302,6 +305,8 @@ class Loaders:
     """By split."""
     loading: dict[str, Any]
     """Keywords that all loaders share."""
+    marks: Marks | None
+    """Where the passes over iterable data began, for a run that is resumed."""
     facts: dict[str, Any]
     """What `auto` became, for `resolved.json`."""
 
@@ -350,6 +355,7 @@ def build_loaders(
         **sharding,
         **loading,
     )
+    marks: Marks | None = getattr(train_loader, "marks", None)
     if loader.read_ahead:
         train_loader = build_ahead(train_loader, data.train)
     if side is not None:
@@ -372,7 +378,7 @@ def build_loaders(
         "read_ahead": loader.read_ahead,
         **describe_padding(config, data, course.plan, micro_batches),
     }
-    return Loaders(train_loader, eval_loaders, loading, facts)
+    return Loaders(train_loader, eval_loaders, loading, marks, facts)
 
 
 def unless_auto(wanted: Any, resolved: dict[str, Any], name: str) -> Any:

@@ -60,7 +60,7 @@ def build_panel(
         "padding": resolved["padding"],
         "curriculum": "; ".join(resolved["curriculum"]) or None,
         **_regularisation(config),
-        "resumed": f"at step {run.progress.step:,}" if run.progress.step else None,
+        "resumed": _resumed(run) if run.progress.step else None,
     }
     table += [(name, str(value)) for name, value in switches.items() if value is not None]
     loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
@@ -92,6 +92,11 @@ def _schedule(config: Config, momentum: str | None) -> str:
     if schedule.warmup.value:
         words.append(f"warm-up {schedule.warmup}")
     return ", ".join(words + ([f"momentum {momentum}"] if momentum else []))
+
+
+def _resumed(run: Run) -> str:
+    """Where the run goes on, and what it took to come there."""
+    return f"at step {run.progress.step:,}" + (f"; {run.resumed_note}" if run.resumed_note else "")
 
 
 def _kernels(config: Config, resolved: dict[str, Any]) -> str | None:

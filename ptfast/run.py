@@ -124,8 +124,10 @@ class TrainLoader(Protocol):
 class EvalLoader(Protocol):
     """One rank's share of an evaluation split, each sample exactly once over all ranks."""
 
-    num_samples: int
-    """Samples of the whole split, over all ranks."""
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of the whole split, over all ranks; None for data of unknown length."""
+        ...
 
     def __iter__(self) -> Iterator[MicroBatch]: ...
 
@@ -274,6 +276,8 @@ class Run:
     """Wraps the model for its ranks; anew where parameters freeze or thaw, of which none hears."""
     compilation: Any | None = None
     """What torch.compile does in this run, where it is on."""
+    marks: Any | None = None
+    """Where the passes over iterable data began."""
     freezing: Any | None = None
     """When which parameters train, where that changes over the run."""
     log_norm: bool = False
@@ -293,6 +297,8 @@ class Run:
     """What looks at the training batches as they go by."""
     flip: bool = False
     """Whether evaluations average over each image and its mirror image."""
+    resumed_note: str = ""
+    """What resuming took, for the panel."""
     data_note: str = ""
     """The data in one line, for the panel."""
     stop_reason: str | None = None

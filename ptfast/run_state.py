@@ -50,6 +50,7 @@ def build_saver(keep: int) -> Callable[[Run, bool], None]:
             "figures": run.figures,
             "info": asdict(run.info),
             "resolved": run.resolved,
+            "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
         }
         saved = run.folder / "saved"
         state_folder = write_state(saved, run.progress.step, State(model, training, facts))
@@ -108,6 +109,8 @@ def restore_training(run: Run, state: State) -> None:
         if callback_state is not None:
             callback.load_state_dict(callback_state)
     run.progress = Progress(**state.facts["progress"])
+    if run.marks is not None and (stream := state.facts.get("stream")) is not None:
+        run.resumed_note = run.marks.load(stream, run.progress.step)
     run.best_figures = state.facts["best_figures"]
     run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
     parts = (run.schedule, run.freezing, run.ema)

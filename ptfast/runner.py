@@ -94,7 +94,10 @@ def build(
         saved_info = read_info(state.facts["info"]) if state is not None else None
         measured = saved_info.extra.get("normalize") if saved_info is not None else None
         data = load_data(
-            config, ranks, build_choice(config, micro_batches, device, resolved), measured=measured
+            config,
+            ranks,
+            build_choice(config, micro_batches, device, resolved, ranks.num_ranks),
+            measured=measured,
         )
     info = data.info
     if saved_info is not None:
@@ -214,6 +217,7 @@ def build(
         wrap=shaped.wrap,
         compilation=shaped.compilation,
         freezing=freezing,
+        marks=loaders.marks,
         log_norm=gradients.log_norm,
         groups_note=grouping.describe(),
         clock=clock or Clock(),

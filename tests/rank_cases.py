@@ -56,6 +56,15 @@ UNUSED = {
     "recorded": (*FORGETFUL, "parallel.static_graph=true"),
     "unused fsdp": FORGETFUL,
 }
+STREAM = ("data=custom", "data._target_=test_streams.WithHeldOut", "model.hidden=[4]", "schedule=constant")
+STREAM = (
+    *STREAM,
+    "batch_size=6",
+    "steps=9",
+    "dataloader=workers",
+    "dataloader.workers=3",
+    "eval.every=5steps",
+)
 GPT = ("data=text_file", "data.path=text.txt", "data.context_length=16", "model=gpt", "model.depth=2")
 GPT = (*GPT, "model.width=16", "model.heads=2", "batch_size=8", "steps=6", "log_every=2")
 
@@ -114,9 +123,25 @@ def cases(ranks: Ranks) -> dict[str, Any]:
             found[name] = case["weights"]
     found |= ddp_cases(on)
     found |= fsdp_cases(on)
+    found["stream"] = one_pass(on)
+    found["stream resumes"] = on.resumed("stream", *STREAM)
     for name, words in UNUSED.items():
         found[name] = on.refusal(name, *words, strategy="fsdp" if "fsdp" in name else "ddp")
     return found
+
+
+def one_pass(on: Cases) -> list[float]:
+    """What two ranks of three workers read of a stream until they have read as many samples as it has."""
+    run = on.build("one-pass", *STREAM)
+    batches, mine, num_samples = run.train_loader.steps(0, 99), list[float](), 0
+    while num_samples < 33:
+        batch = next(batches)
+        num_samples += batch.num_samples
+        mine += [float(v) for data, number in batch.micro_batches for v in data[0].flatten()[:number]]
+    run.train_loader.close()
+    found: list[Any] = [None] * on.ranks.num_ranks
+    torch.distributed.all_gather_object(found, mine)
+    return sorted(found[0] + found[1])
 
 
 def ddp_cases(on: Cases) -> dict[str, Any]:

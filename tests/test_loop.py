@@ -140,8 +140,8 @@ def test_iterable_data_trains_for_so_many_steps(in_tmp: Path) -> None:
 
 def test_iterable_data_has_no_other_loader(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("data=custom", "data._target_=toys.Stream", "batch_size=10", "steps=3", "run.dir=a")
-    assert train(*words, "dataloader.kind=workers") == 2
-    assert "error[C011]: dataloader.kind=workers (command line)" in capsys.readouterr().err
+    assert train(*words, "dataloader.kind=memory") == 2
+    assert "error[C011]: dataloader.kind=memory (command line)" in capsys.readouterr().err
 
 
 def test_an_evaluation_keeps_nothing_for_a_backward_pass(tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ class Data(TargetSection):
     """What is held out for validation where the data has no such split: `10%`, `500samples` or 0."""
     normalize: bool = True
     """Bring inputs to mean 0 and standard deviation 1 of the training data."""
+    shuffle_buffer: Count | None = None
+    """Samples that come next in a stream, of which one is drawn; null for the order that data lies in."""
 
 
 class Model(TargetSection):

@@ -54,6 +54,7 @@ def build_data(
     seed: int,
     task: str,
     normalize: bool = True,
+    shuffle_buffer: int | None = None,
     known: DataInfo | None = None,
     measured: Statistics | None = None,
     choose: Callable[..., Choice] | None = None,
@@ -68,6 +69,7 @@ def build_data(
         seed: decides which samples are held out.
         task: `auto`, or the task that the labels are for.
         normalize: compute the statistics that the loaders normalise by.
+        shuffle_buffer: samples among which the next is drawn, of data that is read in the order it lies in.
         known: the facts to read the data by where a model was trained on other data: its vocabulary,
             statistics and classes.
         measured: the statistics, where they are known.
@@ -77,7 +79,8 @@ def build_data(
         once: calls what computes the statistics, on one rank for all where there are several.
 
     Raises:
-        ConfigError: C011 for a task that the labels are not for.
+        ConfigError: C011 for a task that the labels are not for, and for a shuffle buffer of data that is
+            shuffled as a whole.
         DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
     """
     if isinstance(source, DataSet):
@@ -97,6 +100,8 @@ def build_data(
         if choice.kind in HELD:
             splits = _hold(splits, crops)
     train = splits.train
+    if shuffle_buffer is not None:
+        _shuffle_nearby(train, shuffle_buffer)
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
     num_train = None if isinstance(train, IterableSource) else len(train)
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
@@ -172,9 +177,17 @@ def _check(splits: Splits) -> None:
             check_labels(labels, num_classes, split)
 
 
+def _shuffle_nearby(train: Source, size: int) -> None:
+    if not isinstance(train, IterableSource):
+        what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
+        raise ConfigError("C011", what, key="data.shuffle_buffer", value=size, suggestion=hint)
+    train.shuffle_buffer = size
+
+
 def _has_statistics(splits: Splits) -> bool:
     if splits.train.images:
-        return True
+        # A stream is not read twice for it: its images are scaled to 0 to 1.
+        return not isinstance(splits.train, IterableSource)
     return isinstance(splits.train, TensorSource) and splits.info.kind == "features"
 
 

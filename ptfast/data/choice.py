@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ptfast.data.device import free_bytes
-from ptfast.data.iterable import IterableSource
+from ptfast.data.iterable import IterableSource, check_kind
 from ptfast.data.source import Source
 from ptfast.errors import ConfigError, MachineError
 from ptfast.machine import available_memory, shared_memory, spare_cores
@@ -52,6 +52,7 @@ def choose(
     augments: bool = False,
     crops: bool = False,
     device: torch.device | None = None,
+    num_ranks: int = 1,
 ) -> Choice:
     """The loader for `train`: as wanted, or for `auto` the one that should be the quickest.
 
@@ -66,6 +67,7 @@ def choose(
         micro_batch_size: samples that are read at a time.
         num_samples: that the whole run takes from `train`; None where nobody knows.
         prefetch: micro-batches that each worker reads ahead.
+        num_ranks: that read together.
         before: the reason for `kind`, where an earlier part of the run has chosen it for `auto`.
         augments: whether batches are augmented.
         crops: whether boxes are cut out of the training images, which are then held as large as they are.
@@ -75,6 +77,8 @@ def choose(
         ConfigError: C011 for a kind that this data cannot have.
         MachineError: E005 where the memory does not hold the data.
     """
+    if isinstance(train, IterableSource):
+        return _of_stream(train, kind, workers, num_ranks, before)
     needed = _held_bytes(train, others, crops)
     if before is not None and kind in HELD and needed is not None and needed > available_memory():
         kind, before = "auto", None
@@ -96,6 +100,26 @@ def choose(
         # Whoever asks for workers by name gets one at least.
         count = max(1, count) if workers == "auto" else count
     return Choice(kind, before or "as the config says", count)
+
+
+def _of_stream(
+    train: IterableSource, kind: str, workers: int | str, num_ranks: int, before: str | None
+) -> Choice:
+    """Workers where the data set shares itself out over them; a second reader of the whole gains nothing."""
+    check_kind(kind)
+    if kind == "plain":
+        return Choice(kind, before or "as the config says", 0)
+    shared = train.shared_by != "none"
+    count = count_workers(workers)
+    if workers == "auto":
+        most = count if train.num_shards is None else min(count, train.num_shards // num_ranks)
+        count = most if shared else min(count, 1)
+        count = max(1, count) if kind == "workers" else count
+    if kind == "workers":
+        return Choice(kind, before or "as the config says", count)
+    if shared and count:
+        return Choice("workers", "the data set shares itself out", count)
+    return Choice("plain", "iterable data is read in order", 0)
 
 
 def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
@@ -133,8 +157,6 @@ def _quickest(
     num_samples: int | None,
     prefetch: int,
 ) -> Choice:
-    if isinstance(train, IterableSource):
-        return Choice("plain", "iterable data is read in order", 0)
     if train.in_memory:
         return Choice("memory", "the data is in memory", 0)
     sample_s = seconds_per_sample(train)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from ptfast.data import draws
 from ptfast.data.generators import seeded
@@ -68,9 +68,10 @@ class MapSource(Source):
 def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) -> Splits:
     """The splits of a user's data set: training samples and what they look like.
 
-    Class count and names come from its attributes `num_classes` and `classes`, else from `targets`, else from
-    2,000 of its labels; the input shape from its first sample. How many tokens there are comes from its
-    attribute `vocab_size`, or from all of them where it is held in memory or has at most 2,000 samples.
+    Its attributes `val` and `test`, where they are data sets, are the held-out splits. Class count and names
+    come from its attributes `num_classes` and `classes`, else from `targets`, else from 2,000 of its labels;
+    the input shape from its first sample. How many tokens there are comes from its attribute `vocab_size`, or
+    from all of them where it is held in memory or has at most 2,000 samples.
 
     Args:
         known: of a model's own data, for what this data set does not say itself.
@@ -79,9 +80,19 @@ def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) 
         DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no data set
             or its first sample cannot be read.
     """
+    splits = _adapt(dataset, seed, task, known)
+    for name in ("val", "test"):
+        held_out = getattr(dataset, name, None)
+        if isinstance(held_out, Dataset):
+            splits = splits._replace(**{name: _adapt(held_out, seed, task, known or splits.info).train})
+    return splits
+
+
+def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits:
     if isinstance(dataset, IterableDataset):
         source = IterableSource(dataset, seed)
         sample = source.first()
+        source.images = isinstance(sample, (tuple, list)) and len(sample) == 2 and _is_image(sample[0])
         info = _info(dataset, sample, None, task, known)
         named = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
         stated = named or (known is not None and known.num_classes is not None)

@@ -11,9 +11,11 @@ import torch
 from ptfast.data.augment import Augment
 from ptfast.data.batches import RawBatches
 from ptfast.data.choice import count_workers
+from ptfast.data.iterable import IterableSource
 from ptfast.data.prepare import build_prepare
 from ptfast.data.sampler import Share
 from ptfast.data.source import Source, TensorSource
+from ptfast.data.streams import build_stream_evaluation
 from ptfast.data.workers import WorkerPool
 from ptfast.run import DataInfo, EvalLoader, MicroBatch
 
@@ -49,6 +51,18 @@ def build_eval_loader(
     prepare = build_prepare(
         source, info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
     )
+    if isinstance(source, IterableSource):
+        return build_stream_evaluation(
+            source,
+            prepare,
+            batch_size=batch_size,
+            kind=kind if kind == "workers" else "plain",
+            workers=count_workers(workers),
+            rank=rank,
+            num_ranks=num_ranks,
+            prefetch=prefetch,
+            threads=worker_threads,
+        )
     size = len(source)
     most = -(-size // num_ranks)
     return _EvalLoader(

@@ -1,35 +1,70 @@
-"""Iterable data of unknown length: read in order, resumed by skipping."""
+"""Iterable data of unknown length: read pass after pass, by one reader or shared out over several."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Iterator
-from itertools import islice
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast
 
-from torch.utils.data import IterableDataset, default_collate
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import IterableDataset
 
 from ptfast.data import draws
 from ptfast.data.generators import OwnGenerators, seed_all
-from ptfast.data.labels import check_range
-from ptfast.data.prepare import Prepare
-from ptfast.data.sampler import Indices, micro_batch_bounds
+from ptfast.data.sampler import Indices
 from ptfast.data.source import Source
 from ptfast.data.workers import failed
-from ptfast.errors import DataError, PtfastError
-from ptfast.plan import BatchPlan
-from ptfast.run import MicroBatch, StepBatch
+from ptfast.errors import ConfigError, DataError, PtfastError
+
+Sharing = Literal["none", "readers", "ranks"]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One of the processes that read a data set together: a worker of a rank."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    worker: int = 0
+    num_workers: int = 1
+
+    @property
+    def index(self) -> int:
+        """Its place among the readers of all ranks."""
+        return self.rank * self.num_workers + self.worker
+
+    @property
+    def count(self) -> int:
+        """Readers of all ranks."""
+        return self.num_ranks * self.num_workers
 
 
 class IterableSource(Source):
     """A torch `IterableDataset`: samples one after another, again from the start when it ends.
 
-    What it draws from the global generators (torch, numpy, random) is seeded by the pass.
+    Who reads what is up to the data set:
+
+    - One that asks `torch.utils.data.get_worker_info()` shares itself out. Every process that reads, of every
+      rank, is to it a worker of its own, so that no two read the same.
+    - One that has an attribute `shared_by = "ranks"` parts itself over the ranks already, and
+      `get_worker_info()` tells it the workers of its rank only.
+    - Any other yields all it has wherever it is read; each process keeps its part. `shared_by = "none"` says
+      that a data set is of this kind although it asks.
+
+    What it draws from the global generators (torch, numpy, random) is seeded by the pass and the reader; one
+    with a method `set_epoch` is told the number of the pass. What it remembers itself from one pass to the
+    next is nothing that a resumed run could bring back.
     """
 
     def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
         self.num_classes: int | None = None
         """Labels are checked against it as they are read."""
+        self.shuffle_buffer: int | None = None
+        """Samples among which the next is drawn; None leaves them in their order."""
 
     def __len__(self) -> int:
         raise TypeError("iterable data has no length")
@@ -43,82 +78,131 @@ class IterableSource(Source):
 
     def first(self) -> Any:
         """The first sample, for a look at it."""
-        with OwnGenerators().in_place():
-            return next(self.samples())
+        return self._first[0]
 
-    def samples(self) -> Iterator[Any]:
-        """Samples without end, pass after pass.
+    @property
+    def shared_by(self) -> Sharing:
+        """`readers` or `ranks` where the data set shares itself out over them, `none` where it does not."""
+        stated = getattr(self.dataset, "shared_by", None)
+        if stated is None:
+            return "readers" if self._first[1] else "none"
+        if stated not in ("none", "readers", "ranks"):
+            what = f"{type(self.dataset).__name__}.shared_by is {stated!r}"
+            raise DataError("D008", what, key="data", suggestion='It is "none", "readers" or "ranks"')
+        return cast(Sharing, stated)
 
-        A data set with a method `set_epoch` is told the number of the pass, so that it can shuffle. Seeds the
-        global generators: to be advanced inside `OwnGenerators.in_place`.
+    @property
+    def num_shards(self) -> int | None:
+        """The most readers that the data set can be shared out over, if it says so."""
+        for name in ("num_shards", "n_shards"):
+            if isinstance(number := getattr(self.dataset, name, None), int):
+                return number
+        return None
+
+    def read(self, epoch: int, reader: Reader = Reader()) -> Iterator[Any]:
+        """One pass over what belongs to `reader`.
+
+        Seeds the global generators, and asks who is reading: to be advanced inside `OwnGenerators.in_place`
+        and `told`.
         """
-        epoch = 0
-        while True:
-            seed_all(draws.key(self.seed, epoch, draws.GLOBAL))
+        several = (reader.index,) if reader.count > 1 else ()
+        seed_all(draws.key(self.seed, epoch, draws.GLOBAL, *several))
+        samples = self._samples(epoch)
+        if self.shuffle_buffer is not None:
+            samples = shuffled(
+                samples, self.shuffle_buffer, draws.key(self.seed, epoch, draws.ORDER, *several)
+            )
+        yield from samples
+
+    def told(self, reader: Reader) -> contextlib.AbstractContextManager[None]:
+        """A context in which the data set hears from `get_worker_info()` that `reader` reads it."""
+        shared_by = self.shared_by
+        if shared_by == "none":
+            return contextlib.nullcontext()
+        index, count = reader.index, reader.count
+        if shared_by == "ranks":
+            index, count = reader.worker, reader.num_workers
+        seed = draws.key(self.seed, draws.GLOBAL, index)
+        info = torch_worker.WorkerInfo(id=index, num_workers=count, seed=seed, dataset=self.dataset)
+        return _answering(info)
+
+    @cached_property
+    def _first(self) -> tuple[Any, bool]:
+        """The first sample, and whether the data set asked who reads it."""
+        info = _Noticing(self.dataset)
+        with OwnGenerators().in_place(), _answering(info):
+            sample = next(self.read(0), None)
+        if sample is None:
+            raise DataError("D002", "the iterable data set yields no samples", key="data")
+        return sample, info.asked
+
+    def _samples(self, epoch: int) -> Iterator[Any]:
+        try:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
-            count = 0
-            try:
-                for sample in self.dataset:
-                    count += 1
-                    yield sample
-            except PtfastError:
-                raise
-            except Exception as error:
-                raise failed(error) from error
-            if count == 0:
-                if epoch == 0:
-                    raise DataError("D002", "the iterable data set yields no samples", key="data")
-                return
-            epoch += 1
+            yield from self.dataset
+        except PtfastError:
+            raise
+        except Exception as error:
+            raise failed(error) from error
 
 
-class StreamLoader:
-    """Batches of iterable data, one after another as the stream has them.
+def check_kind(kind: str) -> None:
+    """Raise ConfigError C011 for a kind of loader that iterable data cannot have."""
+    if kind not in ("auto", "plain", "workers"):
+        what, hint = "iterable data is read in order, and never held as a whole", "Use dataloader=auto"
+        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
 
-    Every rank reads the stream and keeps its own micro-batches.
+
+def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
+    """The same samples, each drawn at random out of `size` that are held back.
+
+    A stream cannot be shuffled as a whole. What lies more than a few `size` apart stays apart, so data sorted
+    by class needs its shards shuffled, too.
+
+    Args:
+        size: samples held back, >= 1; 1 leaves them in their order.
+
+    Cost: the memory of `size` samples in every process that reads.
     """
+    draw, held = random.Random(seed).random, []
+    for sample in samples:
+        held.append(sample)
+        if len(held) >= size:
+            place = int(draw() * size)
+            held[place], held[-1] = held[-1], held[place]
+            yield held.pop()
+    while held:
+        place = int(draw() * len(held))
+        held[place], held[-1] = held[-1], held[place]
+        yield held.pop()
 
-    kind = "plain"
-    workers = 0
-    reason = "iterable data is read in order"
 
-    def __init__(
-        self,
-        source: IterableSource,
-        prepare: Prepare,
-        plan: BatchPlan,
-        micro_batches: int,
-        rank: int,
-        num_ranks: int,
-    ) -> None:
-        self.plan = plan
-        self._source, self._prepare, self._micro_batches = source, prepare, micro_batches
-        per_rank = micro_batches // num_ranks
-        self._mine = slice(rank * per_rank, (rank + 1) * per_rank)
+class _Noticing:
+    """A worker info that notices when anybody wants to know which worker is asked, and of how many."""
 
-    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` up to, not including, `last_step`; fewer if data ends."""
-        samples, generators = self._source.samples(), OwnGenerators()
-        with generators.in_place():
-            _, skipped, _ = self.plan.batch(first_step)
-            next(islice(samples, skipped, skipped), None)
-        for step in range(first_step, last_step):
-            _, first, end = self.plan.batch(step)
-            with generators.in_place():
-                batch = list(islice(samples, end - first))
-            if len(batch) < end - first:
-                return
-            mine = micro_batch_bounds(len(batch), self._micro_batches)[self._mine]
-            micro_batches = [self._micro_batch(batch, first, *bounds) for bounds in mine]
-            yield StepBatch(tuple(micro_batches), len(batch))
+    seed = 0
 
-    def _micro_batch(self, batch: list[Any], first: int, start: int, stop: int) -> MicroBatch:
-        raw = default_collate(batch[start:stop] or batch[:1])
-        if self._source.num_classes is not None:
-            numbers = range(first + start, first + max(stop, start + 1))
-            check_range(raw[1], self._source.num_classes, numbers=numbers)
-        return MicroBatch(self._prepare(raw), stop - start)
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.asked = dataset, False
 
-    def close(self) -> None:
-        """Nothing to stop."""
+    @property
+    def id(self) -> int:
+        self.asked = True
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        self.asked = True
+        return 1
+
+
+@contextlib.contextmanager
+def _answering(info: Any) -> Iterator[None]:
+    """Have `get_worker_info()` answer with `info`."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = info
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before

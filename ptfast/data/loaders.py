@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from ptfast.data.augment import AugmentedImages, build_augment
-from ptfast.data.batches import MemoryBatches, RawBatches
+from ptfast.data.batches import AugmentedStream, MemoryBatches, RawBatches
 from ptfast.data.buckets import LengthPlan
 from ptfast.data.choice import HELD, choose, count_workers
 from ptfast.data.device import build_device_loader
-from ptfast.data.iterable import IterableSource, StreamLoader
+from ptfast.data.iterable import IterableSource
 from ptfast.data.prepare import Prepare, build_prepare
 from ptfast.data.sampler import Sampler, Share
 from ptfast.data.source import Data, TensorSource, as_tensor
+from ptfast.data.streams import build_stream_loader
 from ptfast.data.workers import WorkerPool
-from ptfast.errors import ConfigError
 from ptfast.machine import available_memory
 from ptfast.plan import BatchPlan, Stages, constant
 from ptfast.run import MicroBatch, StepBatch, TrainLoader
@@ -80,11 +80,20 @@ def build_train_loader(
         source, data.info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
     )
     if isinstance(source, IterableSource):
-        if kind not in ("auto", "plain"):
-            what, hint = "iterable data is read in order, in this process", "Use dataloader=auto"
-            raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
-        plan = BatchPlan(None, sizes or constant(batch_size))
-        return StreamLoader(source, prepare, plan, micro_batches, rank, num_ranks)
+        return build_stream_loader(
+            source,
+            prepare,
+            BatchPlan(None, sizes or constant(batch_size)),
+            micro_batches=micro_batches,
+            kind=kind,
+            workers=count_workers(workers),
+            rank=rank,
+            num_ranks=num_ranks,
+            last=last,
+            prefetch=prefetch,
+            threads=worker_threads,
+            augment=AugmentedStream(wanted, seed) if wanted else None,
+        )
     sampler = Sampler(
         len(source),
         batch_size=batch_size,

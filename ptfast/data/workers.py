@@ -14,7 +14,6 @@ import torch
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
-from ptfast.data.sampler import Share
 from ptfast.errors import DataError, MachineError, PtfastError
 from ptfast.machine import die_with_parent
 
@@ -28,10 +27,10 @@ class Failure(NamedTuple):
 class _Fetch(Dataset[Any]):
     """A data set indexed by shares: one item is one micro-batch."""
 
-    def __init__(self, batches: Callable[[Share], Any]) -> None:
+    def __init__(self, batches: Callable[[Any], Any]) -> None:
         self._batches = batches
 
-    def __getitem__(self, share: Share) -> Any:
+    def __getitem__(self, share: Any) -> Any:
         try:
             raw = self._batches(share)
             # The queue would do it in a thread of its own, where an error ends in waiting for ever.
@@ -56,6 +55,7 @@ class WorkerPool:
         pin: whether batches come in pinned memory.
         start_method: of processes; None for the platform's own.
         threads: of each process.
+        among: processes that there are with those of other pools; None for its own.
 
     Raises:
         DataError: D008 if processes are not forked and `batches` cannot be pickled.
@@ -63,21 +63,23 @@ class WorkerPool:
 
     def __init__(
         self,
-        batches: Callable[[Share], Any],
+        batches: Callable[[Any], Any],
         workers: int,
         prefetch: int,
         *,
         pin: bool = False,
         start_method: str | None = None,
         threads: int = 1,
+        among: int | None = None,
     ) -> None:
+        self._among = among or workers
         self.workers, self._prefetch, self._pin, self._threads = workers, prefetch, pin, threads
         self._fetch, self._method = _Fetch(batches), start_method or mp.get_start_method()
         self._iterator: Any = None
         if self._method != "fork":
             _check_pickles(batches, self._method)
 
-    def fetch(self, plan: Iterable[Share]) -> Iterator[Any]:
+    def fetch(self, plan: Iterable[Any]) -> Iterator[Any]:
         """Raw batches of `plan`, in its order.
 
         Raises:
@@ -112,7 +114,7 @@ class WorkerPool:
                 "D008",
                 f"a loader worker died: {str(error).splitlines()[0]}",
                 key="dataloader.workers",
-                value=self.workers,
+                value=self._among,
                 suggestion="It may have run out of memory; use fewer workers or dataloader.kind=plain",
             ) from None
         finally:
