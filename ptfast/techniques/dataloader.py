@@ -27,7 +27,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("dataloader=memory",),
         off=("dataloader=plain",),
         why="Each row of a crop is one contiguous run of bytes in a padded copy, so a batch is one gather.",
-        claim="32x32 images cropped and flipped in 2 us each, against 110 us with torchvision on PIL images.",
+        claim="32x32 images cropped, flipped and normalised in 2.3 us each, against 170 us with "
+        "torchvision on PIL images.",
         source="Measured here on one CPU core, against torchvision's v1 and v2 transforms per sample.",
         avoid="Images fill half of the memory that is free: padded and mirrored copies take twice as much.",
         audit="Random crops and flips are drawn image by image in __getitem__.",

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 GREY = (19595, 38470, 7471)
 """Parts of red, green and blue in grey, in 1/65536: the weights of ITU-R 601, as PIL has them."""
 _BITS = 16
-_CACHED_PIXELS = 1 << 16
 _HALF = 1 << (_BITS - 1)
 
 Figures = NDArray[np.float64]
@@ -53,17 +52,13 @@ def bend(images: Tensor, coefficients: Tensor) -> Tensor:
     _, height, width, _ = images.shape
     x = torch.arange(width, device=images.device, dtype=torch.float32).sub_((width - 1) / 2)
     y = torch.arange(height, device=images.device, dtype=torch.float32).sub_((height - 1) / 2).view(-1, 1)
+    of_x, of_y, start = coefficients.view(-1, 2, 3, 1, 1).unbind(2)
+    # One product and one sum at a time: a matrix product may round otherwise with other threads.
+    grid = torch.stack([of_x[:, i] * x + (of_y[:, i] * y + start[:, i]) for i in (0, 1)], -1)
+    planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    sampled = F.grid_sample(planes, grid, align_corners=False)
     bent = torch.empty_like(images)
-    # On the host, as many at a time as its caches hold.
-    at_once = max(1, _CACHED_PIXELS // (height * width)) if images.device.type == "cpu" else len(images)
-    for part in range(0, len(images), at_once):
-        some = slice(part, part + at_once)
-        of_x, of_y, start = coefficients[some].view(-1, 2, 3, 1, 1).unbind(2)
-        # One product and one sum at a time: a matrix product may round otherwise with other threads.
-        grid = torch.stack([of_x[:, i] * x + (of_y[:, i] * y + start[:, i]) for i in (0, 1)], -1)
-        planes = images[some].permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-        sampled = F.grid_sample(planes, grid, align_corners=False)
-        bent[some].permute(0, 3, 1, 2).copy_(sampled.round_())
+    bent.permute(0, 3, 1, 2).copy_(sampled.round_())
     return bent
 
 

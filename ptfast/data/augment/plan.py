@@ -16,6 +16,9 @@ from ptfast.data.sampler import Indices
 from ptfast.errors import ConfigError
 from ptfast.run import DataInfo
 
+_CACHED_PIXELS = 1 << 17
+"""Of images that the host changes at a time: what it computes in between stays in its caches."""
+
 
 @dataclass(frozen=True)
 class Augment:
@@ -148,7 +151,12 @@ class Augment:
         """`change` with the draws of the samples `indices`, of which `images` are."""
         height, width = images.shape[1:3]
         drawn = self.draw_changes(seed, epoch, indices, (height, width))
-        return self.change(images, {name: torch.from_numpy(value) for name, value in drawn.items()})
+        changed, at_once = torch.empty_like(images), max(1, _CACHED_PIXELS // (height * width))
+        for start in range(0, len(images), at_once):
+            part = slice(start, start + at_once)
+            tensors = {name: torch.from_numpy(values[part]) for name, values in drawn.items()}
+            changed[part] = self.change(images[part], tensors)
+        return changed
 
 
 def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
