@@ -60,6 +60,7 @@ def build_panel(
         "padding": resolved["padding"],
         "curriculum": "; ".join(resolved["curriculum"]) or None,
         **_regularisation(config),
+        "corrupt files": "skipped" if run.unreadable is not None else None,
         "resumed": _resumed(run) if run.progress.step else None,
     }
     table += [(name, str(value)) for name, value in switches.items() if value is not None]

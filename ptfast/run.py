@@ -301,6 +301,8 @@ class Run:
     """What resuming took, for the panel."""
     data_note: str = ""
     """The data in one line, for the panel."""
+    unreadable: Callable[[], list[str]] | None = None
+    """Names the files that were left out so far; None where one that cannot be read ends the run."""
     stop_reason: str | None = None
     """Why training ended before its last step."""
     stop_signal: int | None = None

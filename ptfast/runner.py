@@ -224,6 +224,7 @@ def build(
         resolved=resolved,
         flip=config.eval.flip,
         data_note=data.note,
+        unreadable=data.unreadable,
     )
     if benchmark == "auto" and backend["cudnn_benchmark"]:
         run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))

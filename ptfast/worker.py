@@ -34,6 +34,8 @@ from ptfast.panel import build_panel, device_name
 from ptfast.run import Clock, Run
 
 STARTED_VARIABLE = "PTFAST_STARTED"
+SKIPPED_NAMES = 5
+"""Files that could not be read and are named; the others are counted."""
 EXIT_CODES = {
     "finished": EXIT_OK,
     "stopped": EXIT_OK,
@@ -186,6 +188,9 @@ def _close(
     except Exception as error:
         display.warn(f"report.html could not be written: {type(error).__name__}: {error}")
     if error_line is None and failure is None:
+        if (skipped := summary.get("skipped_files")) is not None:
+            some = ", ".join(skipped["first"]) + ", ..." * (skipped["count"] > len(skipped["first"]))
+            display.warn(f"skipped {skipped['count']:,} files that cannot be read: {some}")
         display.finish(summary)
     display.close()
     if failure is not None:
@@ -217,6 +222,8 @@ def summarise(
         summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
         if run.compilation is not None:
             summary["compile"] = run.compilation.report()
+        if run.unreadable is not None and (files := run.unreadable()):
+            summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
         if progress.best_step is not None:
             summary["best"] = {"step": progress.best_step, **run.best_figures}
     summary["wall_s"] = sum(clock.seconds.values())

@@ -93,7 +93,7 @@ def build_data(
         name, splits = type(source).__name__, adapt(source, seed=seed, task=task, known=known)
     splits = _hold_out(_for_task(splits, task), val, seed)
     _check(splits)
-    choice, files = None, splits.train
+    choice, files, read = None, splits.train, tuple(splits.sources.values())
     if choose is not None:
         others = [source for split, source in splits.sources.items() if split != "train"]
         choice = once(lambda: choose(splits.train, others))
@@ -114,7 +114,7 @@ def build_data(
         info = replace(info, extra={**info.extra, "normalize": found})
     if info.input_shape is not None:
         info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
-    return Data(info, train, splits.val, splits.test, _describe(name, splits), choice)
+    return Data(info, train, splits.val, splits.test, _describe(name, splits), choice, _unreadable(read))
 
 
 def read_inputs(info: DataInfo, paths: Sequence[str], **options: Any) -> Iterator[tuple[list[str], Tensor]]:
@@ -167,6 +167,13 @@ def _hold(splits: Splits, crops: bool) -> Splits:
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
     note = "; ".join(filter(None, [splits.note, note]))
     return splits._replace(**{split: found.source for split, found in held.items()}, note=note)
+
+
+def _unreadable(sources: tuple[Source, ...]) -> Callable[[], list[str]] | None:
+    """What names the files of `sources` that were left out."""
+    if not any(source.skips for source in sources):
+        return None
+    return lambda: [name for source in sources for name in source.unreadable()]
 
 
 def _check(splits: Splits) -> None:

@@ -171,6 +171,12 @@ class ImageFiles(Source):
 
         return torch.stack(self._each(indices, crop))
 
+    def see(self, indices: Indices, targets: Tensor) -> None:
+        self.corrupt.update(indices[targets.numpy() == IGNORE_INDEX].tolist())
+
+    def unreadable(self) -> list[str]:
+        return [self.paths[i] for i in sorted(self.corrupt)]
+
     def ignores_labels(self) -> bool:
         return self.skips or super().ignores_labels()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ptfast.data.normalize import Normalizer
-from ptfast.data.sampler import Share
+from ptfast.data.sampler import Indices, Share
 from ptfast.data.source import Source
 from ptfast.run import DataInfo, MicroBatch
 
@@ -21,6 +22,7 @@ class Prepare:
         normalizer: applied to the inputs on the device, None to leave them as they are.
         channels_last: memory format of 4-d inputs; their shape is (batch, channels, height, width) either
             way.
+        see: is shown indices and targets of each raw batch.
         pin: copy through pinned memory, so that the host does not wait for the transfer.
     """
 
@@ -32,9 +34,10 @@ class Prepare:
         normalizer: Normalizer | None,
         channels_last: bool,
         pin: bool,
+        see: Callable[[Indices, Tensor], None] | None = None,
     ) -> None:
         self._device, self._images, self._normalizer = device, images, normalizer
-        self.channels_last, self.pin = channels_last, pin
+        self.channels_last, self.pin, self._see = channels_last, pin, see
         self._on_host = device.type == "cpu"
 
     def __call__(self, raw: Any) -> Any:
@@ -44,6 +47,8 @@ class Prepare:
         return self.move(raw)
 
     def micro_batch(self, raw: Any, share: Share) -> MicroBatch:
+        if self._see is not None:
+            self._see(share.indices, raw[1])
         return MicroBatch(self(raw), share.num_samples)
 
     def inputs(self, inputs: Tensor) -> Tensor:
@@ -92,6 +97,7 @@ def build_prepare(
         normalizer=build_normalizer(info, device, normalize, images=source.images),
         channels_last=channels_last,
         pin=device.type == "cuda" and pin in (True, "auto"),
+        see=source.see if source.skips else None,
     )
 
 

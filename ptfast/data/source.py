@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -49,6 +50,8 @@ class Source:
     repeatable = False
     """Whether a sample is the same each time, and drawn from no generator: it may be held, and fetched by a
     thread beside the training."""
+    skips = False
+    """Whether another is shown in place of a sample that cannot be read, with a label that does not count."""
     image_size: int | None = None
     """Side of the square that stored images are brought to as they are fetched; None where they are not."""
 
@@ -106,6 +109,13 @@ class Source:
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
         """Count, sums and sums of squares of the pixels of samples, per channel, where they are known."""
         return None
+
+    def see(self, indices: Indices, targets: Tensor) -> None:
+        """Note which of the samples `indices` were unreadable for whoever has fetched `targets`."""
+
+    def unreadable(self) -> list[str]:
+        """Names of the files that are known to be unreadable."""
+        return []
 
     def ignores_labels(self) -> bool:
         """Whether a label may be among them that does not count."""
@@ -177,7 +187,7 @@ class SubsetSource(Source):
         self.source, self.indices = source, indices
         self.images, self.in_memory = source.images, source.in_memory
         self.packed, self.repeatable = source.packed, source.repeatable
-        self.image_size = source.image_size
+        self.skips, self.image_size = source.skips, source.image_size
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -215,6 +225,12 @@ class SubsetSource(Source):
 
     def ignores_labels(self) -> bool:
         return self.source.ignores_labels()
+
+    def see(self, indices: Indices, targets: Tensor) -> None:
+        self.source.see(self.indices[indices], targets)
+
+    def unreadable(self) -> list[str]:
+        return self.source.unreadable()
 
     def lengths(self) -> NDArray[np.int64] | None:
         lengths = self.source.lengths()
@@ -302,3 +318,5 @@ class Data:
     """One line for the panel, e.g. `digits: 1,617 train, 180 val`."""
     choice: Any = None
     """Who loads it, a `Choice` of `ptfast.data.choice`; None where nobody has chosen."""
+    unreadable: Callable[[], list[str]] | None = None
+    """Names the files that were left out so far; None where one that cannot be read ends the run."""

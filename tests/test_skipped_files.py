@@ -1,0 +1,59 @@
+"""Runs over folders with files that cannot be read: skipped alike by every loader, and said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from running import same_bits, summary, train, weights
+
+WORDS = ("model=mlp", "model.hidden=[8]", "batch_size=6", "epochs=2", "data=imagefolder", "logger=none")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Two classes in `train/` and `val/`, of which three files are damaged, one in another way each."""
+    generator = np.random.default_rng(0)
+    root = tmp_path / "images"
+    for split, count in (("train", 20), ("val", 8)):
+        for i in range(count):
+            path = root / split / f"class_{i % 2}" / f"{i:02}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(path)
+    (root / "train/class_0/04.jpg").write_bytes(b"")
+    path = root / "train/class_1/07.jpg"
+    path.write_bytes(path.read_bytes()[:300])
+    (root / "val/class_1/01.jpg").write_text("this is no image")
+    return root
+
+
+def test_every_loader_skips_the_same_files_and_says_which(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folders = {kind: tmp_path / kind for kind in ("plain", "workers", "memory")}
+    for kind, folder in folders.items():
+        words = (*WORDS, f"data.root={tree}", "data.on_corrupt=skip", f"dataloader={kind}")
+        assert train(*words, "dataloader.workers=2", f"run.dir={folder}") == 0
+        captured = capsys.readouterr()
+        text = " ".join((captured.out + captured.err).split())
+        assert "corrupt files skipped" in text
+        assert "skipped 3 files that cannot be read: " in text
+        skipped = summary(folder)["skipped_files"]
+        assert skipped["count"] == 3
+        assert [Path(name).name for name in skipped["first"]] == ["04.jpg", "07.jpg", "01.jpg"]
+        # Seven of the eight files count.
+        right = 7 * summary(folder)["val"]["accuracy"]
+        assert right == pytest.approx(round(right))
+        assert same_bits(weights(folder), weights(folders["plain"]))
+
+
+def test_without_skipping_the_first_is_an_error(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = (*WORDS, f"data.root={tree}", "dataloader=plain", f"run.dir={tmp_path / 'run'}")
+    assert train(*words) == 3
+    assert "04.jpg: is empty (0 bytes). Replace the file, or remove it" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
