@@ -10,7 +10,7 @@ from typing import Any
 from ptfast.config.suggest import did_you_mean
 from ptfast.errors import COMMAND_LINE, ConfigError
 
-SEARCHES = ("lr",)
+SEARCHES = ("lr", "batch")
 
 
 def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
@@ -31,11 +31,18 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
         hint = did_you_mean(what, SEARCHES) or usage
         raise ConfigError("C003", "nothing that can be found", key="find", value=what, suggestion=hint)
     options: dict[str, Any] = {}
-    for flag, name in {"--from": "lowest", "--to": "highest"}.items():
+    if what == "lr":
+        least = {"--from": ("lowest", 0.0), "--to": ("highest", 0.0), "--steps": ("num_steps", 20)}
+    else:
+        least = {"--from": ("smallest", 1), "--to": ("largest", 1), "--seconds": ("seconds", 0.0)}
+    for flag in ("--steps", "--seconds"):
+        if flag in flags and flag not in least:
+            hint = f"ptfast find {what} takes {', '.join(least)}"
+            raise ConfigError("C015", f"means nothing to find {what}", key=flag, suggestion=hint)
+    for flag, (name, lowest) in least.items():
         if flag in flags:
-            options[name] = _number(flag, flags[flag])
-    if "--steps" in flags:
-        options["num_steps"] = int(_number("--steps", flags["--steps"], least=20))
+            value = _number(flag, flags[flag], lowest)
+            options[name] = int(value) if lowest >= 1 else value
     for flag, name in {"--out": "out", "--write": "write"}.items():
         if flag in flags:
             options[name] = Path(flags[flag]).expanduser()
@@ -45,10 +52,14 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
         hint = "Start it without torchrun; parallel=ddp launches the ranks"
         raise ConfigError("C014", "every rank would search by itself", key="find", suggestion=hint)
     composed, config = read_config(words)
-    from ptfast.find.lr import find_lr
-
     with composed.naming_places():
-        return find_lr(composed, config, words, **options)
+        if what == "lr":
+            from ptfast.find.lr import find_lr
+
+            return find_lr(composed, config, words, **options)
+        from ptfast.find.batch import find_batch
+
+        return find_batch(composed, config, words, **options)
 
 
 def _number(flag: str, text: str, least: float = 0.0) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 """Where the files of the system are looked up."""
+_NO_MEMORY = ("can't allocate memory", "out of memory", "cannot allocate memory", "std::bad_alloc")
 _UNKNOWN_MEMORY = 4 * 2**30
 
 
@@ -69,6 +70,31 @@ def shared_memory() -> int:
     except (OSError, AttributeError):
         return available_memory()
     return found.f_bavail * found.f_frsize // _num_local_ranks()
+
+
+def memory_limit(device: str = "auto") -> tuple[int, str]:
+    """Bytes that this process may take at most, and what sets that limit."""
+    if device != "cpu" and "torch" in sys.modules:
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_properties(0).total_memory, "the GPU"
+    limits = [(available_memory(), "the memory that is free")]
+    if sys.platform != "win32":
+        import resource
+
+        for name, what in (("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")):
+            soft, _ = resource.getrlimit(getattr(resource, name))
+            if soft != resource.RLIM_INFINITY:
+                limits.append((soft, what))
+    return min(limits)
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether `error` says that there is no memory left, on the host or on the device."""
+    text = str(error).lower()
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return known or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY))
 
 
 def die_with_parent() -> None:

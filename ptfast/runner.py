@@ -15,6 +15,7 @@ from ptfast.config.parallel_rules import check_ranks
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.data import (
+    Data,
     check_same_data,
     read_info,
 )
@@ -45,6 +46,7 @@ def build(
     logger: Any = None,
     clock: Clock | None = None,
     state_folder: Path | None = None,
+    data: Data | None = None,
 ) -> Run:
     """Build a run on this rank.
 
@@ -58,6 +60,7 @@ def build(
     Args:
         logger: what takes the figures; nothing does if not given.
         state_folder: the state to go on from; None starts afresh.
+        data: the splits, where they have been loaded already.
     """
     device = resolve_device(config.device, ranks)
     resolved = broadcast_object(run_folder.read_json(folder / run_folder.RESOLVED), ranks)

@@ -31,13 +31,20 @@ def main() -> None:
 
 def _search(what: str, folder: Path, keywords: dict[str, Any]) -> dict[str, Any] | None:
     from ptfast.backend import resolve_device
-    from ptfast.find.lr import measure_here
 
-    searches = {"lr": measure_here}
     _, config = load_config(folder / run_folder.CONFIG, trusted=True)
     ranks = read_ranks()
-    init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
-    found = searches[what](config, folder, ranks, **keywords)
+    if ranks.distributed:
+        init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+    found: dict[str, Any] | None = None
+    if what == "lr":
+        from ptfast.find.lr import measure_here
+
+        found = measure_here(config, folder, ranks, **keywords)
+    else:
+        from ptfast.find.throughput import time_batches
+
+        time_batches(config, folder, ranks, **keywords)
     barrier(ranks)
     destroy_process_group()
     return found if ranks.is_first else None

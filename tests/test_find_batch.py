@@ -1,0 +1,124 @@
+"""`ptfast find batch`: the quickest size is chosen, and running out of memory is survived."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import WITH_TESTS, train
+
+from ptfast import cli
+from ptfast.config.read import read_config
+from ptfast.find import batch
+from ptfast.find.batch import Search
+
+SMALL = ("model=mlp", "model.hidden=[8]")
+
+
+def search_among(
+    rates: dict[int, float], folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: int
+) -> Search:
+    """A search on a machine on which sizes have these rates, and what is larger than `room` does not fit."""
+
+    def run_child(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
+        keywords, results = arguments[4], []
+        for size in keywords["sizes"]:
+            if size > limits.get("killed", sys.maxsize):
+                return results, 9
+            if size > limits.get("room", sys.maxsize):
+                return [*results, {"size": size, "no_room": "out of memory"}], None
+            rate = rates.get(size, 1.0)
+            facts = {"low": rate, "high": rate, "step_s": size / rate, "memory_bytes": size}
+            results.append({"size": size, "samples_per_s": rate, **facts})
+        return results, None
+
+    monkeypatch.setattr(batch, "run_child", run_child)
+    composed, config = read_config([*SMALL])
+    return Search(composed, config, folder, 0.1)
+
+
+def test_the_peak_is_found_and_not_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {8: 100, 16: 180, 32: 300, 64: 280, 128: 200, 256: 150, 48: 320, 24: 290}
+    search = search_among(rates, tmp_path, monkeypatch)
+    batch._ascend(search, 8, 4096)
+    assert max(search.seen) == 256
+    batch._refine(search, 4096)
+    assert search.best() == 48
+    assert len(search.seen[48]) == 3
+
+
+def test_of_sizes_as_quick_the_smallest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = search_among({8: 100, 16: 199, 32: 200, 64: 201}, tmp_path, monkeypatch)
+    search.measure([8, 16, 32, 64])
+    assert search.best() == 16
+
+
+@pytest.mark.parametrize("limit", ["room", "killed"])
+def test_what_does_not_fit_ends_the_search(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {size: float(size) for size in range(10_000)}
+    search = search_among(rates, tmp_path, monkeypatch, **{limit: 100})
+    batch._ascend(search, 8, 4096)
+    assert search.too_large is not None
+    assert search.too_large["size"] == 128
+    batch._refine(search, 4096)
+    assert search.best() == 96
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", WITH_TESTS["PYTHONPATH"])
+    flags = ["--from", "32", "--to", "64", "--seconds", "0.05", "--out", "out", "--write", "found.yaml"]
+    assert cli.run(["find", "batch", *SMALL, *flags]) == 0
+    out = capfd.readouterr().out
+    facts = json.loads(Path("out/batch.json").read_text())
+    assert f"best: batch_size={facts['chosen']} at" in out
+    _, config = read_config(["+recipe=./found.yaml"])
+    assert config.batch_size == facts["chosen"]
+    assert (config.optimizer.reference_batch or 64) == 64
+    assert train("+recipe=./found.yaml", "epochs=null", "steps=2", "run.dir=run") == 0
+
+
+@pytest.mark.slow
+def test_too_few_samples(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["find", "batch", *SMALL, "--from", "4096", "--seconds", "0.05"]) == 3
+    assert "more than an epoch of 1,617 samples" in capfd.readouterr().err
+
+
+def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["find", "batch", "--steps", "100"]) == 2
+    assert "means nothing to find batch" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory by ulimit")
+def test_it_survives_running_out_of_memory(tmp_path: Path) -> None:
+    words = "model=mlp model.hidden=[200000] device=cpu --from 128 --seconds 0.1 --out out"
+    command = f"ulimit -v 4500000; exec {sys.executable} -m ptfast find batch {words}"
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **WITH_TESTS}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "do not fit: ulimit -v leaves" in done.stdout
+    facts = json.loads((tmp_path / "out" / "batch.json").read_text())
+    assert facts["chosen"] < facts["too_large"]["size"]
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_on_one_size(tmp_path: Path) -> None:
+    words = [*SMALL, "device=cpu", "parallel=ddp", "parallel.nproc=2"]
+    flags = ["--from", "32", "--to", "64", "--seconds", "0.1", "--out", "out"]
+    command = [sys.executable, "-m", "ptfast", "find", "batch", *words, *flags]
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **WITH_TESTS}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
+    facts = json.loads((tmp_path / "out" / "batch.json").read_text())
+    assert facts["chosen"] in (32, 48, 64)
+    assert all(trial["micro_batches"] == 2 for trials in facts["trials"].values() for trial in trials)
