@@ -52,8 +52,12 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
         print(f"{folder} is a whole pack of {source} already: nothing to do")
         return EXIT_OK
     start_s = time.perf_counter()
-    with counting("packing", unit, plan.num_seen) as count:
-        manifest = make(plan, folder, workers, count)
+    try:
+        with counting("packing", unit, plan.num_seen) as count:
+            manifest = make(plan, folder, workers, count)
+    except KeyboardInterrupt:
+        print(f"{folder} is unfinished; the same command goes on with it")
+        raise
     took_s = time.perf_counter() - start_s
     _report(manifest, folder, took_s)
     return EXIT_OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import tarfile
 import zlib
@@ -13,7 +14,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from ptfast.cli import run
+
 IMAGES = "data=imagefolder data.root=images model=mlp batch_size=4 epochs=1"
+PACKED = "data=imagefolder data.root=pack model=mlp batch_size=4 epochs=1"
 ARRAYS = "data=arrays data.path=arrays.npz model=mlp batch_size=4 epochs=1"
 OWN = "data=custom model=mlp batch_size=4 epochs=1 data.val=0 data._target_=their_sets."
 
@@ -160,6 +164,23 @@ def _their_sets() -> None:
     Path("their_sets.py").write_text(THEIR_SETS)
 
 
+def _pack(harm: Callable[[], object]) -> Callable[[], None]:
+    """A pack of two classes in `pack`, and what goes wrong with it."""
+
+    def make() -> None:
+        class_folders("cat", "dog")
+        assert run(["pack", "images", "pack", "--workers", "1"]) == 0
+        harm()
+
+    return make
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
 def _own(name: str, code: str, *says: str, more: str = "") -> BadData:
     return BadData(_their_sets, f"{OWN}{name} {more}", code, says)
 
@@ -240,6 +261,36 @@ CASES: dict[str, BadData] = {
         IMAGES,
         "D005",
         (f"{FILE} is no image that can be decoded, whatever its name says", "Replace the file"),
+    ),
+    "an unfinished pack": BadData(
+        _pack(lambda: Path("pack/manifest.json").rename("pack/pack.unfinished")),
+        PACKED,
+        "D007",
+        ("data.root=pack (command line): is an unfinished pack", "Finish it with ptfast pack"),
+    ),
+    "a damaged pack": BadData(
+        _pack(lambda: _flip(Path("pack/train.bin"))),
+        PACKED,
+        "D007",
+        ("pack/train.bin: does not have the checksum", "make it anew with ptfast pack"),
+    ),
+    "a pack cut short": BadData(
+        _pack(lambda: os.truncate("pack/train.bin", 100)),
+        PACKED,
+        "D007",
+        ("pack/train.bin: has 100 bytes where the manifest says",),
+    ),
+    "a changed source": BadData(
+        _pack(lambda: Path("images/train/cat/0.jpg").unlink()),
+        PACKED,
+        "D007",
+        ("data.root=pack (command line): was packed from", "which has changed since", "Pack it again"),
+    ),
+    "what is no pack": BadData(
+        lambda: class_folders("cat", "dog"),
+        f"{IMAGES} dataloader=packed",
+        "C011",
+        ("dataloader.kind=packed", "ptfast pack images images-packed"),
     ),
     "46 a bomb": BadData(
         _with(_bomb), IMAGES, "D005", ("cat/0.png: claims 2,500,000,000 pixels", "not decoded")

@@ -184,6 +184,29 @@ def test_what_reaches_a_worker_is_no_copy_of_the_data(tree: Path, tmp_path: Path
     assert SubsetSource(source, np.arange(3)).packed
 
 
+def test_a_run_keeps_the_pack_that_it_has_opened(tree: Path, tmp_path: Path):
+    pack(tree, tmp_path / "pack")
+    source = load(tmp_path / "pack").train
+    before = source.fetch(np.arange(10))
+    pack(tree, tmp_path / "pack", size=6)
+    assert same(source.fetch(np.arange(10)), before)
+    assert load(tmp_path / "pack").info.input_shape == (3, 6, 6)
+
+
+def test_threads_change_nothing(mixed: Path, tmp_path: Path):
+    pack(mixed, tmp_path / "pack", jpeg=True)
+    source = load(tmp_path / "pack", image_size=10).train
+    indices = np.arange(9)
+    boxes = np.tile([0.1, 0.2, 0.5, 0.6], (9, 1))
+    threads = torch.get_num_threads()
+    found = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        found.append((source.fetch(indices)[0], source.crops(indices, boxes, 6, indices % 2)))
+    torch.set_num_threads(threads)
+    assert same(*found)
+
+
 def test_a_file_that_cannot_be_read_stops_it_or_is_left_out(tree: Path, tmp_path: Path):
     broken = tree / "train" / "dog" / "3.jpg"
     whole = load(tree).train.fetch(np.array([0, 1, 2, 3, 4, 5, 6, 7, 9]))

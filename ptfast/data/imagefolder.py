@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +17,7 @@ from ptfast.data.images import SUFFIXES, Decoder, Pixels, decode_all, mixed_size
 from ptfast.data.packed import STAT_LIMIT, newest_folder, open_pack, stat_files
 from ptfast.data.packed_images import PackedFolder
 from ptfast.data.source import Held, Source, Splits, TensorSource, as_tensor
+from ptfast.data.threads import in_threads
 from ptfast.errors import DataError
 from ptfast.machine import spare_cores
 from ptfast.run import IGNORE_INDEX, DataInfo
@@ -190,27 +190,7 @@ class ImageFiles(Source):
 
     def _each(self, indices: Indices, read: Callable[[str, int], Any]) -> list[Any]:
         """What `read` makes of the file and the place of each of `indices`."""
-        found: list[Any] = [None] * len(indices)
-        errors: dict[int, Exception] = {}
-        threads = min(torch.get_num_threads(), len(indices))
-
-        def read_some(start: int) -> None:
-            for place in range(start, len(indices), threads):
-                try:
-                    found[place] = self._readable(int(indices[place]), place, read)
-                except Exception as error:
-                    errors[place] = error
-                    return
-
-        if threads > 1:
-            # Threads that outlived this call would not survive the fork of a worker process.
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(read_some, range(threads)))
-        elif threads:
-            read_some(0)
-        if errors:
-            raise errors[min(errors)]
-        return found
+        return in_threads(len(indices), lambda place: self._readable(int(indices[place]), place, read))
 
     def _readable(self, index: int, place: int, read: Callable[[str, int], Any]) -> Any:
         """What `read` makes of file `index`, or where files may be skipped, of the next that it can read."""

@@ -173,6 +173,9 @@ class _Writer:
         # Beyond the last line of the journal there may be half a piece.
         for split, written in self.written.items():
             for name, size in ((f"{split}.bin", written.bytes), (f"{split}.index", written.index_bytes)):
+                if not size:
+                    # A run that still maps the pack of before keeps its file.
+                    (folder / name).unlink(missing_ok=True)
                 with (folder / name).open("ab") as file:
                     file.truncate(size)
         return self

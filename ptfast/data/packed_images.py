@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ptfast.data.crops import Boxes, Sizes, crop_all
+from ptfast.data.crops import Boxes, Sizes, resized_crop
 from ptfast.data.images import Decoder, Pixels, fit, mixed_sizes
 from ptfast.data.packed import ROW, Manifest
-from ptfast.data.source import Source, Splits, as_tensor
+from ptfast.data.source import Held, Source, Splits, TensorSource, as_tensor
+from ptfast.data.threads import in_threads
 from ptfast.errors import DataError
 from ptfast.run import DataInfo
 
@@ -79,7 +80,7 @@ class PackedImages(Source):
             pixels = self._fitted(indices)
         return torch.from_numpy(pixels), targets
 
-    def image(self, index: int) -> Pixels:
+    def image(self, index: int | np.integer) -> Pixels:
         """One image as it is stored, (height, width, 3); without a copy unless it has to be decoded."""
         row = self._rows[index]
         stored = self._mapped()[self._ends[index] - row["length"] : self._ends[index]]
@@ -95,7 +96,17 @@ class PackedImages(Source):
         return rows["original_height"].astype(np.int64), rows["original_width"].astype(np.int64)
 
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        return crop_all(self.originals(indices), boxes, size, mirrored)
+        def crop(place: int) -> Tensor:
+            return resized_crop(self.image(indices[place]), boxes[place], bool(mirrored[place]), size)
+
+        return torch.stack(in_threads(len(indices), crop))
+
+    def hold(self) -> Held:
+        """All images; where they are fetched as they are stored, without a copy: ranks share one memory."""
+        if self._shape is None:
+            return super().hold()
+        images = torch.from_numpy(self._mapped().reshape(-1, *self._shape))
+        return Held(TensorSource(images, self.targets, images=True), 0)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
         """Count, sums and sums of squares of the pixels of samples, per channel, which packing has added up.
@@ -122,18 +133,15 @@ class PackedImages(Source):
             raise mixed_sizes(self._name(int(other[0])), shape, (height, width))
 
     def _fitted(self, indices: Indices) -> Pixels:
-        pixels: Pixels | None = None
-        for place, index in enumerate(indices.tolist()):
-            image = self.image(index)
-            if self.image_size is not None:
-                image = fit(image, self.image_size)
-            if pixels is None:
-                pixels = np.empty((len(indices), *image.shape), np.uint8)
-            elif image.shape != pixels.shape[1:]:
-                raise mixed_sizes(self._name(index), image.shape, pixels.shape[1:])
-            pixels[place] = image
-        assert pixels is not None
-        return pixels
+        def fitted(place: int) -> Pixels:
+            image = self.image(indices[place])
+            return image if self.image_size is None else fit(image, self.image_size)
+
+        images = in_threads(len(indices), fitted)
+        for index, image in zip(indices, images, strict=True):
+            if image.shape != images[0].shape:
+                raise mixed_sizes(self._name(index), image.shape, images[0].shape)
+        return np.stack(images)
 
     def _mapped(self) -> Pixels:
         if self._bytes is None:
@@ -143,7 +151,7 @@ class PackedImages(Source):
             self._bytes = mapped.view(np.ndarray)
         return self._bytes
 
-    def _name(self, index: int) -> str:
+    def _name(self, index: int | np.integer) -> str:
         return f"image {index} of {self.folder / self.split}.bin"
 
 
