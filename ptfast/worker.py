@@ -24,6 +24,7 @@ from ptfast.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PREEMPTED,
+    MachineError,
     ParallelError,
     PtfastError,
     bug_line,
@@ -32,6 +33,7 @@ from ptfast.errors import (
 from ptfast.logger import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
 from ptfast.panel import build_panel, device_name
 from ptfast.run import Clock, Run
+from ptfast.units import num_bytes
 
 STARTED_VARIABLE = "PTFAST_STARTED"
 SKIPPED_NAMES = 5
@@ -111,6 +113,10 @@ def train(
                 lost = ParallelError("P001", "another rank died or hangs", key=str(folder))
                 exit_code, error_line = lost.exit_code, str(lost)
                 raise lost from error
+            if machine.is_memory_error(error):
+                full = _out_of_memory(config)
+                exit_code, error_line = full.exit_code, str(full)
+                raise full from error
             raise
         finally:
             with contextlib.suppress(Exception):
@@ -123,6 +129,18 @@ def train(
         barrier(ranks)
         destroy_process_group()
     return exit_code
+
+
+def _out_of_memory(config: Config) -> MachineError:
+    limit, name = machine.memory_limit(config.device)
+    return MachineError(
+        "E002",
+        f"there is no memory left for a step ({name}: {num_bytes(limit)})",
+        key="batch_size",
+        value=config.batch_size,
+        suggestion="ptfast find batch says what fits; or use precision=amp, checkpointing=full or "
+        "gradients.accumulate=2",
+    )
 
 
 def _note_environment(folder: Path, run: Run) -> None:

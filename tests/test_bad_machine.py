@@ -196,3 +196,12 @@ def test_commands_on_a_run(trained: Path, capsys: Capture) -> None:
         (f"compare {run} --metric nope", "C005", "There are: best.accuracy"),
     ):
         assert_refused(line.split(), code, (text,), capsys)
+
+
+def test_out_of_memory_says_what_to_do(capsys: Capture, monkeypatch: Patch) -> None:
+    def take_too_much(*_: object, **__: object) -> None:
+        torch.empty(2**60)
+
+    monkeypatch.setattr("ptfast.loop.fit", take_too_much)
+    says = ("batch_size=64", "there is no memory left for a step", "ptfast find batch says what fits")
+    assert_refused(["train", "model=mlp", "run.dir=full"], "E002", says, capsys)
