@@ -59,6 +59,7 @@ def build_panel(
         "evaluation": "over images and their mirror images" if run.flip else None,
         "padding": resolved["padding"],
         "curriculum": "; ".join(resolved["curriculum"]) or None,
+        "shuffling": _shuffling(config),
         **_regularisation(config),
         "corrupt files": "skipped" if run.unreadable is not None else None,
         "resumed": _resumed(run) if run.progress.step else None,
@@ -98,6 +99,12 @@ def _schedule(config: Config, momentum: str | None) -> str:
 def _resumed(run: Run) -> str:
     """Where the run goes on, and what it took to come there."""
     return f"at step {run.progress.step:,}" + (f"; {run.resumed_note}" if run.resumed_note else "")
+
+
+def _shuffling(config: Config) -> str | None:
+    """What samples are drawn out of, where that is not the whole."""
+    size = config.data.shuffle_buffer
+    return None if size is None else f"each sample is drawn out of {size:,} that lie together"
 
 
 def _kernels(config: Config, resolved: dict[str, Any]) -> str | None:

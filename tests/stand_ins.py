@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import tarfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -82,6 +84,15 @@ def write(folder: Path) -> None:
             for number in range(size):
                 pixels = chance.integers(0, 256, (8, 8, 3), np.uint8)
                 Image.fromarray(pixels).save(folder / "images" / split / label / f"{number}.png")
+    (folder / "shards").mkdir()
+    with tarfile.open(folder / "shards" / "0.tar", "w") as tar:
+        for number in range(20):
+            buffer = io.BytesIO()
+            Image.fromarray(chance.integers(0, 256, (8, 8, 3), np.uint8)).save(buffer, "PNG")
+            for suffix, content in (("png", buffer.getvalue()), ("cls", str(number % 2).encode())):
+                info = tarfile.TarInfo(f"{number:04d}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
     points = chance.standard_normal((64, 2)).astype(np.float32)
     np.savez(folder / "points.npz", x=points, y=(points.sum(1) > 0).astype(np.int64))
     for split in ("train", "dev"):

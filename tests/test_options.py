@@ -29,6 +29,7 @@ WITH: dict[str, Words] = {
     "data/text_tsv": (*TEXT, *WORDS),
     "data/text_file": (*RUNNING_TEXT, *TINY_GPT),
     "data/hf": ("data.path=there", "batch_size=8", *WORDS),
+    "data/webdataset": ("data.shards=FILES/shards",),
     "data/custom": ("data._target_=stand_ins.Points",),
     "model/text_encoder": (*TEXT, *WORDS),
     "model/gpt": (*RUNNING_TEXT, *TINY_GPT),

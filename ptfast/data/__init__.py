@@ -94,14 +94,14 @@ def build_data(
     splits = _hold_out(_for_task(splits, task), val, seed)
     _check(splits)
     choice, files, read = None, splits.train, tuple(splits.sources.values())
+    if shuffle_buffer is not None:
+        _shuffle_nearby(files, shuffle_buffer)
     if choose is not None:
         others = [source for split, source in splits.sources.items() if split != "train"]
         choice = once(lambda: choose(splits.train, others))
         if choice.kind in HELD:
             splits = _hold(splits, crops)
     train = splits.train
-    if shuffle_buffer is not None:
-        _shuffle_nearby(train, shuffle_buffer)
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
     num_train = None if isinstance(train, IterableSource) else len(train)
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
@@ -114,7 +114,8 @@ def build_data(
         info = replace(info, extra={**info.extra, "normalize": found})
     if info.input_shape is not None:
         info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
-    return Data(info, train, splits.val, splits.test, _describe(name, splits), choice, _unreadable(read))
+    note = _describe(name, splits)
+    return Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order)
 
 
 def read_inputs(info: DataInfo, paths: Sequence[str], **options: Any) -> Iterator[tuple[list[str], Tensor]]:
@@ -185,10 +186,9 @@ def _check(splits: Splits) -> None:
 
 
 def _shuffle_nearby(train: Source, size: int) -> None:
-    if not isinstance(train, IterableSource):
+    if not train.shuffle_within(size):
         what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
         raise ConfigError("C011", what, key="data.shuffle_buffer", value=size, suggestion=hint)
-    train.shuffle_buffer = size
 
 
 def _has_statistics(splits: Splits) -> bool:

@@ -9,6 +9,7 @@ from ptfast.splitmix import FACTOR_1, FACTOR_2, GOLDEN, finalise
 
 ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX, BATCHES = range(9)
 CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION, ROTATION, SCALING, SHIFT_Y, SHIFT_X = range(16, 25)
+NEARBY = 25
 """Streams: what a draw is for. Draws of different streams are independent."""
 BOX = 64
 """Stream of a box's top; those behind it, up to 85, are for its left and for the sizes that are tried."""

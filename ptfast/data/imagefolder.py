@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -111,7 +111,7 @@ class ImageFiles(Source):
 
     def __init__(
         self,
-        paths: list[str],
+        paths: Sequence[str],
         targets: Tensor,
         decoder: Decoder,
         on_corrupt: OnCorrupt = "error",
@@ -144,7 +144,7 @@ class ImageFiles(Source):
         expected = self.shape or pixels[0].shape
         for index, image in zip(indices, pixels, strict=True):
             if image.shape != expected:
-                raise mixed_sizes(self.paths[index], image.shape, expected)
+                raise mixed_sizes(self.paths[int(index)], image.shape, expected)
         return torch.from_numpy(np.stack(pixels)), self.labels(indices)
 
     def labels(self, indices: Indices) -> Tensor:
@@ -212,7 +212,7 @@ class ImageFiles(Source):
 
     def take(self, indices: Indices) -> ImageFiles:
         taken = ImageFiles(
-            [self.paths[i] for i in indices],
+            [self.paths[int(i)] for i in indices],
             self.targets.index_select(0, as_tensor(indices)),
             self.decoder,
             "skip" if self.skips else "error",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data.crops import resize
+from ptfast.data.tar import InTar
 from ptfast.errors import DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -128,12 +129,25 @@ def size_of(path: str) -> tuple[int, int]:
     Raises:
         DataError: D005 if it cannot be read, or is no image.
     """
+    if isinstance(path, InTar):
+        return _size_in_tar(path)
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - half the time of Path.open
             shape = _jpeg_shape(file.read(_HEADER_BYTES))
         if shape is not None:
             return shape[:2]
         with _opened(path, path) as image:
+            return image.height, image.width
+    except OSError as error:
+        raise DataError("D005", f"cannot be read: {error.strerror or error}", key=path) from None
+
+
+def _size_in_tar(path: InTar) -> tuple[int, int]:
+    try:
+        shape = _jpeg_shape(path.read(_HEADER_BYTES))
+        if shape is not None:
+            return shape[:2]
+        with _opened(io.BytesIO(path.read()), path) as image:
             return image.height, image.width
     except OSError as error:
         raise DataError("D005", f"cannot be read: {error.strerror or error}", key=path) from None
@@ -146,7 +160,7 @@ def read_file(path: str) -> bytes:
         DataError: D005 if it cannot be read.
     """
     try:
-        return Path(path).read_bytes()
+        return path.read() if isinstance(path, InTar) else Path(path).read_bytes()
     except OSError as error:
         raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
 

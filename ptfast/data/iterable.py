@@ -99,6 +99,10 @@ class IterableSource(Source):
                 return number
         return None
 
+    def shuffle_within(self, size: int) -> bool:
+        self.shuffle_buffer = size
+        return True
+
     def read(self, epoch: int, reader: Reader = Reader()) -> Iterator[Any]:
         """One pass over what belongs to `reader`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,7 @@ def build_train_loader(
         last=last,
         sizes=sizes,
         by_length=by_length,
+        order=partial(data.order, seed),
     )
     if kind == "auto":
         share = batch_size // micro_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -73,6 +74,8 @@ class Sampler:
         sizes: samples of a step by step, where they grow to `batch_size`.
         by_length: what makes batches up instead, where it goes by the samples' length.
 
+        order: the order of the samples in an epoch, where they are not shuffled as a whole.
+
     Raises:
         DataError: D002 without samples, D006 if every batch would be dropped.
     """
@@ -89,6 +92,7 @@ class Sampler:
         last: str,
         sizes: Stages | None = None,
         by_length: LengthPlan | None = None,
+        order: Callable[[int], Indices | None] = lambda epoch: None,
     ) -> None:
         if size == 0:
             raise DataError("D002", "the training split has no samples", key="data")
@@ -105,6 +109,7 @@ class Sampler:
             )
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self._order = by_length.order if by_length is not None else self._shuffled
+        self._own_order = lru_cache(maxsize=2)(order)
         per_rank = micro_batches // num_ranks
         self._micro_batches, self._mine = micro_batches, slice(rank * per_rank, (rank + 1) * per_rank)
         self._full_bounds = micro_batch_bounds(batch_size, micro_batches)[self._mine]
@@ -126,4 +131,5 @@ class Sampler:
         return shares, len(batch)
 
     def _shuffled(self, epoch: int) -> Indices:
-        return permutation(self.seed, epoch, self.size)
+        order = self._own_order(epoch)
+        return permutation(self.seed, epoch, self.size) if order is None else order

@@ -16,6 +16,8 @@ from ptfast.errors import DataError
 from ptfast.run import IGNORE_INDEX, DataInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ptfast.data.sampler import Indices
     from ptfast.durations import Duration
 
@@ -128,6 +130,14 @@ class Source:
 
     def pad(self, padding: Padding) -> None:
         """Bring the sequences of a batch to one length like this from now on."""
+
+    def shuffle_within(self, size: int) -> bool:
+        """Draw each sample out of about `size` that lie together from now on; whether that can be done."""
+        return False
+
+    def order(self, seed: int, epoch: int) -> Indices | None:
+        """The order of the samples in an epoch; None where any order will do."""
+        return None
 
 
 class TensorSource(Source):
@@ -320,3 +330,5 @@ class Data:
     """Who loads it, a `Choice` of `ptfast.data.choice`; None where nobody has chosen."""
     unreadable: Callable[[], list[str]] | None = None
     """Names the files that were left out so far; None where one that cannot be read ends the run."""
+    order: Callable[[int, int], Indices | None] = lambda seed, epoch: None
+    """`order` of the training data, wherever it is held."""
