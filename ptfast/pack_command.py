@@ -51,6 +51,8 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
     if whole is not None and same_as(whole, plan.header):
         print(f"{folder} is a whole pack of {source} already: nothing to do")
         return EXIT_OK
+    if whole is not None:
+        print(f"{folder} holds a pack of what {source} was, or made in another way: it is made anew")
     start_s = time.perf_counter()
     try:
         with counting("packing", unit, plan.num_seen) as count:

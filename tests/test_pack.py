@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +360,7 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "nothing to do" in capsys.readouterr().out
     assert files_of(folder) == before
     assert run([*line[:3], "--size", "6", "--workers", "1", "--on-corrupt=skip"]) == 0
+    assert "made anew" in capsys.readouterr().out
     assert load(folder).info.input_shape == (3, 6, 6)
     assert run(["pack", "--verify", str(folder)]) == 0
     assert "is whole" in capsys.readouterr().out
@@ -378,6 +381,7 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("pack images file", "C011", "is a file"),
         ("pack images of-another", "C011", "holds a pack of"),
         ("pack images unfinished", "C011", "holds an unfinished pack of"),
+        ("pack images file/inside", "E001", "cannot be written: Not a directory"),
         ("pack --verify images", "D001", "holds no pack"),
         ("pack --verify images --jpeg", "C011", "takes nothing else"),
     ],
@@ -409,6 +413,14 @@ def test_what_the_machine_lacks_is_said(tree: Path, tmp_path: Path, monkeypatch:
         with pytest.raises(MachineError, match=r"needs about 5.9 KiB, and 100 B are free") as caught:
             pack(tree, tmp_path / "pack")
         assert caught.value.code == "E002"
+
+    def fill(seen: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    wanted = {"size": None, "jpeg": False, "skip_corrupt": False}
+    with pytest.raises(MachineError, match="no space is left") as caught:
+        make(plan_images(tree, **wanted), tmp_path / "pack", 1, fill)
+    assert caught.value.code == "E002"
     # Another process writes it.
     code = f"import fcntl; f = open({str(tmp_path / 'pack' / packed.JOURNAL)!r}, 'a'); fcntl.flock(f, 2); "
     code += "print('held', flush=True); input()"
@@ -420,6 +432,19 @@ def test_what_the_machine_lacks_is_said(tree: Path, tmp_path: Path, monkeypatch:
         with pytest.raises(MachineError, match="being written by another process"):
             pack(tree, tmp_path / "pack")
         process.communicate("\n")
+
+
+def die(job: Any) -> Any:
+    os._exit(9)
+
+
+def test_a_process_that_dies_is_told(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ptfast.data.pack_images.PIECE_BYTES", 1)
+    plan = plan_images(tree, size=None, jpeg=False, skip_corrupt=False)
+    with pytest.raises(DataError, match="a process that was converting died") as caught:
+        make(replace(plan, convert=die), tmp_path / "pack", 2)
+    assert caught.value.code == "D008"
+    assert "unfinished" in str(refused(tmp_path / "pack"))
 
 
 def test_a_pack_of_something_else_says_what_reads_it(tree: Path, tmp_path: Path):
