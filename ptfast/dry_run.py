@@ -81,7 +81,7 @@ def dry_run(config: Config) -> int:
             ("memory at peak", num_bytes(peak_memory_bytes(run.device.type))),
             ("operations per step", f"{short_count(flops)}FLOP" if flops else "not counted"),
             ("time per step", f"{step_s * 1e3:,.1f} ms"),
-            ("throughput", f"{run.batch_size / step_s:,.0f} samples/s"),
+            ("throughput", f"{run.train_loader.plan.batch_size / step_s:,.0f} samples/s"),
             ("time per epoch", duration(step_s * per_epoch) if per_epoch else "unknown: iterable data"),
             (
                 "time of the run",

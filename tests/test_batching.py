@@ -130,15 +130,16 @@ def test_lines_and_paragraphs_are_documents(documents: str, inputs: list[str], t
 # Batches by length
 
 
-@pytest.mark.parametrize("last", ["keep", "drop"])
+@pytest.mark.parametrize("last", ["keep", "drop", "pad"])
 @pytest.mark.parametrize("options", [{}, {"batch_tokens": 1000}, {"padding": Padding(multiple=64)}])
 def test_every_sample_comes_once_an_epoch(options: dict[str, Any], last: str) -> None:
     plan = plan_of(last=last, **options)
     for epoch in (0, 1, 7):
         batches = batches_of(plan, epoch)
         seen = [index for batch in batches for index in batch]
-        dropped = 1500 % 16 if last == "drop" and "batch_tokens" not in options else 0
-        assert len(set(seen)) == len(seen) == 1500 - dropped
+        by_tokens = "batch_tokens" in options
+        assert len(set(seen)) == 1500 - (1500 % 16 if last == "drop" and not by_tokens else 0)
+        assert len(seen) - len(set(seen)) == (-1500 % 16 if last == "pad" and not by_tokens else 0)
         assert {len(batch) for batch in batches} <= plan.all_sizes()
         assert batches == batches_of(plan_of(last=last, **options), epoch)
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import build_run, summary, train
+from running import build_run, same_bits, summary, train
 from test_batching import Armed, text, texts_of
 from test_resume import arm, assert_same_run, train_in_child
 from torch.nn import functional as F
 from trials import merged
 
+from ptfast import cli
 from ptfast.data.packing import PackedDocuments, pack
 from ptfast.data.ragged import Documents
 from ptfast.errors import ConfigError
@@ -178,6 +179,17 @@ def test_packed_windows_can_be_short_at_first(in_tmp: Path) -> None:
         widths.append(targets.shape[1])
     assert widths == sorted(widths)
     assert (widths[0], widths[-1]) == (8, 32)
+
+
+def test_documents_of_a_pack_on_disk_are_packed_alike(in_tmp: Path) -> None:
+    words = text(in_tmp)
+    assert cli.run(["pack", "text.txt", "there", "--documents", "lines"]) == 0
+    places = (("data.path=text.txt", "dataloader=plain"), ("data.path=there", "dataloader=packed"))
+    batches = []
+    for number, place in enumerate(places):
+        run = build_run(in_tmp / str(number), *merged(*words, *place, "batching=pack", "steps=3"))
+        batches.append([step.micro_batches for step in run.train_loader.steps(0, 3)])
+    assert same_bits(*batches)
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ class LengthPlan(BatchPlan):
         padding: how batches come to one length.
         batch_size: samples of a step over all ranks.
         batch_tokens: a step takes as many samples instead as fit into so many tokens, padding included.
-        last: `keep` or `drop` the batch of an epoch that is short, which is of other lengths in every epoch.
-            Where tokens are counted none is.
+        last: `keep` or `drop` the batch of an epoch that is short, or `pad` it with samples of like length. It
+            is of other lengths in every epoch. Where tokens are counted none is short.
 
     Cost: a sort of the samples in every epoch.
     Source: Khomenko et al. 2016, arXiv:1708.05604; Vaswani et al. 2017, arXiv:1706.03762, section 5.1, for
@@ -84,7 +84,12 @@ class LengthPlan(BatchPlan):
         epoch, position = divmod(step, self.steps_per_epoch)
         _, cuts, turns = self._epoch(epoch)
         which = int(turns[position])
-        return epoch, int(cuts[which]), int(cuts[which + 1])
+        start, stop = int(cuts[which]), int(cuts[which + 1])
+        if self._pads and self._cuts is None:
+            # The short one takes in its neighbours, which are of like length.
+            start = max(0, min(start, len(self._classes) - self.batch_size))
+            stop = start + self.batch_size
+        return epoch, start, stop
 
     def steps(self, duration: Duration, total_steps: int | None) -> int:
         """`duration` from the start of the run, in optimizer steps to the nearest."""

@@ -38,10 +38,9 @@ class PackedDocuments(Source):
     Source: Krell et al. 2021, arXiv:2107.02027.
     """
 
-    in_memory = True
-
     def __init__(self, documents: Documents, context_length: int, seed: int) -> None:
         self._documents, self._context = documents, context_length
+        self.in_memory, self.packed = documents.in_memory, documents.packed
         self._seed = draws.key(seed, draws.WINDOW)
         lengths = documents.lengths()
         slots, self._counts = pack(lengths, context_length)
