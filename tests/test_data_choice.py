@@ -206,6 +206,17 @@ def test_the_choice_is_written_down_with_its_reason_and_kept(
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_run_goes_on_with_another_loader_as_if_nothing_was(in_tmp: Path) -> None:
+    words = (*WORDS, "augment=crop_flip", "schedule=constant", "model.width=4", "saving.best=false")
+    assert train(*words, "run.dir=whole", "epochs=2", "dataloader=memory") == 0
+    assert train(*words, "run.dir=parts", "epochs=1", "dataloader=auto") == 0
+    more = ("dataloader=workers", "dataloader.workers=1", "run.resume=auto")
+    assert train(*words, "run.dir=parts", "epochs=2", *more) == 0
+    assert same_bits(weights(in_tmp / "parts"), weights(in_tmp / "whole"))
+    assert json.loads((in_tmp / "parts" / "resolved.json").read_text())["dataloader"] == "workers"
+
+
+@pytest.mark.usefixtures("folder")
 def test_statistics_are_the_same_bits_whoever_loads(in_tmp: Path) -> None:
     found = [
         build_run(in_tmp / kind, *WORDS, f"dataloader={kind}").info.extra["normalize"]
