@@ -15,7 +15,7 @@ from running import build_run, same_bits, train, weights
 from torch.utils.data import Dataset
 
 from ptfast.data import choice
-from ptfast.data.choice import Choice, choose, count_workers
+from ptfast.data.choice import Choice, Look, choose, count_workers, look_at
 from ptfast.data.source import Source, TensorSource
 from ptfast.errors import ConfigError, MachineError
 
@@ -49,7 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(choice, "available_memory", lambda: memory)
         monkeypatch.setattr(choice, "shared_memory", lambda: shared)
 
-    monkeypatch.setattr(choice, "seconds_per_sample", lambda source: getattr(source, "read_s", 1e-4))
+    monkeypatch.setattr(choice, "look_at", lambda source: Look(getattr(source, "read_s", 1e-4), 3000))
     of()
     return of
 
@@ -64,7 +64,7 @@ def test_what_is_in_memory_is_gathered_there() -> None:
 
 
 def test_files_that_fit_are_decoded_once() -> None:
-    assert auto(Files(1e-4)) == Choice("memory", "2.9 MiB, decoded once", 0, pytest.approx(1e-2))
+    assert auto(Files(1e-4)) == Choice("memory", "2.9 MiB, decoded once", 0)
 
 
 def test_the_other_splits_count(machine: Callable[..., None]) -> None:
@@ -81,16 +81,17 @@ def test_a_run_that_is_over_sooner_does_not_decode_everything() -> None:
 def test_files_that_do_not_fit_are_read_by_workers_where_that_pays(machine: Callable[..., None]) -> None:
     machine(memory=4 * 4 * 2**28)
     large = Files(1e-4, 10**7)
-    assert auto(large) == Choice("workers", "a batch is read in 10 ms", 3, pytest.approx(1e-2))
+    assert auto(large) == Choice("workers", "a batch is read in 10 ms", 3)
     assert auto(large, workers=2).workers == 2
     assert auto(Files(1e-5, 10**7)).kind == "plain"
     machine(cores=1, memory=4 * MB)
-    assert auto(large).reason == "a batch is read in 10 ms, and no core is to spare"
+    assert auto(large).reason == "a batch is read in 10 ms, and cores or memory are not to spare"
+    assert auto(large, workers=0).reason == "a batch is read in 10 ms, and there are no workers"
 
 
 def test_a_pack_is_read_in_place_unless_reading_takes_long() -> None:
     quick = auto(Files(1e-6, packed=True))
-    assert quick == Choice("packed", "read in place, 1 us a sample", 0, pytest.approx(1e-4))
+    assert quick == Choice("packed", "read in place, 1 us a sample", 0)
     assert auto(Files(1e-3, 10**7, packed=True)).kind == "workers"
 
 
@@ -131,6 +132,19 @@ def test_workers_are_as_many_as_cores_and_memory_allow(machine: Callable[..., No
     # A container that shares 64 MB, say.
     machine(cores=9, shared=64 * MB)
     assert count_workers("auto", 10 * MB) == 3
+
+
+def test_what_workers_pass_on_fits_into_what_is_shared(machine: Callable[..., None]) -> None:
+    machine(cores=9, shared=5 * MB)
+    # Two batches of 100 samples of 3 kB for each.
+    assert auto(Files(1e-4), kind="workers").workers == 4
+    assert auto(Files(1e-4, 10**7)).workers == 4
+
+
+def test_a_look_tells_the_size_of_what_is_handed_over() -> None:
+    source = TensorSource(torch.zeros(9, 5), torch.zeros(9, dtype=torch.int64))
+    assert look_at(source).num_bytes == 5 * 4 + 8
+    assert 0 < look_at(source).seconds < 1
 
 
 def test_workers_asked_for_by_name_are_at_least_one(machine: Callable[..., None]) -> None:
@@ -197,10 +211,10 @@ def test_the_choice_is_written_down_with_its_reason_and_kept(
     assert resolved["dataloader"] == "memory"
     assert resolved["dataloader_reason"] == "17 KiB, decoded once"
 
-    def look(source: Source) -> float:
+    def look(source: Source) -> Look:
         raise AssertionError("looked at again")
 
-    monkeypatch.setattr(choice, "seconds_per_sample", look)
+    monkeypatch.setattr(choice, "look_at", look)
     run = build_run(in_tmp / "a", *WORDS, "dataloader=auto")
     assert (run.train_loader.kind, run.train_loader.reason) == ("memory", "17 KiB, decoded once")
 

@@ -123,7 +123,7 @@ def test_a_cpu_has_no_side_stream() -> None:
 
 def test_tensors_are_found_wherever_they_are() -> None:
     a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
-    assert list(transfers._tensors_in(((a, 3), {"b": [b, None]}, "text", c))) == [a, b, c]
+    assert list(transfers.tensors_in(((a, 3), {"b": [b, None]}, "text", c))) == [a, b, c]
 
 
 @pytest.mark.gpu

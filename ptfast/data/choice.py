@@ -12,6 +12,7 @@ import torch
 from ptfast.data.device import free_bytes
 from ptfast.data.iterable import IterableSource, check_kind
 from ptfast.data.source import Source
+from ptfast.data.transfers import tensors_in
 from ptfast.errors import ConfigError, MachineError
 from ptfast.machine import available_memory, shared_memory, spare_cores
 from ptfast.units import num_bytes
@@ -35,8 +36,14 @@ class Choice(NamedTuple):
     """Why, in a few words for the panel."""
     workers: int
     """Processes of the kind `workers`; 0 for other kinds."""
-    batch_s: float | None = None
-    """Seconds that a micro-batch was measured to take, read by one thread; None where nobody looked."""
+
+
+class Look(NamedTuple):
+    """What fetching a few dozen samples has shown of one."""
+
+    seconds: float
+    num_bytes: int
+    """As it is handed over, decoded."""
 
 
 def choose(
@@ -95,10 +102,9 @@ def choose(
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     count = 0
     if kind == "workers":
-        sample_bytes = (train.held_bytes or 0) // max(1, _length(train))
-        count = count_workers(workers, sample_bytes * micro_batch_size * prefetch)
         # Whoever asks for workers by name gets one at least.
-        count = max(1, count) if workers == "auto" else count
+        ahead_bytes = look_at(train).num_bytes * micro_batch_size * prefetch if workers == "auto" else 0
+        count = max(1, count_workers(workers, ahead_bytes)) if workers == "auto" else int(workers)
     return Choice(kind, before or "as the config says", count)
 
 
@@ -136,17 +142,18 @@ def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
     return max(0, min(spare_cores() - 1, by_memory, by_shared))
 
 
-def seconds_per_sample(source: Source) -> float:
-    """How long a sample takes to fetch, by a few dozen of them from all over the data."""
+def look_at(source: Source) -> Look:
+    """How long a sample takes to fetch, and how large it is, by a few dozen from all over the data."""
     places = np.linspace(0, len(source) - 1, min(len(source), _LOOK_SAMPLES)).astype(np.int64)
-    source.fetch(places[:1])
+    first = source.fetch(places[:1])
     start, count = time.perf_counter(), 0
     for chunk in np.array_split(places, -(-len(places) // 8)):
         source.fetch(chunk)
         count += len(chunk)
         if time.perf_counter() - start > _LOOK_S:
             break
-    return (time.perf_counter() - start) / count
+    seconds = (time.perf_counter() - start) / count
+    return Look(seconds, sum(tensor.nbytes for tensor in tensors_in(first)))
 
 
 def _quickest(
@@ -159,21 +166,21 @@ def _quickest(
 ) -> Choice:
     if train.in_memory:
         return Choice("memory", "the data is in memory", 0)
-    sample_s = seconds_per_sample(train)
-    batch_s = sample_s * micro_batch_size
+    look = look_at(train)
+    batch_s = look.seconds * micro_batch_size
     if train.packed and batch_s < _HAND_OVER_S:
-        return Choice("packed", f"read in place, {_time(sample_s)} a sample", 0, batch_s)
+        return Choice("packed", f"read in place, {_time(look.seconds)} a sample", 0)
     enough = num_samples is None or num_samples >= len(train)
     if train.repeatable and needed is not None and needed <= available_memory() // 4 and enough:
-        return Choice("memory", f"{num_bytes(needed)}, decoded once", 0, batch_s)
+        return Choice("memory", f"{num_bytes(needed)}, decoded once", 0)
     within = "packed" if train.packed else "plain"
     if batch_s < _HAND_OVER_S:
-        return Choice(within, f"a batch is read in {_time(batch_s)}", 0, batch_s)
-    ahead_bytes = (train.held_bytes or 0) // len(train) * micro_batch_size * prefetch
-    count = count_workers(workers, ahead_bytes)
+        return Choice(within, f"a batch is read in {_time(batch_s)}", 0)
+    count = count_workers(workers, look.num_bytes * micro_batch_size * prefetch)
     if count:
-        return Choice("workers", f"a batch is read in {_time(batch_s)}", count, batch_s)
-    return Choice(within, f"a batch is read in {_time(batch_s)}, and no core is to spare", 0, batch_s)
+        return Choice("workers", f"a batch is read in {_time(batch_s)}", count)
+    lacks = "cores or memory are not to spare" if workers == "auto" else "there are no workers"
+    return Choice(within, f"a batch is read in {_time(batch_s)}, and {lacks}", 0)
 
 
 def _on_device(choice: Choice, train: Source, device: torch.device | None) -> Choice:
@@ -196,10 +203,6 @@ def _held_bytes(train: Source, others: Iterable[Source], crops: bool) -> int | N
             return None
         total += held_bytes
     return total
-
-
-def _length(source: Source) -> int:
-    return 0 if isinstance(source, IterableSource) else len(source)
 
 
 def _time(seconds: float) -> str:

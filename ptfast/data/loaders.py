@@ -109,7 +109,7 @@ def build_train_loader(
     )
     if kind == "auto":
         share = batch_size // micro_batches
-        kind, reason, workers, _ = choose(
+        kind, reason, workers = choose(
             source, kind=kind, workers=workers, prefetch=prefetch, micro_batch_size=share
         )
     num_workers = count_workers(workers) if kind == "workers" else 0

@@ -56,7 +56,7 @@ class SideStream:
     def hand_over(self, batch: Any, mark: Any) -> None:
         training = torch.cuda.current_stream(self._device)
         training.wait_event(mark)
-        for tensor in _tensors_in(batch):
+        for tensor in tensors_in(batch):
             # The allocator knows only the stream it was made on, and would give the memory away too soon.
             tensor.record_stream(training)
 
@@ -120,9 +120,10 @@ def _fill(batches: Iterator[T], side: Side) -> tuple[T, Any] | None:
     return None if batch is None else (batch, side.mark())
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, wherever they are in it."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
