@@ -43,8 +43,8 @@ class LengthPlan(BatchPlan):
         padding: how batches come to one length.
         batch_size: samples of a step over all ranks.
         batch_tokens: a step takes as many samples instead as fit into so many tokens, padding included.
-        last: `keep` or `drop` the batch of an epoch that is short, or `pad` it with samples of like length. It
-            is of other lengths in every epoch. Where tokens are counted none is short.
+        last: `keep` or `drop` the batch of an epoch that is short, or `pad` it with samples of like length.
+            It is of other lengths in every epoch. Where tokens are counted none is short.
 
     Cost: a sort of the samples in every epoch.
     Source: Khomenko et al. 2016, arXiv:1708.05604; Vaswani et al. 2017, arXiv:1706.03762, section 5.1, for

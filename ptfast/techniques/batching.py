@@ -64,8 +64,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         claim="BERT-base on MNLI: 56 minutes instead of 84 with dynamic padding alone and 393 without "
         "either. A 4-layer encoder here, as for dynamic padding: 6.1x over padding to one length, 1.6 % "
         "padding; SST-2 at batch 64: 1.5 % against 57 % in a random order.",
-        source="Benesty 2020, as for dynamic padding; Khomenko et al. 2016, arXiv:1708.05604; measured here on "
-        "one CPU core, scripts/bench_data.py text.",
+        source="Benesty 2020, as for dynamic padding; Khomenko et al. 2016, arXiv:1708.05604; measured here "
+        "on one CPU core, scripts/bench_data.py text.",
         avoid="Length tells classes apart: batches are then of one class mostly. Or texts of one length.",
         audit="More than a tenth of the tokens of a batch are padding.",
         options=("batching/buckets",),
