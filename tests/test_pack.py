@@ -190,7 +190,9 @@ def test_a_run_keeps_the_pack_that_it_has_opened(tree: Path, tmp_path: Path):
     pack(tree, tmp_path / "pack")
     source = load(tmp_path / "pack").train
     before = source.fetch(np.arange(10))
+    shutil.rmtree(tree / "test")
     pack(tree, tmp_path / "pack", size=6)
+    assert not (tmp_path / "pack" / "test.bin").exists()
     assert same(source.fetch(np.arange(10)), before)
     assert load(tmp_path / "pack").info.input_shape == (3, 6, 6)
 

@@ -27,6 +27,7 @@ from ptfast.data.packed import JOURNAL, MANIFEST, Manifest, Part, SplitFacts, re
 from ptfast.errors import ConfigError, DataError, MachineError
 from ptfast.machine import die_with_parent
 
+_SPLITS = ("train", "val", "test", "text")
 PIECE_BYTES = 16 * 2**20
 """What a process converts at once: what a kill costs, and the memory that each takes a few times."""
 
@@ -94,13 +95,11 @@ def make(
         report: called with the samples seen so far.
 
     Raises:
-        ConfigError: C011 where the folder holds something else.
         DataError: what converting raises; D008 for a process that died.
         MachineError: E001 where it cannot be written, E002 without the space, E003 while another process
             writes it.
     """
-    torch.set_num_threads(1)  # threads of the parent would not live on in processes that are forked
-    with _naming(folder), _Writer(folder, plan) as writer:
+    with _one_thread(), _naming(folder), _Writer(folder, plan) as writer:
         _check_space(plan, folder, writer)
         report(writer.seen)
         for split, piece in _converted(plan, writer.jobs_done, workers):
@@ -170,12 +169,13 @@ class _Writer:
         with contextlib.suppress(FileNotFoundError):
             (folder / MANIFEST).unlink()
         self._read_journal()
+        for name in _SPLITS if not self.jobs_done else ():
+            # A run that still maps the pack of before keeps its files.
+            (folder / f"{name}.bin").unlink(missing_ok=True)
+            (folder / f"{name}.index").unlink(missing_ok=True)
         # Beyond the last line of the journal there may be half a piece.
         for split, written in self.written.items():
             for name, size in ((f"{split}.bin", written.bytes), (f"{split}.index", written.index_bytes)):
-                if not size:
-                    # A run that still maps the pack of before keeps its file.
-                    (folder / name).unlink(missing_ok=True)
                 with (folder / name).open("ab") as file:
                     file.truncate(size)
         return self
@@ -308,6 +308,17 @@ def _check_space(plan: Plan, folder: Path, writer: _Writer) -> None:
         what = f"needs about {num_bytes(missing)}, and {num_bytes(free)} are free"
         hint = "Choose a folder on another disk, a smaller --size, or --jpeg"
         raise MachineError("E002", what, key="DST", value=folder, suggestion=hint)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads of this process would not live on in those that are forked."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
