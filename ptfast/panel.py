@@ -61,6 +61,9 @@ def build_panel(
         "curriculum": "; ".join(resolved["curriculum"]) or None,
         "shuffling": _shuffling(config),
         **_regularisation(config),
+        "decoding": "JPEG by the GPU, other files by the CPU"
+        if config.data.target.kwargs.get("decoder") == "nvjpeg"
+        else None,
         "corrupt files": "skipped" if run.unreadable is not None else None,
         "resumed": _resumed(run) if run.progress.step else None,
     }

@@ -193,6 +193,22 @@ CASES: dict[str, Case] = {
         "augment.resized_crop=[0.08,1.0] ",
         "contradicts augment.crop_padding=4",
     ),
+    "21 a decoder on the GPU": train(
+        "data=imagefolder data.root=x data.decoder=nvjpeg",
+        "C011",
+        f"data.decoder=nvjpeg {TYPED} nvJPEG decodes for augment.resized_crop. Use augment=resized_crop",
+    ),
+    "21 a decoder on the GPU and workers": train(
+        "data=imagefolder data.root=x data.decoder=nvjpeg augment=resized_crop dataloader=workers",
+        "C011",
+        "decodes in the process that trains. Use dataloader=plain",
+    ),
+    "21 a decoder without a GPU": train(
+        "data=imagefolder data.root=x data.decoder=nvjpeg augment=resized_crop device=cpu",
+        "E005",
+        f"data.decoder=nvjpeg {TYPED} nvJPEG decodes on a CUDA device, and none is used.",
+        "Use data.decoder=cpu",
+    ),
     "21 crops on the device": train(
         "augment=resized_crop dataloader=device",
         "C011",

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import stand_ins
 import torch
 from conftest import ROOT
+from PIL import Image
 from running import train, weights
 from torch import Tensor, nn
 
@@ -73,9 +75,24 @@ def chosen_by_plain() -> frozenset[str]:
 
 
 def trial_of(technique: Technique) -> Words:
-    """The record's trial, with a text at hand, and a pack where it takes one."""
+    """The record's trial, with a text at hand, and a pack or a folder of JPEG files where it takes one."""
     words = [word.replace("{text}", str(ROOT / "LICENSE")) for word in technique.trial]
-    return tuple(word.replace("{pack}", _a_pack()) if "{pack}" in word else word for word in words)
+    words = [word.replace("{pack}", _a_pack()) if "{pack}" in word else word for word in words]
+    return tuple(word.replace("{images}", _images()) if "{images}" in word else word for word in words)
+
+
+@functools.cache
+def _images() -> str:
+    """JPEG files of two classes, for as long as the tests run."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    generator = np.random.default_rng(0)
+    for i in range(64):
+        path = folder / f"class_{i % 2}" / f"{i}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        pixels = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8).repeat(12, 0).repeat(12, 1)
+        Image.fromarray(pixels).save(path, quality=95)
+    return str(folder)
 
 
 @functools.cache

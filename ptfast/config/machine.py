@@ -13,7 +13,7 @@ def machine_problems(config: Config) -> list[Problem]:
     Imports torch only where it is needed to tell.
     """
     problems = [_no_device(config), _too_many_ranks(config), _no_precision(config), _no_compiler(config)]
-    problems += [_no_nvtx(config), _nothing_to_pin_for(config), _no_thread(config)]
+    problems += [_no_nvtx(config), _nothing_to_pin_for(config), _no_thread(config), _no_nvjpeg(config)]
     return [problem for problem in problems if problem is not None]
 
 
@@ -65,6 +65,13 @@ def _nothing_to_pin_for(config: Config) -> Problem | None:
         return None
     what, hint = "memory is pinned for copies to a CUDA device, and none is used", "Use dataloader.pin=auto"
     return Problem("E005", what, key="dataloader.pin", value=True, suggestion=hint)
+
+
+def _no_nvjpeg(config: Config) -> Problem | None:
+    if config.data.target.kwargs.get("decoder") != "nvjpeg" or _device_of(config) == "cuda":
+        return None
+    what, hint = "nvJPEG decodes on a CUDA device, and none is used", "Use data.decoder=cpu"
+    return Problem("E005", what, key="data.decoder", value="nvjpeg", suggestion=hint)
 
 
 def _no_thread(config: Config) -> Problem | None:

@@ -35,7 +35,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     problems += [_momentum_problem(config, place), _lr_scaling_problem(config)]
     problems += [_checkpointing_problem(config), _compile_problem(config), _stepping_problem(config)]
     problems += [_benchmark_problem(config), *parallel_problems(config), _average_problem(config)]
-    problems += [_resized_crop_problem(config), _packed_problem(config)]
+    problems += [_resized_crop_problem(config), _packed_problem(config), _nvjpeg_problem(config)]
     found = [problem for problem in problems if problem is not None]
     return config, found or machine_problems(config)
 
@@ -232,6 +232,20 @@ def _packed_problem(config: Config) -> Problem | None:
     what, pack = f"data.{key}={path} is no pack", f"{path}-packed"
     hint = f"Make one with ptfast pack {path} {pack} and use data.{key}={pack}, or use dataloader=auto"
     return Problem("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
+
+
+def _nvjpeg_problem(config: Config) -> Problem | None:
+    """A GPU that is to decode for something else than crops, or in processes that have no part in it."""
+    if config.data.target.kwargs.get("decoder") != "nvjpeg":
+        return None
+    if config.augment.resized_crop is None:
+        what = "nvJPEG decodes for augment.resized_crop"
+        hint = "Use augment=resized_crop, or data.decoder=cpu"
+        return Problem("C011", what, key="data.decoder", value="nvjpeg", suggestion=hint)
+    if (kind := config.dataloader.kind) not in ("auto", "plain"):
+        what, hint = "data.decoder=nvjpeg decodes in the process that trains", "Use dataloader=plain"
+        return Problem("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
+    return None
 
 
 def _milestones_problem(config: Config) -> Problem | None:

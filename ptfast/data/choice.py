@@ -164,6 +164,8 @@ def _quickest(
     num_samples: int | None,
     prefetch: int,
 ) -> Choice:
+    if train.decodes_on_device:
+        return Choice("plain", "the GPU decodes", 0)
     if train.in_memory:
         return Choice("memory", "the data is in memory", 0)
     look = look_at(train)

@@ -98,8 +98,8 @@ def resized_crop(pixels: NDArray[np.uint8], box: NDArray[np.float64], mirrored: 
 
     Cost: 0.15 ms from 300x300 to 224x224 on one core, against 0.6 ms for the decoding of a JPEG of 500x400.
     """
-    top, bottom = _edges(box[0], box[2], pixels.shape[0])
-    left, right = _edges(box[1], box[3], pixels.shape[1])
+    top, bottom = pixel_edges(box[0], box[2], pixels.shape[0])
+    left, right = pixel_edges(box[1], box[3], pixels.shape[1])
     crop = pixels[top:bottom, left:right]
     resized = resize(torch.from_numpy(crop if crop.flags.writeable else crop.copy()), size, size)
     return resized.flip(1) if mirrored else resized
@@ -114,7 +114,7 @@ def resize(image: Tensor, height: int, width: int) -> Tensor:
     return resized[0].permute(1, 2, 0)
 
 
-def _edges(start: float, length: float, size: int) -> tuple[int, int]:
+def pixel_edges(start: float, length: float, size: int) -> tuple[int, int]:
     """First pixel of a part of a line of `size` pixels, and the first behind it, which is another."""
     first = min(math.floor(start * size + 0.5), size - 1)
     return first, max(first + 1, min(math.floor((start + length) * size + 0.5), size))

@@ -18,7 +18,7 @@ from ptfast.data.packed import STAT_LIMIT, newest_folder, open_pack, stat_files
 from ptfast.data.packed_images import PackedFolder
 from ptfast.data.source import Held, Source, Splits, TensorSource, as_tensor
 from ptfast.data.threads import in_threads
-from ptfast.errors import DataError
+from ptfast.errors import ConfigError, DataError
 from ptfast.machine import spare_cores
 from ptfast.run import IGNORE_INDEX, DataInfo
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
 OnCorrupt = Literal["error", "skip"]
+DecodesJpeg = Literal["cpu", "nvjpeg"]
 _SOME = 64
 """Files whose sizes tell how large all are, about."""
 Listing = tuple[list[str], list[int]]
@@ -46,8 +47,12 @@ class ImageFolder:
         threads: that decode what is held in memory; `auto` for one per core.
         on_corrupt: what is done about files that cannot be decoded: `error` names the first and stops; `skip`
             leaves them out, without moving any other sample to another index.
+        decoder: of JPEG files for `augment.resized_crop`: `cpu`, or `nvjpeg` for the GPU that trains, which
+            leaves other files to the CPU.
 
     Raises:
+        ConfigError: C011 for a pack that a GPU is to decode.
+        MachineError: E005 for a GPU that decodes no JPEG.
         DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be decoded,
             D007 for a pack that is not whole or older than its source.
     """
@@ -60,18 +65,23 @@ class ImageFolder:
         image_size: int | None = None,
         threads: int | str = "auto",
         on_corrupt: OnCorrupt = "error",
+        decoder: DecodesJpeg = "cpu",
     ) -> None:
+        self.decoder: DecodesJpeg = decoder
         self.root, self.image_size = Path(root).expanduser(), image_size
         self.on_corrupt: OnCorrupt = on_corrupt
         self.threads = spare_cores(16) if threads == "auto" else int(threads)
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         if (manifest := open_pack(self.root)) is not None:
+            if self.decoder != "cpu":
+                what, hint = "packs are read on the host", "Use data.decoder=cpu"
+                raise ConfigError("C011", what, key="data.decoder", value=self.decoder, suggestion=hint)
             return PackedFolder(self.root, manifest, self.image_size).load()
         classes, listings = list_tree(self.root)
-        decoder = Decoder(self.image_size)
+        decoder, files_class = Decoder(self.image_size), self._files_class()
         sources = {
-            split: ImageFiles(paths, torch.tensor(labels), decoder, self.on_corrupt, self.threads)
+            split: files_class(paths, torch.tensor(labels), decoder, self.on_corrupt, self.threads)
             for split, (paths, labels) in listings.items()
         }
         height, width, channels = sources["train"].fetch(np.arange(1))[0].shape[1:]
@@ -91,6 +101,14 @@ class ImageFolder:
             extra={"cache_key": " ".join(map(str, key))},
         )
         return Splits(info, sources["train"], sources.get("val"), sources.get("test"))
+
+    def _files_class(self) -> type[ImageFiles]:
+        if self.decoder == "cpu":
+            return ImageFiles
+        from ptfast.data.nvjpeg import NvJpegFiles, check_decoder
+
+        check_decoder()
+        return NvJpegFiles
 
 
 class ImageFiles(Source):
@@ -211,7 +229,7 @@ class ImageFiles(Source):
         return Held(TensorSource(images, self.targets, images=True), num_converted)
 
     def take(self, indices: Indices) -> ImageFiles:
-        taken = ImageFiles(
+        taken = type(self)(
             [self.paths[int(i)] for i in indices],
             self.targets.index_select(0, as_tensor(indices)),
             self.decoder,

@@ -20,10 +20,10 @@ from ptfast.data.tar import InTar
 from ptfast.errors import DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-_MAX_PIXELS = 100_000_000
+MAX_PIXELS = 100_000_000
 """A header that promises more is taken for a decompression bomb."""
 _CHUNK = 256
-_AS_RGB = 3
+AS_RGB = 3
 """`ImageReadMode.RGB` of torchvision."""
 _HEADER_BYTES = 2**16
 """Where the size of nearly every JPEG stands, behind a thumbnail even; PIL looks further for the rest."""
@@ -73,7 +73,7 @@ class Decoder:
         """
         if not content:
             raise DataError("D005", "is empty (0 bytes)", key=name, suggestion=REMEDY)
-        shape = _jpeg_shape(content)
+        shape = jpeg_shape(content)
         try:
             if shape is not None:
                 _check_pixels(shape[0] * shape[1], name)
@@ -101,7 +101,7 @@ class Decoder:
             return _by_pil(content, name)
         # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
         buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        image = self._decode_jpeg(buffer, _AS_RGB, False)
+        image = self._decode_jpeg(buffer, AS_RGB, False)
         return Decoded(image.permute(1, 2, 0).numpy(), False)
 
     def stack(self, paths: Sequence[str]) -> tuple[Pixels, int]:
@@ -133,7 +133,7 @@ def size_of(path: str) -> tuple[int, int]:
         return _size_in_tar(path)
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - half the time of Path.open
-            shape = _jpeg_shape(file.read(_HEADER_BYTES))
+            shape = jpeg_shape(file.read(_HEADER_BYTES))
         if shape is not None:
             return shape[:2]
         with _opened(path, path) as image:
@@ -144,7 +144,7 @@ def size_of(path: str) -> tuple[int, int]:
 
 def _size_in_tar(path: InTar) -> tuple[int, int]:
     try:
-        shape = _jpeg_shape(path.read(_HEADER_BYTES))
+        shape = jpeg_shape(path.read(_HEADER_BYTES))
         if shape is not None:
             return shape[:2]
         with _opened(io.BytesIO(path.read()), path) as image:
@@ -225,7 +225,7 @@ def _jpeg_decoder() -> Callable[..., Tensor] | Literal[False]:
         return False
 
 
-def _jpeg_shape(content: bytes) -> tuple[int, int, int] | None:
+def jpeg_shape(content: bytes) -> tuple[int, int, int] | None:
     """(height, width, components) by the frame header of a JPEG; None for anything else."""
     if content[:3] != b"\xff\xd8\xff":
         return None
@@ -273,6 +273,6 @@ def _opened(file: str | io.BytesIO, path: str) -> Iterator[Any]:
 
 
 def _check_pixels(pixels: int, path: str) -> None:
-    if pixels > _MAX_PIXELS:
-        what = f"claims {pixels:,} pixels, more than {_MAX_PIXELS:,}: not decoded"
+    if pixels > MAX_PIXELS:
+        what = f"claims {pixels:,} pixels, more than {MAX_PIXELS:,}: not decoded"
         raise DataError("D005", what, key=path, suggestion="Remove it, or scale it down")

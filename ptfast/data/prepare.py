@@ -68,7 +68,7 @@ class Prepare:
         if isinstance(value, Tensor):
             if self._on_host:
                 return value
-            if self.pin and not value.is_pinned():
+            if self.pin and value.device.type == "cpu" and not value.is_pinned():
                 value = value.pin_memory()
             # Out of memory that is not pinned, the copy of some devices is still under way when the host goes
             # on to overwrite it.

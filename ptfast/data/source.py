@@ -54,6 +54,8 @@ class Source:
     thread beside the training."""
     skips = False
     """Whether another is shown in place of a sample that cannot be read, with a label that does not count."""
+    decodes_on_device = False
+    """Whether crops come from the device that trains, and so within the process that trains."""
     image_size: int | None = None
     """Side of the square that stored images are brought to as they are fetched; None where they are not."""
 
@@ -198,6 +200,7 @@ class SubsetSource(Source):
         self.images, self.in_memory = source.images, source.in_memory
         self.packed, self.repeatable = source.packed, source.repeatable
         self.skips, self.image_size = source.skips, source.image_size
+        self.decodes_on_device = source.decodes_on_device
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -30,6 +30,11 @@ def cropped(augment: Augment, source: Source, seed: int, share: Share) -> Tensor
     boxes = draw_boxes(seed, share.epoch, share.indices, heights, widths, scale, ratio)
     flipped = augment.draw(seed, share.epoch, share.indices)[2]
     images = source.crops(share.indices, boxes, augment.size, flipped)
+    if augment.changes and images.device.type != "cpu":
+        shape = (augment.size, augment.size)
+        drawn = augment.draw_changes(seed, share.epoch, share.indices, shape)
+        on_device = {name: torch.from_numpy(values).to(images.device) for name, values in drawn.items()}
+        return augment.change(images, on_device)
     return augment.change_on_host(images, seed, share.epoch, share.indices) if augment.changes else images
 
 
