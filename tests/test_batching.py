@@ -15,7 +15,7 @@ from ptfast.data import encoded
 from ptfast.data.buckets import LengthPlan, padding_share
 from ptfast.data.encoded import Encoded, encode
 from ptfast.data.ragged import Documents, TextSource
-from ptfast.data.sampler import Sampler
+from ptfast.data.sampler import Sampler, permutation
 from ptfast.data.source import Padding, SubsetSource
 from ptfast.data.tokens import Vocabulary
 from ptfast.durations import Duration
@@ -326,3 +326,12 @@ def test_characters_are_looked_up_all_at_once(texts: list[str]) -> None:
         tokens, lengths = vocabulary.encode_all(texts)
         assert tokens.tolist() == [token for text in texts for token in vocabulary.encode(text)]
         assert lengths.tolist() == [*map(len, texts)]
+
+
+def test_padding_is_counted_where_a_last_batch_is_filled_up() -> None:
+    lengths = np.array([1, 2, 3, 4, 5])
+    plan = BatchPlan(5, constant(4), "pad")
+    share = padding_share(plan, lengths, 8, Padding(fixed=True), 4, 0)
+    order = permutation(0, 0, 5)
+    seen = lengths[np.concatenate([order, order[:3]])]
+    assert share == pytest.approx(1 - seen.sum() / (8 * 8))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ptfast import machine
 from ptfast.backend import resolve_threads
-from ptfast.machine import available_memory, spare_cores, usable_cores
+from ptfast.machine import available_memory, shared_memory, spare_cores, usable_cores
 
 GIB = 2**30
 
@@ -79,6 +80,16 @@ def test_a_slurm_job_has_what_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert (usable_cores(), spare_cores(), available_memory()) == (4, 4, 8 * GIB)
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "1024")
     assert available_memory() == GIB
+
+
+def test_what_processes_may_share(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without such a place, as on a Mac, it is all memory.
+    assert shared_memory() == 32 * GIB
+    (system / "dev/shm").mkdir(parents=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    facts = SimpleNamespace(f_bavail=1000, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: facts if path == system / "dev/shm" else None)
+    assert shared_memory() == 500 * 4096
 
 
 def test_ranks_share_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

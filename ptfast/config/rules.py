@@ -166,9 +166,6 @@ def _batching_problem(config: Config) -> Problem | None:
     if wanted.buckets and first is not None:
         what, hint = "batches by length are of one size", "Use curriculum=none or batching=longest"
         return Problem("C011", what, key="curriculum.batch_size_from", value=first, suggestion=hint)
-    if wanted.buckets and config.dataloader.last == "pad":
-        what, hint = "texts of one batch are of like length", "Use dataloader.last=keep or batching=longest"
-        return Problem("C011", what, key="dataloader.last", value="pad", suggestion=hint)
     scaling = config.optimizer.lr_scaling
     if wanted.batch_tokens is not None and scaling != "none":
         what = "batches of so many tokens have no size to scale by"

@@ -138,7 +138,8 @@ def padding_share(
         pieces += [(start + first, start + last) for first, last in cuts if last > first]
     texts = padded = 0
     for start, stop in pieces:
-        own = lengths[order[start:stop]]
+        # A padded epoch ends with its beginning.
+        own = lengths[order.take(np.arange(start, stop), mode="wrap")]
         texts += int(own.sum())
         padded += padding.width(int(own.max()), limit) * len(own)
     return 1 - texts / padded if padded else 0.0

@@ -22,7 +22,7 @@ HELD = ("memory", "device")
 _LOOK_S = 0.2
 _LOOK_SAMPLES = 64
 _HAND_OVER_S = 2e-3
-"""A batch that is read in less time is not worth a process of its own, or a thread."""
+"""A batch that is read in less time is not worth a process of its own."""
 _WORKER_BYTES = 256 * 2**20
 """About what a worker process takes besides its batches."""
 
