@@ -16,6 +16,9 @@ from ptfast.data.source import Padding
 from ptfast.errors import ConfigError
 from ptfast.plan import BatchPlan
 
+MOST_WIDTHS = 4
+"""Lengths that are compiled one by one; torch gives up after eight shapes, with those of short batches."""
+
 
 def arrange(data: Data, config: Config) -> Data:
     """The same data, whose sequences come packed, or to one length with the others of their batch.
@@ -111,3 +114,13 @@ def describe_padding(config: Config, data: Data, plan: BatchPlan, micro_batches:
     alike = "batches of like length, " if wanted.buckets else ""
     to = f"padded to {longest}" + (f" in steps of {wanted.multiple}" if wanted.multiple > 1 else "")
     return {"padding": f"{alike}{to}: {share:.1%} of all tokens", "padding_share": round(share, 6)}
+
+
+def has_many_lengths(data: Data, config: Config) -> bool:
+    """Whether batches come in more lengths than are worth compiled code of their own."""
+    lengths, limit = data.train.lengths(), data.info.context_length
+    if lengths is None or limit is None:
+        return data.info.kind == "text"
+    if config.batching.batch_tokens is not None:
+        return True
+    return len({_padding(config).width(length, limit) for length in set(lengths.tolist())}) > MOST_WIDTHS

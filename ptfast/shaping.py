@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptfast.batching import has_many_lengths
 from ptfast.blocks import find_blocks
 from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
 from ptfast.compile import Compilation
@@ -122,7 +123,7 @@ def shape_model(
     )
     apply_memory_budget(checkpointing.memory_budget if checkpointing.mode == "budget" else None)
     dynamic = unless_auto(config.compile.dynamic, resolved, "compile_dynamic")
-    dynamic = data.info.kind == "text" if dynamic == "auto" else dynamic
+    dynamic = has_many_lengths(data, config) if dynamic == "auto" else dynamic
     compilation = None
     if config.compile.mode != "none":
         accumulates = micro_batches > ranks.num_ranks

@@ -11,6 +11,8 @@ import torch
 from running import build_run, summary, train
 from test_resume import Armed, arm, assert_same_run, train_in_child
 
+from ptfast.batching import has_many_lengths
+from ptfast.config.read import read_config
 from ptfast.data import encoded
 from ptfast.data.buckets import LengthPlan, padding_share
 from ptfast.data.encoded import Encoded, encode
@@ -20,6 +22,7 @@ from ptfast.data.source import Padding, SubsetSource
 from ptfast.data.tokens import Vocabulary
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError
+from ptfast.loading import load_data
 from ptfast.plan import BatchPlan, constant
 from ptfast.run import IGNORE_INDEX
 
@@ -278,6 +281,24 @@ def test_texts_that_are_cut_are_counted(tmp_path: Path) -> None:
     words = ("data=text_tsv", f"data.path={tmp_path / 'text'}", "data.max_length=3", "data.val=1samples")
     run = build_run(tmp_path / "run", *words, "model=text_encoder", "batch_size=2")
     assert run.data_note.endswith("; 1 of 4 texts are cut after 3 tokens")
+
+
+@pytest.mark.parametrize(
+    ("words", "many"),
+    [
+        ((), True),
+        (("batching=buckets",), True),
+        (("batching=tokens", "batching.batch_tokens=500", "batching.multiple=64"), True),
+        (("batching.multiple=8",), False),
+        (("batching=none",), False),
+        (("batching=pack",), False),
+    ],
+)
+def test_code_for_any_length_is_compiled_where_there_are_many(
+    words: tuple[str, ...], many: bool, in_tmp: Path
+) -> None:
+    config = read_config((*text(in_tmp), *words))[1]
+    assert has_many_lengths(load_data(config), config) == many
 
 
 # Tokens on disk

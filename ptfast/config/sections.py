@@ -340,7 +340,7 @@ class Compile(Section):
     blocks: str | tuple[str, ...] = "auto"
     """For `blocks`: a pattern or patterns of module names; `auto` for the blocks that recur."""
     dynamic: bool | OrAuto = "auto"
-    """One code for batches of any length; `auto` for texts, whose length changes with the batch."""
+    """One code for batches of any length; `auto` for texts that come in more than a few lengths."""
 
 
 class Ema(Section):
