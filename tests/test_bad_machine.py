@@ -51,6 +51,9 @@ def test_54_a_folder_that_cannot_be_written(capsys: Capture) -> None:
     assert_refused(["train", "run.root=locked"], "E001", says, capsys)
 
 
+STREAM = f"{bad_data.OWN}LargeStream".replace("epochs=1", "steps=9")
+
+
 def in_mounts(command: str, *words: str, after: str = "true") -> subprocess.CompletedProcess[str]:
     """Run ptfast where `command` has mounted what it wants, then `after`; skip where this user may not."""
     unshare = shutil.which("unshare")
@@ -92,11 +95,13 @@ def test_55_a_full_disk() -> None:
     assert done.returncode == 4
 
 
-def test_56_shared_memory_too_small() -> None:
+@pytest.mark.parametrize("data", [IMAGES, pytest.param(STREAM, marks=pytest.mark.slow)])
+def test_56_shared_memory_too_small(data: str) -> None:
+    Path("their_sets.py").write_text(bad_data.THEIR_SETS)
     for name in ("cat", "dog"):
         for number in range(4):
             bad_data.image(Path("images/train", name, f"{number}.jpg"), size=(150, 150))
-    words = f"train {IMAGES} data.val=0 model.hidden=[4] {bad_data.WORKERS}".split()
+    words = f"train {data} data.val=0 model.hidden=[4] {bad_data.WORKERS}".split()
     done = in_mounts("mount -t tmpfs -o size=64k tmpfs /dev/shm", *words)
     assert_says(done.stderr, "E002", ("/dev/shm: too small for the batches of the workers", "--shm-size"))
     assert done.returncode == 4

@@ -270,6 +270,25 @@ def test_workers_without_a_shard_are_no_trouble() -> None:
     assert sorted(first_pass) == NUMBERS
 
 
+def test_a_data_set_that_no_other_process_can_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.multiprocessing.get_start_method", lambda: "spawn")
+    dataset: Any = Sharded()
+    build(dataset, kind="workers", workers=2).close()
+    dataset.change = lambda value: value
+    with pytest.raises(
+        DataError, match=r"cannot be sent to worker processes, which start by spawn"
+    ) as caught:
+        build(dataset, kind="workers", workers=2)
+    assert caught.value.code == "D008"
+
+
+@pytest.mark.slow
+def test_workers_that_are_not_forked_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = some(build(Noisy(), kind="workers", workers=2), 8)
+    monkeypatch.setattr("torch.multiprocessing.get_start_method", lambda: "spawn")
+    assert some(build(Noisy(), kind="workers", workers=2), 8) == expected
+
+
 def test_a_buffer_shuffles_and_loses_nothing() -> None:
     order = list(shuffled(iter(range(1000)), 64, seed=3))
     assert sorted(order) == list(range(1000))
