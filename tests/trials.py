@@ -75,10 +75,11 @@ def chosen_by_plain() -> frozenset[str]:
 
 
 def trial_of(technique: Technique) -> Words:
-    """The record's trial, with a text at hand, and a pack or a folder of JPEG files where it takes one."""
+    """The record's trial, with a text at hand, and a pack, shards or JPEG files where it takes them."""
     words = [word.replace("{text}", str(ROOT / "LICENSE")) for word in technique.trial]
-    words = [word.replace("{pack}", _a_pack()) if "{pack}" in word else word for word in words]
-    return tuple(word.replace("{images}", _images()) if "{images}" in word else word for word in words)
+    for name, path in {"pack": _pack, "shards": _shards, "images": _images}.items():
+        words = [word.replace(f"{{{name}}}", path()) if f"{{{name}}}" in word else word for word in words]
+    return tuple(words)
 
 
 @functools.cache
@@ -96,14 +97,22 @@ def _images() -> str:
 
 
 @functools.cache
-def _a_pack() -> str:
-    """A pack of a few small images, for as long as the tests run."""
+def _files() -> Path:
+    """A pack and shards of a few small images, for as long as the tests run."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     stand_ins.write(folder)
     plan = plan_images(folder / "images", size=None, jpeg=False, skip_corrupt=False)
     make(plan, folder / "pack", workers=1)
-    return str(folder / "pack")
+    return folder
+
+
+def _pack() -> str:
+    return f"{_files()}/pack"
+
+
+def _shards() -> str:
+    return f"{_files()}/shards"
 
 
 def words_of(technique: Technique, switch: Words, device: str = "cpu") -> Words:

@@ -116,4 +116,27 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="A compiled model whose last batch of an epoch is smaller than the others.",
         trial=("model=mlp", "model.hidden=[16]", "optimizer.lr=0.01"),
     ),
+    Technique(
+        name="shards read nearly in order",
+        family="dataloader",
+        kind="training",
+        on=("data.shuffle_buffer=1000",),
+        off=("data.shuffle_buffer=null",),
+        why="Reads follow one another within a few shards at a time, which disks that seek slowly and disks "
+        "across a network answer quicker than reads from all over the data.",
+        claim="Large sequential reads instead of small random ones, on rotating and network disks; nothing "
+        "where the shards lie in memory already.",
+        source="WebDataset's documentation of why data is kept in tar shards; no figure of our own.",
+        avoid="The disk is quick at random reads, or shards are sorted by class: the order is less random.",
+        audit="Samples of tar shards on a network disk are read in an order drawn over all of them.",
+        trial=(
+            "data=webdataset",
+            "data.shards={shards}",
+            "data.val_shards={shards}",
+            "model=mlp",
+            "model.hidden=[16]",
+            "batch_size=10",
+            "optimizer.lr=0.01",
+        ),
+    ),
 )

@@ -67,6 +67,6 @@ class Technique:
     trial: tuple[str, ...] = ()
     """Overrides of the smallest run in which it acts, to check its promise or measure it by; `{text}` in one
     stands for the path of any text file, `{pack}` for that of a pack of images, `{images}` for that of
-    class folders of JPEG files."""
+    class folders of JPEG files, `{shards}` for that of tar shards of images."""
     drift: float | None = None
     """For a reduced technique: the largest relative drift of the loss over ten steps that it stands for."""
