@@ -15,6 +15,7 @@ from data_bench._photos import write_photos
 from ptfast.data.augment import build_augment
 from ptfast.data.batches import RawBatches
 from ptfast.data.imagefolder import ImageFolder
+from ptfast.data.originals import HeldImages
 from ptfast.data.pack import make
 from ptfast.data.pack_images import plan_images
 from ptfast.data.prepare import Prepare, build_prepare
@@ -37,6 +38,7 @@ def build(folder: Path) -> list[Row]:
         Row("decode_jpeg, transforms v2, DataLoader", by_v2(files), note=on_device),
         Row("ptfast, files", by_ptfast(files), note=on_device),
         Row("ptfast, files, normalised on the host", by_ptfast(files, normalize=True), note="float32"),
+        Row("ptfast, originals in memory", by_ptfast(files, hold=True), note=on_device),
         Row(f"ptfast, pack at {PACKED_SIZE}, the same boxes", by_ptfast(pack), note=on_device),
         Row(f"ptfast, pack at {PACKED_SIZE}, on the host", by_ptfast(pack, normalize=True), note="float32"),
     ]
@@ -64,10 +66,10 @@ def by_v2(files: Path) -> Callable[[], int]:
     return _epoch_of(Folder(str(files), steps, loader=lambda path: decode_jpeg(read_file(path))))
 
 
-def by_ptfast(root: Path, *, normalize: bool = False) -> Callable[[], int]:
+def by_ptfast(root: Path, *, normalize: bool = False, hold: bool = False) -> Callable[[], int]:
     """A loader's raw batches, as `plain` makes them and worker processes do; where told to, prepared too."""
     splits = ImageFolder(str(root), SIZE).load(val=Duration(0, "samples"), seed=0)
-    source, info = splits.train, splits.info
+    source, info = HeldImages(splits.train) if hold else splits.train, splits.info
     wanted = {"resized_crop": (0.08, 1.0), "resized_ratio": (3 / 4, 4 / 3), "flip": True}
     augment = build_augment(wanted, info, images=True, task_name="auto", normalize=True)
     batches, prepare = RawBatches(source, augment, seed=0), _prepare(source, info)
