@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from ptfast.data import draws
@@ -15,7 +17,7 @@ from ptfast.data.generators import seeded
 from ptfast.data.iterable import IterableSource
 from ptfast.data.labels import check_labels, check_range
 from ptfast.data.sampler import Indices
-from ptfast.data.source import Source, Splits, TensorSource
+from ptfast.data.source import Padding, Source, Splits, TensorSource
 from ptfast.data.workers import failed
 from ptfast.errors import DataError, PtfastError
 from ptfast.run import IGNORE_INDEX, DataInfo
@@ -28,6 +30,9 @@ _SCAN_LIMIT = 2000
 class MapSource(Source):
     """A map-style data set, collated as torch's DataLoader does.
 
+    Sequences of tokens may differ in length where the data set has an attribute `lengths` with that of each:
+    they are filled up with its `pad_id` (0 if there is none), and targets of a token each with -100.
+
     Transforms that draw from the global generators (torch, numpy, random) are seeded by epoch and samples, so
     that a resumed run and one with workers draw the same.
     """
@@ -38,12 +43,25 @@ class MapSource(Source):
         """Labels are checked against it as they are read: nobody has seen them all before."""
         self.all_count = False
         """Whether every label has been seen, and none was an ignored one."""
+        stated = getattr(dataset, "lengths", None)
+        self._lengths = None if stated is None else np.asarray(stated, np.int64)
+        if self._lengths is not None and self._lengths.shape != (len(dataset),):
+            what = f"its lengths are of {len(self._lengths):,} samples, and it has {len(dataset):,}"
+            raise DataError("D008", what, key="data")
+        self.pad_id = int(getattr(dataset, "pad_id", None) or 0)
+        self._padding = Padding()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def ignores_labels(self) -> bool:
         return not self.all_count
+
+    def lengths(self) -> NDArray[np.int64] | None:
+        return self._lengths
+
+    def pad(self, padding: Padding) -> None:
+        self._padding = padding
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         wanted = indices.tolist()
@@ -53,7 +71,7 @@ class MapSource(Source):
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = [self.dataset[i] for i in wanted]
-            raw = default_collate(samples)
+            raw = default_collate(samples if self._lengths is None else self._filled(samples))
         except PtfastError:
             raise
         except Exception as error:
@@ -64,6 +82,33 @@ class MapSource(Source):
             return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
         return raw
 
+    def _filled(self, samples: list[Any]) -> list[Any]:
+        """The samples at one length, where they are `(tokens, target)`."""
+        assert self._lengths is not None
+        first = samples[0]
+        if not (
+            isinstance(first, (tuple, list)) and len(first) == 2 and _is_tokens(torch.as_tensor(first[0]))
+        ):
+            return samples
+        limit = int(self._lengths.max())
+        longest = max(len(tokens) for tokens, _ in samples)
+        if longest > limit:
+            what = f"a sample has {longest} tokens, where the longest of its lengths is {limit}"
+            raise DataError("D008", what, key="data")
+        width = self._padding.width(longest, limit)
+        return [
+            (
+                _fill(tokens, width, self.pad_id),
+                _fill(target, width, IGNORE_INDEX) if np.shape(target) == np.shape(tokens) else target,
+            )
+            for tokens, target in samples
+        ]
+
+
+def _fill(values: Any, width: int, fill: int) -> Tensor:
+    values = torch.as_tensor(values)
+    return F.pad(values, (0, width - len(values)), value=fill)
+
 
 def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) -> Splits:
     """The splits of a user's data set: training samples and what they look like.
@@ -71,7 +116,8 @@ def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) 
     Its attributes `val` and `test`, where they are data sets, are the held-out splits. Class count and names
     come from its attributes `num_classes` and `classes`, else from `targets`, else from 2,000 of its labels;
     the input shape from its first sample. How many tokens there are comes from its attribute `vocab_size`, or
-    from all of them where it is held in memory or has at most 2,000 samples.
+    from all of them where it is held in memory or has at most 2,000 samples; how many a sample has, where
+    that differs, from `lengths`.
 
     Args:
         known: of a model's own data, for what this data set does not say itself.
@@ -184,6 +230,12 @@ def _info(
     else:
         kind, facts["context_length"] = ("tokens" if target.shape == inputs.shape else "text"), shape[0]
         facts["vocab_size"] = getattr(dataset, "vocab_size", None)
+        if (lengths := getattr(dataset, "lengths", None)) is not None:
+            facts |= {
+                "context_length": int(max(lengths)),
+                "pad_id": int(getattr(dataset, "pad_id", None) or 0),
+            }
+            facts["input_shape"] = None
     if task == "auto":
         task = _guess_task(known, kind)
     if facts.get("vocab_size", 0) is None:
