@@ -188,6 +188,11 @@ def _split_classes() -> None:
     class_folders("cat", "cow", split="val")
 
 
+def _all_empty() -> None:
+    for path in class_folders("cat", "dog").parents[1].rglob("*.*"):
+        path.write_bytes(b"")
+
+
 def _empty_class() -> None:
     class_folders("cat", "dog")
     Path("images/train/emu").mkdir()
@@ -338,6 +343,12 @@ CASES: dict[str, BadData] = {
         IMAGES,
         "D005",
         (f"{FILE} is empty (0 bytes)", "Replace the file"),
+    ),
+    "43 nothing to show in place of an empty file": BadData(
+        _all_empty,
+        f"{IMAGES} data.on_corrupt=skip",
+        "D005",
+        ("cannot be decoded, nor any other file",),
     ),
     "44 text named .jpg": BadData(
         _with(lambda path: path.write_text("no image at all")),

@@ -49,6 +49,18 @@ def test_every_loader_skips_the_same_files_and_says_which(
         assert same_bits(weights(folder), weights(folders["plain"]))
 
 
+def test_where_nothing_is_skipped_loaders_agree_too(tree: Path, tmp_path: Path):
+    for path in tree.rglob("*.jpg"):
+        if path.stat().st_size < 400:
+            path.write_bytes((tree / "train/class_0/00.jpg").read_bytes())
+    folders = [tmp_path / kind for kind in ("plain", "memory")]
+    for folder in folders:
+        words = (*WORDS, f"data.root={tree}", "data.on_corrupt=skip", f"dataloader={folder.name}")
+        assert train(*words, f"run.dir={folder}") == 0
+        assert "skipped_files" not in summary(folder)
+    assert same_bits(*(weights(folder) for folder in folders))
+
+
 def test_without_skipping_the_first_is_an_error(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

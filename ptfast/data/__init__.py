@@ -103,6 +103,8 @@ def build_data(
             splits = _hold(splits, crops)
     train = splits.train
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
+    # Whether labels are counted must not depend on who loads: those that are held show that all count.
+    ignores_labels = ignores_labels or any(source.skips for source in read)
     num_train = None if isinstance(train, IterableSource) else len(train)
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
     if known is not None:
