@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
@@ -20,6 +23,13 @@ class Lack(NamedTuple):
     """What is missing, as a clause that goes on from `key=value: `."""
     remedy: str
     """What to do about it, as a sentence without its full stop."""
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What sums over many batches are kept in: float64, except on Apple's GPUs, which do not have it."""
+    import torch
+
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def device_type(name: str) -> str:

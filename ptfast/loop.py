@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptfast import devices
 from ptfast.distributed import Ranks, broadcast_buffers, broadcast_object, sum_over_ranks
 from ptfast.ema import Average
 from ptfast.errors import ConfigError
 from ptfast.flip import FlipAveraged
 from ptfast.precision import Precision
 from ptfast.run import EvalLoader, Run, Task
-from ptfast.trainer import Trainer, sum_and_read, sum_dtype
+from ptfast.trainer import Trainer, sum_and_read
 
 LOOK_S = 5.0
 """About the longest time that a signal, or the end of `run.max_time`, waits for the ranks to look up."""
@@ -146,7 +147,7 @@ def _evaluate(
     sharded: bool,
 ) -> dict[str, float]:
     metrics = task.metrics().to(device)
-    loss_sum = torch.zeros((), dtype=sum_dtype(device), device=device)
+    loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
     num_items: Any = 0
     abandoned = 0
     was_training = model.training
@@ -254,7 +255,7 @@ def _look_up(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
     over = run.progress.step >= run.total_steps
     code = float(run.stop_signal or 0) or (0.5 if late and not over else 0.0)
     if run.ranks.distributed:
-        votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=sum_dtype(run.device))
+        votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=devices.sum_dtype(run.device))
         votes[run.ranks.rank], votes[-1] = code, seconds_per_step
         *codes, seconds = sum_over_ranks(votes, run.ranks).tolist()
         code, seconds_per_step = max(codes), seconds / run.ranks.num_ranks

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ptfast import devices
 from ptfast.distributed import Ranks, sum_over_ranks
 from ptfast.errors import DataError, NumericsError
 from ptfast.gradients import global_norm
@@ -273,14 +274,9 @@ class Trainer:
             self.run.display.note(f"{', '.join(names[:5])}{more} {what}")
 
 
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """What sums over many batches are kept in: float64, except on Apple's GPUs, which do not have it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:
     """Scalars of this rank, summed over all ranks. Makes the host wait for the device."""
-    dtype = sum_dtype(device)
+    dtype = devices.sum_dtype(device)
     scalars = [torch.as_tensor(value).to(device, dtype) for value in values]
     return sum_over_ranks(torch.stack(scalars), ranks).tolist()
 

@@ -10,7 +10,7 @@ import torch
 from running import build_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptfast import loop, trainer
+from ptfast import devices, loop
 from ptfast.data.prepare import Prepare
 
 
@@ -24,16 +24,15 @@ class NoFloat64(TorchDispatchMode):
 
 
 def test_sums_are_float64_where_there_is_such_a_thing() -> None:
-    assert loop.sum_dtype(torch.device("mps")) is torch.float32
-    assert loop.sum_dtype(torch.device("cpu")) is loop.sum_dtype(torch.device("cuda")) is torch.float64
+    assert devices.sum_dtype(torch.device("mps")) is torch.float32
+    assert devices.sum_dtype(torch.device("cpu")) is devices.sum_dtype(torch.device("cuda")) is torch.float64
 
 
 def test_the_loop_keeps_all_sums_in_the_type_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = build_run(tmp_path, "steps=3", "model.hidden=[8]", "eval.every=1steps", "batch_size=16")
-    for module in (loop, trainer):
-        monkeypatch.setattr(module, "sum_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(devices, "sum_dtype", lambda device: torch.float32)
     with NoFloat64():
         assert loop.fit(run) == "finished"
     assert 0 < run.figures["val"]["loss"] < 10

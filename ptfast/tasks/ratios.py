@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ptfast import devices
 from ptfast.run import IGNORE_INDEX
 
 Parts = tuple[Tensor, Tensor | int]
@@ -28,14 +29,20 @@ class Ratios:
 
     def __init__(self, **ratios: Callable[[Tensor, Tensor], Parts]) -> None:
         self._ratios = ratios
-        self._sums = torch.zeros(len(ratios), 2, dtype=torch.float64)
+        self._device = torch.device("cpu")
+        self._kept: Tensor | None = None
 
     def to(self, device: Any) -> Ratios:
         """Keep the sums on `device`; to be called before the first batch."""
-        # Apple's GPUs have no float64.
-        dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
-        self._sums = self._sums.to(device, dtype)
+        self._device = torch.device(device)
         return self
+
+    @property
+    def _sums(self) -> Tensor:
+        if self._kept is None:
+            dtype = devices.sum_dtype(self._device)
+            self._kept = torch.zeros(len(self._ratios), 2, dtype=dtype, device=self._device)
+        return self._kept
 
     def keys(self) -> tuple[str, ...]:
         """The names of the figures."""
