@@ -211,3 +211,14 @@ def test_a_model_that_looks_across_documents_is_refused(
     monkeypatch.setattr(Gpt, "takes_packed", False)
     with pytest.raises(ConfigError, match="Gpt would look from one document into the next"):
         build_run(in_tmp / "run", *text(in_tmp), "batching=pack")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batching", ["buckets", "pack"])
+def test_a_gpu_finds_the_same_losses(batching: str, in_tmp: Path) -> None:
+    losses = []
+    for device in ("cpu", "cuda"):
+        words = (*text(in_tmp), "steps=6", "model.dropout=0", f"batching={batching}", f"device={device}")
+        assert train(*words, f"run.dir={device}") == 0
+        losses.append(summary(Path(device))["val"]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
