@@ -11,6 +11,7 @@ from typing import Any
 
 import bad_configs
 import bad_data
+import bad_streams
 import numpy as np
 import pytest
 from bad_configs import Case
@@ -43,7 +44,10 @@ def refuse(case: Case, capsys: Capture, monkeypatch: Patch) -> None:
     assert_refused(case.words, case.code, case.says, capsys)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in bad_data.CASES.items()])
+BAD_DATA = {**bad_data.CASES, **bad_streams.CASES}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in BAD_DATA.items()])
 def test_data(case: BadData, capsys: Capture) -> None:
     case.make()
     assert_refused(["train", *case.line.split()], case.code, case.says, capsys)

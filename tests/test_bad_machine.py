@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import bad_data
+import bad_streams
 import pytest
 import torch
 from bad_data import ARRAYS, IMAGES, OWN
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp")
 
 
 def test_58_more_workers_than_cores(capsys: Capture, monkeypatch: Patch) -> None:
-    Path("their_sets.py").write_text(bad_data.THEIR_SETS)
+    Path("their_streams.py").write_text(bad_streams.STREAMS)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     line = f"{OWN}Good dataloader=workers dataloader.workers=2"
     out, err = train_once(*line.split(), capsys=capsys)
@@ -51,7 +52,7 @@ def test_54_a_folder_that_cannot_be_written(capsys: Capture) -> None:
     assert_refused(["train", "run.root=locked"], "E001", says, capsys)
 
 
-STREAM = f"{bad_data.OWN}LargeStream".replace("epochs=1", "steps=9")
+STREAM = f"{bad_streams.STREAM}LargeStream".replace("epochs=1", "steps=9")
 
 
 def in_mounts(command: str, *words: str, after: str = "true") -> subprocess.CompletedProcess[str]:
@@ -97,7 +98,7 @@ def test_55_a_full_disk() -> None:
 
 @pytest.mark.parametrize("data", [IMAGES, pytest.param(STREAM, marks=pytest.mark.slow)])
 def test_56_shared_memory_too_small(data: str) -> None:
-    Path("their_sets.py").write_text(bad_data.THEIR_SETS)
+    Path("their_streams.py").write_text(bad_streams.STREAMS)
     for name in ("cat", "dog"):
         for number in range(4):
             bad_data.image(Path("images/train", name, f"{number}.jpg"), size=(150, 150))
