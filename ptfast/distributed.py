@@ -110,6 +110,17 @@ def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int
     return begin
 
 
+def same_on_ranks(value: Any, num_ranks: int) -> bool:
+    """Whether `value` is the same on all ranks, as each of them learns; true without a process group."""
+    import torch.distributed as dist
+
+    if num_ranks == 1 or not (dist.is_available() and dist.is_initialized()):
+        return True
+    found: list[Any] = [None] * num_ranks
+    dist.all_gather_object(found, value)
+    return all(other == found[0] for other in found)
+
+
 def broadcast_object(value: Any, ranks: Ranks) -> Any:
     """The first rank's `value`, on every rank. Waits for all; never in a training step."""
     if not ranks.distributed:

@@ -124,6 +124,10 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     found |= ddp_cases(on)
     found |= fsdp_cases(on)
     found["stream"] = one_pass(on)
+    try:
+        on.build("of-a-rank", *(word.replace("WithHeldOut", "OfRank") for word in STREAM))
+    except PtfastError as error:
+        found["stream of a rank"] = f"{error.code}: {error}"
     found["stream resumes"] = on.resumed("stream", *STREAM)
     for name, words in UNUSED.items():
         found[name] = on.refusal(name, *words, strategy="fsdp" if "fsdp" in name else "ddp")

@@ -67,6 +67,13 @@ class WithHeldOut(Sharded):
         self.val, self.test = Sharded(), TensorDataset(torch.tensor([[0.5], [2.5]]), torch.tensor([0, 1]))
 
 
+class OfRank(Plain):
+    """Another one on each rank, which it does not tell."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(super().__iter__(), torch.distributed.get_rank(), None)
+
+
 class Noisy(Sharded):
     """With noise from the global generator, and shards in an order of the pass's own."""
 
@@ -182,6 +189,9 @@ def test_under_keep_two_ranks_of_three_workers_read_every_sample_exactly_once() 
 def test_two_processes_share_a_stream_and_go_on_to_the_same_bits(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["stream"] == NUMBERS
     assert two_ranks["stream resumes"]
+    assert two_ranks["stream of a rank"].startswith(
+        "D008: data: OfRank begins with another sample on each rank"
+    )
 
 
 def test_parts_do_not_depend_on_where_they_are_read() -> None:

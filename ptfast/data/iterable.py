@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
 
+import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset
 
@@ -90,6 +93,13 @@ class IterableSource(Source):
             what = f"{type(self.dataset).__name__}.shared_by is {stated!r}"
             raise DataError("D008", what, key="data", suggestion='It is "none", "readers" or "ranks"')
         return cast(Sharing, stated)
+
+    @property
+    def first_digest(self) -> str:
+        """What tells the first sample from others, for ranks to compare."""
+        buffer = io.BytesIO()
+        torch.save(self._first[0], buffer)
+        return hashlib.sha256(buffer.getvalue()).hexdigest()
 
     @property
     def num_shards(self) -> int | None:

@@ -11,7 +11,7 @@ from ptfast.data.iterable import IterableSource, Reader, check_kind
 from ptfast.data.prepare import Prepare
 from ptfast.data.readers import Augmented, Item, Mark, PartReading, Reading, WholeReading
 from ptfast.data.workers import WorkerPool
-from ptfast.distributed import host_sums
+from ptfast.distributed import host_sums, same_on_ranks
 from ptfast.errors import ConfigError, DataError
 from ptfast.plan import BatchPlan, constant
 from ptfast.run import MicroBatch, StepBatch
@@ -97,8 +97,10 @@ def build_stream_loader(
     Raises:
         ConfigError: C011 for a loader that iterable data cannot have, and where readers have parts of their
             own, for batches that grow or are padded.
-        DataError: D008 if processes are not forked and the data set cannot be pickled.
+        DataError: D008 if processes are not forked and the data set cannot be pickled, and for one that is
+            another on each rank without saying so.
     """
+    _check_ranks(source, num_ranks)
     hands = share_out(source, kind=kind, workers=workers, rank=rank, num_ranks=num_ranks)
     pools: dict[str, Any] = {"prefetch": prefetch, "pin": prepare.pin, "threads": threads}
     if not hands.in_parts:
@@ -139,6 +141,17 @@ def build_stream_evaluation(
     loader = PartsLoader if hands.in_parts else StreamLoader
     pools: dict[str, Any] = {"prefetch": prefetch, "pin": prepare.pin, "threads": threads}
     return StreamEvaluation(loader(source, prepare, hands, plan, num_ranks, once=True, **pools))
+
+
+def _check_ranks(source: IterableSource, num_ranks: int) -> None:
+    """Refuse a data set that ranks would part once more: samples would be lost, and nobody would know."""
+    if hasattr(source.dataset, "shared_by") or same_on_ranks(source.first_digest, num_ranks):
+        return
+    what = f"{type(source.dataset).__name__} begins with another sample on each rank, and does not say why"
+    hint = (
+        'Give it shared_by = "ranks" if it parts itself over ranks, "readers" or "none" if it draws at random'
+    )
+    raise DataError("D008", what, key="data", suggestion=hint)
 
 
 class Marks:
