@@ -74,7 +74,7 @@ def torch_lrs(make, lr: float = 0.3, steps: int = TOTAL) -> list[float]:
         (Cosine(end=0.1), lambda opt: lr_scheduler.CosineAnnealingLR(opt, TOTAL, eta_min=0.03)),
         (Polynomial(power=2.5), lambda opt: lr_scheduler.PolynomialLR(opt, TOTAL, power=2.5)),
     ],
-    ids=lambda value: repr(value) if isinstance(value, Shape) else "",
+    ids=lambda value: type(value).__name__ if isinstance(value, Shape) else "",
 )
 def test_equals_torch(shape, make):
     assert built(shape).lr_factors(0, TOTAL) == pytest.approx(torch_lrs(make), rel=1e-12, abs=1e-12)
