@@ -70,6 +70,7 @@ def test_what_does_not_fit_ends_the_search(
     assert search.best() == 96
 
 
+@pytest.mark.slow
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

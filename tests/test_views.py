@@ -88,7 +88,7 @@ COMMANDS = {"train": ["--config", "--dry-run"], "find": ["--budget"]}
         ("train +recipe=resnet_c", ["+recipe=resnet_cifar"]),
         ("train +recipe=./mi", ["+recipe=./mine.yaml"]),
         ("train run.na", ["run.name="]),
-        ("train batch", ["batch_size="]),
+        ("train batch_", ["batch_size="]),
     ],
 )
 def test_completion(line: str, found: list[str]) -> None:

@@ -101,8 +101,9 @@ class HubTokenizer:
             ) from None
         self.source = source
         try:
-            if Path(source).is_file():
-                self._tokenizer = Tokenizer.from_file(source)
+            if source.endswith(".json") or Path(source).is_file():
+                # No name on the hub: asking there would only take its time.
+                self._tokenizer = Tokenizer.from_str(Path(source).read_text(encoding="utf-8"))
             else:
                 self._tokenizer = Tokenizer.from_pretrained(source)
         except Exception as error:
