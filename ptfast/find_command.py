@@ -42,6 +42,10 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
     for flag, (name, lowest) in least.items():
         if flag in flags:
             value = _number(flag, flags[flag], lowest)
+            if lowest >= 1 and value != int(value):
+                raise ConfigError(
+                    "C005", "not a whole number", key=flag, value=flags[flag], place=COMMAND_LINE
+                )
             options[name] = int(value) if lowest >= 1 else value
     for flag, name in {"--out": "out", "--write": "write"}.items():
         if flag in flags:

@@ -36,6 +36,7 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
     if source.resolve() in (folder.resolve(), *folder.resolve().parents):
         what, hint = "lies within its source", "Write the pack beside it"
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
+    _check_source(source)
     texts = source.is_file()
     for flag in _OF_IMAGES if texts else _OF_TEXT:
         if flag in flags:
@@ -43,16 +44,23 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
             raise ConfigError("C011", what, key=flag, suggestion="Leave it out")
     plan, unit = (_plan_text(source, flags), "bytes") if texts else (_plan_images(source, flags), "images")
     workers = _workers(flags)
-    from ptfast.data.pack import check_folder, make
+    from ptfast.data.pack import check_folder, goes_on, make
     from ptfast.data.packed import same_as
     from ptfast.display.counter import counting
 
     whole = check_folder(folder, plan.header)
     if whole is not None and same_as(whole, plan.header):
+        if whole.skipped and _choice(flags, "--on-corrupt", ("error", "skip")) == "error":
+            first = whole.skipped[0]
+            what = f"was left out of the pack: {first['reason']}"
+            hint = "Mend or remove it and pack again, or give --on-corrupt skip"
+            raise DataError("D005", what, key=first["file"], suggestion=hint)
         print(f"{folder} is a whole pack of {source} already: nothing to do")
         return EXIT_OK
     if whole is not None:
         print(f"{folder} holds a pack of what {source} was, or made in another way: it is made anew")
+    elif goes_on(folder, plan.header) is False:
+        print(f"{folder} holds part of a pack that was begun in another way: it is begun anew")
     start_s = time.perf_counter()
     try:
         with counting("packing", unit, plan.num_seen) as count:
@@ -63,6 +71,16 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
     took_s = time.perf_counter() - start_s
     _report(manifest, folder, took_s)
     return EXIT_OK
+
+
+def _check_source(source: Path) -> None:
+    if not source.exists():
+        raise DataError("D001", "no such file or folder", key="SRC", value=source)
+    if source.is_dir():
+        from ptfast.data.packed import MANIFEST, is_manifest
+
+        if is_manifest(source / MANIFEST):
+            raise DataError("D001", "is a pack already", key="SRC", value=source)
 
 
 def _plan_images(source: Path, flags: dict[str, Any]) -> Plan:

@@ -141,6 +141,12 @@ CASES: dict[str, BadData] = {
         "D005",
         ("shards/0.tar: is no tar file, whatever its name says",),
     ),
+    "a sample of two images": BadData(
+        lambda: shard(("7.cls", b"1"), ("7.left.jpg", b"1"), ("7.right.jpg", b"1")),
+        SHARDS,
+        "D005",
+        ("shards/0.tar: sample 7 has several images: left.jpg, right.jpg",),
+    ),
     "a sample without an image": BadData(
         lambda: shard(("7.cls", b"1"), ("7.wav", b"1")),
         SHARDS,

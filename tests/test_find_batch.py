@@ -46,7 +46,7 @@ def test_the_peak_is_found_and_not_the_largest(tmp_path: Path, monkeypatch: pyte
     search = search_among(rates, tmp_path, monkeypatch)
     batch._ascend(search, 8, 4096)
     assert max(search.seen) == 256
-    batch._refine(search, 4096)
+    batch._refine(search, 8, 4096)
     assert search.best() == 48
     assert len(search.seen[48]) == 3
 
@@ -66,7 +66,7 @@ def test_what_does_not_fit_ends_the_search(
     batch._ascend(search, 8, 4096)
     assert search.too_large is not None
     assert search.too_large["size"] == 128
-    batch._refine(search, 4096)
+    batch._refine(search, 8, 4096)
     assert search.best() == 96
 
 
@@ -123,3 +123,18 @@ def test_two_ranks_agree_on_one_size(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "out" / "batch.json").read_text())
     assert facts["chosen"] in (32, 48, 64)
     assert all(trial["micro_batches"] == 2 for trials in facts["trials"].values() for trial in trials)
+
+
+def test_batches_of_so_many_tokens_have_no_size(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data=text_tsv", "data.path=x.tsv", "model=text_encoder", "batching=tokens"]
+    assert cli.run(["find", "batch", *words]) == 2
+    assert "no size to search for" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for what in ("lr", "batch"):
+        assert cli.run(["find", what, *SMALL, "--out", str(tmp_path / "file")]) == 4
+        assert "--out=" in capsys.readouterr().err

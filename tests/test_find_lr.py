@@ -125,6 +125,7 @@ def test_a_config_that_never_learns(
         (["find", "lr", "--from", "x"], "--from=x"),
         (["find", "lr", "--from", "1", "--to", "0.1"], "--from=1"),
         (["find", "lr", "--steps", "3"], "at least 20"),
+        (["find", "lr", "--steps", "20.7"], "not a whole number"),
         (["find", "lr", "--write", "x.txt"], "ends in .yaml"),
         (["find", "lr", "optimizer.lrr=1"], "Did you mean optimizer.lr?"),
     ],

@@ -372,7 +372,7 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("words", "code", "says"),
     [
         ("pack images", "C016", "takes a source and a folder"),
-        ("pack nowhere dst", "D001", "no such folder"),
+        ("pack nowhere dst", "D001", "no such file or folder"),
         ("pack images dst --size 0", "C005", "Give pixels"),
         ("pack images dst --size big", "C005", "or keep"),
         ("pack images dst --workers none", "C005", "number of processes"),
@@ -537,3 +537,38 @@ def test_what_is_no_pack_is_not_read_as_one(
     error = capsys.readouterr().err
     assert "error[C011]: dataloader.kind=packed" in error
     assert says in error
+
+
+def test_files_that_moved_are_noticed(tree: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "pack"
+    pack(tree, folder)
+    (tree / "train" / "cat" / "1.jpg").rename(tree / "train" / "dog" / "moved.jpg")
+    assert run(["pack", "--verify", str(folder)]) == DataError.exit_code
+    assert "moved, renamed or replaced" in capsys.readouterr().err
+
+
+def test_the_remedy_makes_the_same_pack(tree: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "pack"
+    pack(tree, folder, size=6)
+    with (folder / "train.bin").open("ab") as file:
+        file.write(b"x")
+    assert run(["pack", "--verify", str(folder)]) == DataError.exit_code
+    assert f"{folder} --size 6" in capsys.readouterr().err
+
+
+def test_what_was_skipped_is_not_passed_over(tree: Path, tmp_path: Path, capsys: Any) -> None:
+    (tree / "train" / "cat" / "bad.png").write_bytes(b"no image")
+    words = ["pack", str(tree), str(tmp_path / "pack")]
+    assert run([*words, "--on-corrupt", "skip"]) == 0
+    assert run(words) == DataError.exit_code
+    assert "was left out of the pack" in capsys.readouterr().err
+    assert run([*words, "--on-corrupt", "skip"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("nothing", "no such file or folder"), ("pack", "is a pack already")]
+)
+def test_sources_that_are_none(name: str, says: str, tree: Path, tmp_path: Path, capsys: Any) -> None:
+    pack(tree, tmp_path / "pack")
+    assert run(["pack", str(tmp_path / name), str(tmp_path / "other")]) == DataError.exit_code
+    assert f"SRC={tmp_path / name}: {says}" in capsys.readouterr().err

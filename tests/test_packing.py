@@ -18,6 +18,8 @@ from trials import merged
 from ptfast import cli
 from ptfast.data.packing import PackedDocuments, pack
 from ptfast.data.ragged import Documents
+from ptfast.data.text import TextFile
+from ptfast.durations import Duration
 from ptfast.errors import ConfigError
 from ptfast.models.attention import attention, within_sequences
 from ptfast.models.gpt import Gpt
@@ -222,3 +224,10 @@ def test_a_gpu_finds_the_same_losses(batching: str, in_tmp: Path) -> None:
         assert train(*words, f"run.dir={device}") == 0
         losses.append(summary(Path(device))["val"]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_bytes_between_documents_are_not_modelled(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("some words\n\n\n\nmore of them\n\nand more of these\n" * 20)
+    data = TextFile(str(tmp_path / "text"), documents="paragraphs", context_length=32)
+    info = data.load(val=Duration(10, "percent"), seed=0).info
+    assert info.token_bytes == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,20 @@ def check_overlay(file: Path) -> None:
         raise MachineError("E001", what, key="--write", value=file, suggestion=hint)
     if not file.absolute().parent.is_dir():
         raise MachineError("E001", "its folder does not exist", key="--write", value=file)
+
+
+def check_out(folder: Path | None) -> None:
+    """Refuse a folder that nothing could be written to, before anything long is done for it.
+
+    Raises:
+        MachineError: E001.
+    """
+    if folder is None:
+        return
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what, hint = "is no folder that can be written", "Choose another one"
+        raise MachineError("E001", what, key="--out", value=folder, suggestion=hint)
 
 
 def write_overlay(

@@ -90,7 +90,8 @@ class ImageFolder:
         files = [path for paths, _ in listings.values() for path in paths]
         # Files that are written over leave their folder as it is.
         some = files[:: -(-len(files) // STAT_LIMIT)]
-        key = (self.root.resolve(), len(files), self.image_size, newest_folder(self.root), *stat_files(some))
+        found = stat_files(some, self.root)
+        key = (self.root.resolve(), len(files), self.image_size, newest_folder(self.root), *found)
         info = DataInfo(
             kind="image",
             task="classification",
@@ -240,28 +241,29 @@ class ImageFiles(Source):
         return taken
 
 
-def list_tree(root: Path) -> tuple[tuple[str, ...], dict[str, Listing]]:
+def list_tree(root: Path, key: str = "data.root") -> tuple[tuple[str, ...], dict[str, Listing]]:
     """Class names, and for each split its files and their labels, in the order of their names.
+
+    Args:
+        key: that led here, for messages.
 
     Raises:
         DataError: D001 to D003 when there is no such tree.
     """
-    folders = _subfolders(root)
+    folders = _subfolders(root, key)
     by_split = {split: [root / name for name in names if name in folders] for split, names in _SPLITS.items()}
     if not by_split["train"]:
         found = [folder.name for group in by_split.values() for folder in group]
         if found:
             what = f"has {found[0]}/ but no train/"
-            raise DataError(
-                "D003", what, key="data.root", value=root, suggestion="Put class folders in train/"
-            )
+            raise DataError("D003", what, key=key, value=root, suggestion="Put class folders in train/")
         by_split = {"train": [root]}
     classes: tuple[str, ...] = ()
     listings: dict[str, Listing] = {}
     for split, split_folders in by_split.items():
         if not split_folders:
             continue
-        names, listings[split] = _list_split(split_folders[0])
+        names, listings[split] = _list_split(split_folders[0], key)
         if split == "train":
             classes = names
         elif names != classes:
@@ -269,15 +271,13 @@ def list_tree(root: Path) -> tuple[tuple[str, ...], dict[str, Listing]]:
     return classes, listings
 
 
-def _list_split(folder: Path) -> tuple[tuple[str, ...], Listing]:
-    names = tuple(_subfolders(folder))
+def _list_split(folder: Path, key: str) -> tuple[tuple[str, ...], Listing]:
+    names = tuple(_subfolders(folder, key))
     if not names:
-        raise DataError("D002", "holds no class folders", key="data.root", value=folder)
+        raise DataError("D002", "holds no class folders", key=key, value=folder)
     if len(names) == 1:
         what = f"holds one class only ({names[0]}), which leaves nothing to tell apart"
-        raise DataError(
-            "D003", what, key="data.root", value=folder, suggestion="Give each class a folder of its own"
-        )
+        raise DataError("D003", what, key=key, value=folder, suggestion="Give each class a folder of its own")
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(names):
@@ -290,19 +290,19 @@ def _list_split(folder: Path) -> tuple[tuple[str, ...], Listing]:
     return names, (paths, labels)
 
 
-def _subfolders(folder: Path) -> list[str]:
-    hint = "Set data.root to a folder of class folders"
+def _subfolders(folder: Path, key: str) -> list[str]:
+    hint = f"Set {key} to a folder of class folders"
     if not folder.exists():
-        raise DataError("D001", "no such folder", key="data.root", value=folder, suggestion=hint)
+        raise DataError("D001", "no such folder", key=key, value=folder, suggestion=hint)
     if not folder.is_dir():
-        raise DataError("D001", "is a file, not a folder", key="data.root", value=folder, suggestion=hint)
+        raise DataError("D001", "is a file, not a folder", key=key, value=folder, suggestion=hint)
     try:
         entries = list(os.scandir(folder))
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-        raise DataError("D001", what, key="data.root", value=folder) from None
+        raise DataError("D001", what, key=key, value=folder) from None
     if not entries:
-        raise DataError("D002", "is an empty folder", key="data.root", value=folder, suggestion=hint)
+        raise DataError("D002", "is an empty folder", key=key, value=folder, suggestion=hint)
     return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 

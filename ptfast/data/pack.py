@@ -279,6 +279,15 @@ def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
     return manifest
 
 
+def goes_on(folder: Path, header: dict[str, Any]) -> bool | None:
+    """Whether what is unfinished in `folder` was begun by the same command; None where there is nothing."""
+    try:
+        with (folder / JOURNAL).open() as file:
+            return file.readline() == json.dumps(header) + "\n"
+    except OSError:
+        return None
+
+
 def _source_of(journal: Path) -> str | None:
     try:
         with journal.open() as file:

@@ -42,10 +42,10 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
     Raises:
         DataError: D001 to D003 when there is no such tree.
     """
-    class_names, listings = list_tree(root)
+    class_names, listings = list_tree(root, "SRC")
     paths = [path for split_paths, _ in listings.values() for path in split_paths]
-    files, num_bytes, newest_ns = stat_files(paths)
-    facts = SourceFacts(str(root.resolve()), files, num_bytes, newest_ns, newest_folder(root))
+    files, num_bytes, newest_ns, listing = stat_files(paths, root)
+    facts = SourceFacts(str(root.resolve()), files, num_bytes, newest_ns, newest_folder(root), listing)
     mean_bytes = num_bytes / files if jpeg else _mean_pixels(listings["train"][0], size)
     # A piece of files is decoded too, to see whether they are whole: one at a time, so memory is no matter.
     per_piece = max(1, min(_MOST_IMAGES, int(PIECE_BYTES / max(mean_bytes, 1))))
@@ -61,6 +61,7 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
             "format": FORMAT,
             "kind": kind,
             "size": size,
+            "skip_corrupt": skip_corrupt,
             "source": asdict(facts),
             "jobs": len(jobs),
         },

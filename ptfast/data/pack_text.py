@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple
 
 from ptfast.data.encoded import encode_anew
 from ptfast.data.pack import Piece, Plan, Written
-from ptfast.data.packed import FORMAT, Manifest, SourceFacts, TextFacts, newest_folder
+from ptfast.data.packed import FORMAT, Manifest, SourceFacts, TextFacts, newest_folder, stat_files
 from ptfast.data.text import cut_into_documents
 from ptfast.data.tokens import BUILT_IN, HubTokenizer, Tokenizer, Vocabulary
 from ptfast.errors import DataError
@@ -39,11 +39,11 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
         DataError: D001, D002 or D005 for a file that is not there, empty or no UTF-8.
     """
     path = path.resolve()
-    stat = path.stat()
+    _, num_bytes, newest_ns, listing = stat_files([str(path)], path.parent)
     whole = documents == "none" and tokenizer not in BUILT_IN
     jobs = list(_jobs(path, WHOLE_BYTES if whole else PIECE_BYTES, blank_lines=documents == "paragraphs"))
     found = _vocabulary(tokenizer, jobs) if tokenizer in BUILT_IN else HubTokenizer(tokenizer)
-    source = SourceFacts(str(path), 1, stat.st_size, stat.st_mtime_ns, newest_folder(path))
+    source = SourceFacts(str(path), 1, num_bytes, newest_ns, newest_folder(path), listing)
     facts = TextFacts(tokenizer, found.describe(), documents)
     manifest = Manifest("tokens", source, {}, text=facts)
     return Plan(
@@ -57,9 +57,9 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
             "jobs": len(jobs),
         },
         jobs=[(_SPLIT, job) for job in jobs],
-        num_seen=stat.st_size,
+        num_seen=num_bytes,
         # Characters become two bytes or four, and longer tokens fewer.
-        estimated_bytes=2 * stat.st_size if tokenizer == "characters" else stat.st_size,
+        estimated_bytes=2 * num_bytes if tokenizer == "characters" else num_bytes,
         convert=partial(convert_text, tokenizer=found, documents=documents),
         describe=partial(_describe, manifest),
     )
@@ -67,10 +67,9 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
 
 def convert_text(job: _Job, *, tokenizer: Tokenizer, documents: str) -> Piece:
     """Tokenise the text of a job."""
-    text = _read(job)
-    texts = cut_into_documents(text, documents)
+    texts = cut_into_documents(_read(job), documents)
     encoded = encode_anew(texts, tokenizer)
-    facts = {"text_bytes": len(text.encode()), "dtype": encoded.tokens.dtype.name}
+    facts = {"text_bytes": sum(len(part.encode()) for part in texts), "dtype": encoded.tokens.dtype.name}
     rows = encoded.lengths.astype("<i8").tobytes()
     tokens = encoded.tokens.astype(encoded.tokens.dtype.newbyteorder("<"), copy=False)
     return Piece(tokens.tobytes(), rows, len(texts), job.stop - job.start, facts)

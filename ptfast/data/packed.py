@@ -62,6 +62,8 @@ class SourceFacts:
     newest_ns: int
     folders_ns: int
     """Latest change of a folder of the tree; of the file where there is one only."""
+    listing: str
+    """SHA-256 of the files' names, sizes and times of change."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         if (folder / JOURNAL).is_file():
             what = "is an unfinished pack"
-            hint = f"Finish it with {_command(_read_header(folder), folder)}"
+            hint = f"Finish it with {_command(folder, _read_header(folder))}"
             raise DataError("D007", what, key=key, value=folder, suggestion=hint) from None
         return None
     if f'"{_MARK}"'.encode() not in content:
@@ -162,9 +164,13 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
         what, hint = f"is damaged: {error}", "Delete the pack and make it anew"
         raise DataError("D007", what, key=str(folder / MANIFEST), suggestion=hint) from None
     what = f"is a pack of format {version}, and this version of ptfast reads format {FORMAT}"
-    source = tree.get("source", {}) if isinstance(tree, dict) else {}
-    hint = f"Delete it and make it anew with {_command(source, folder)}"
+    hint = f"Delete it and make it anew with {_command(folder, tree if isinstance(tree, dict) else {})}"
     raise DataError("D007", what, key=key, value=folder, suggestion=hint)
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether `path` is the manifest of a pack, of whatever format."""
+    return path.is_file() and f'"{_MARK}"'.encode() in path.read_bytes()
 
 
 def open_pack(folder: Path, key: str = "data.root") -> Manifest | None:
@@ -239,15 +245,18 @@ def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> 
     if not whole and folders_ns == before.folders_ns:
         return
     try:
-        files, num_bytes, newest_ns = stat_files(source_files(path, manifest))
+        root = path.parent if path.is_file() else path
+        files, num_bytes, newest_ns, listing = stat_files(source_files(path, manifest), root)
     except (DataError, OSError):
-        files = num_bytes = newest_ns = 0
+        files, num_bytes, newest_ns, listing = 0, 0, 0, ""
     changes = [f"{files:,} files instead of {before.files:,}"] * (files != before.files)
     changes += [f"{num_bytes:,} bytes instead of {before.bytes:,}"] * (num_bytes != before.bytes)
     changes += ["files that are newer"] * (newest_ns > before.newest_ns)
+    if not changes and listing != before.listing:
+        changes = ["files that were moved, renamed or replaced"]
     if changes:
         what = f"was packed from {path}, which has changed since: {', '.join(changes)}"
-        hint = f"Pack it again with {_command(asdict(before), folder)}, or use {key}={path}"
+        hint = f"Pack it again with {_command(folder, manifest)}, or use {key}={path}"
         raise DataError("D007", what, key=key, value=folder, suggestion=hint)
 
 
@@ -262,14 +271,20 @@ def source_files(path: Path, manifest: Manifest) -> Iterator[str]:
         yield from paths
 
 
-def stat_files(paths: Iterable[str]) -> tuple[int, int, int]:
-    """How many files there are, their bytes together, and the latest change in nanoseconds."""
+def stat_files(paths: Iterable[str], root: Path) -> tuple[int, int, int, str]:
+    """How many files there are, their bytes together, the latest change in nanoseconds, and a digest of all.
+
+    Args:
+        root: that the names in the digest are relative to: a tree may be moved as a whole.
+    """
     files = num_bytes = newest_ns = 0
+    digest, skipped = hashlib.sha256(), len(str(root))
     for path in paths:
         found = os.stat(path)  # noqa: PTH116 # a Path for each of 60,000 files takes a second
         files, num_bytes = files + 1, num_bytes + found.st_size
         newest_ns = max(newest_ns, found.st_mtime_ns)
-    return files, num_bytes, newest_ns
+        digest.update(f"{path[skipped:]} {found.st_size} {found.st_mtime_ns}\n".encode(errors="replace"))
+    return files, num_bytes, newest_ns, digest.hexdigest()
 
 
 def newest_folder(root: Path) -> int:
@@ -306,17 +321,27 @@ def _matches(path: Path) -> Callable[[tuple[int, Part]], bool]:
 def _read_header(folder: Path) -> dict[str, Any]:
     try:
         with (folder / JOURNAL).open() as file:
-            return json.loads(file.readline())["source"]
-    except (OSError, ValueError, KeyError, TypeError):
+            header = json.loads(file.readline())
+            return header if isinstance(header, dict) else {}
+    except (OSError, ValueError):
         return {}
 
 
-def _command(source: dict[str, Any], folder: Path) -> str:
-    return f"ptfast pack {source.get('path', 'SRC')} {folder}"
+def _command(folder: Path, made: Manifest | dict[str, Any]) -> str:
+    """What makes the pack in `folder` again, by its manifest, or by what is left of one or of a journal."""
+    known = asdict(made) if isinstance(made, Manifest) else made
+    source, text = known.get("source") or {}, known.get("text") or known
+    words = ["ptfast pack", str(source.get("path", "SRC")), str(folder)]
+    words += [f"--size {known.get('size')}"] * bool(known.get("size"))
+    words += ["--jpeg"] * (known.get("kind") == "jpeg")
+    words += [f"--tokenizer {text.get('tokenizer')}"] * (text.get("tokenizer", "characters") != "characters")
+    words += [f"--documents {text.get('documents')}"] * (text.get("documents", "none") != "none")
+    words += ["--on-corrupt skip"] * bool(known.get("skip_corrupt") or known.get("skipped"))
+    return " ".join(words)
 
 
 def _damaged(path: Path, what: str, manifest: Manifest, folder: Path) -> DataError:
-    hint = f"Delete the pack and make it anew with {_command(asdict(manifest.source), folder)}"
+    hint = f"Delete the pack and make it anew with {_command(folder, manifest)}"
     return DataError("D007", what, key=str(path), suggestion=hint)
 
 

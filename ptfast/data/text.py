@@ -190,8 +190,10 @@ class TextFile:
             tokenizer = Vocabulary(self.tokenizer, entries, None)
         else:
             tokenizer = HubTokenizer(self.tokenizer)
-        encoded = encode(cut_into_documents(text, self.documents), tokenizer)
-        return Tokenized(tokenizer, encoded, len(text.encode()), False)
+        texts = cut_into_documents(text, self.documents)
+        # What lies between documents is no token, and no text that is modelled.
+        text_bytes = sum(len(part.encode()) for part in texts)
+        return Tokenized(tokenizer, encode(texts, tokenizer), text_bytes, False)
 
     def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[Source, Source | None]:
         context = self.context_length

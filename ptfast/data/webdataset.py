@@ -237,10 +237,7 @@ class _Index:
         with path.open("rb", buffering=0) as file:
             for key, files in itertools.groupby(members(path), lambda member: _split(member.name)[0]):
                 by_suffix = {_split(member.name)[1]: member for member in files}
-                image = next((m for suffix, m in by_suffix.items() if suffix.endswith(_IMAGES)), None)
-                if image is None:
-                    what = f"sample {key} has no image, but {', '.join(by_suffix)}"
-                    raise DataError("D005", what, key=str(path), suggestion=REMEDY)
+                image = _image(key, by_suffix, path)
                 self.labels.append(_label(file, key, by_suffix, path))
                 name = image.name.encode("utf-8", "replace")
                 self.images.append((len(self.paths), name, image.offset, image.size))
@@ -259,6 +256,19 @@ def _split(name: str) -> tuple[str, str]:
     folder, slash, file = name.rpartition("/")
     key, _, suffix = file.partition(".")
     return folder + slash + key, suffix.lower()
+
+
+def _image(key: str, by_suffix: dict[str, Member], path: Path) -> Member:
+    """The image of a sample: of several, the one named `KEY.jpg` and not `KEY.mask.jpg`."""
+    found = [suffix for suffix in by_suffix if suffix.endswith(_IMAGES)]
+    plain = [suffix for suffix in found if suffix in _IMAGES]
+    chosen = plain if len(plain) == 1 else found
+    if len(chosen) != 1:
+        what = f"sample {key} has no image, but {', '.join(by_suffix)}"
+        if found:
+            what = f"sample {key} has several images: {', '.join(found)}"
+        raise DataError("D005", what, key=str(path), suggestion=REMEDY)
+    return by_suffix[chosen[0]]
 
 
 def _label(file: Any, key: str, by_suffix: dict[str, Member], path: Path) -> Label:

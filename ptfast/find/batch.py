@@ -11,10 +11,10 @@ from typing import Any
 
 from ptfast import run_folder
 from ptfast.config.compose import Composed
-from ptfast.config.overlay import check_overlay, write_overlay
+from ptfast.config.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.display import build_display, standard_output, table
-from ptfast.errors import EXIT_OK, DataError, MachineError
+from ptfast.errors import EXIT_OK, ConfigError, DataError, MachineError
 from ptfast.find.child import run_child
 from ptfast.launch import resolve_num_ranks
 from ptfast.machine import memory_limit
@@ -116,8 +116,14 @@ def find_batch(
         MachineError: E002 where not even the smallest size fits.
         PtfastError: whatever stops a run in its first steps.
     """
+    if config.batching.batch_tokens is not None:
+        what = "batches of so many tokens have no size to search for"
+        hint = "Use batching=buckets"
+        value = config.batching.batch_tokens
+        raise ConfigError("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
     if write is not None:
         check_overlay(write)
+    check_out(out)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         search = Search(composed, config, Path(name), seconds)
         first = _multiple(smallest or SMALLEST, search.parts)
@@ -129,7 +135,7 @@ def find_batch(
             raise DataError("D006", what, key="batch_size", value=size, suggestion=hint)
         if not search.seen:
             raise MachineError("E002", _limit(search), key="batch_size", value=first, suggestion=_LESS)
-        _refine(search, largest or LARGEST)
+        _refine(search, first, largest or LARGEST)
     chosen = search.best()
     _show(search, chosen)
     label = config.recipe or config.run.name or "train"
@@ -161,12 +167,12 @@ def _ascend(search: Search, first: int, largest: int) -> None:
         size *= 4
 
 
-def _refine(search: Search, largest: int) -> None:
+def _refine(search: Search, smallest: int, largest: int) -> None:
     """Try sizes beside the best, and measure the best of all again."""
     best = search.best()
     beside = {_multiple(round(best * factor), search.parts) for factor in (0.75, 1.5)}
     limit = search.too_large["size"] if search.too_large else largest + 1
-    fresh = sorted(size for size in beside - search.seen.keys() if size < limit)
+    fresh = sorted(size for size in beside - search.seen.keys() if smallest <= size < limit)
     if fresh:
         search.measure(fresh)
     leaders = sorted(search.seen, key=search.rate, reverse=True)[:FINALISTS]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ptfast import run_folder
 from ptfast.config.compose import Composed
-from ptfast.config.overlay import check_overlay, write_overlay
+from ptfast.config.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.display import build_display, is_terminal, standard_output, table
 from ptfast.display.chart import chart
@@ -55,6 +55,7 @@ def find_lr(
         raise ConfigError("C005", what, key="--from", value=f"{lowest:g}")
     if write is not None:
         check_overlay(write)
+    check_out(out)
     facts = measure(composed, config, {"lowest": lowest, "highest": highest, "num_steps": num_steps})
     lrs, losses = facts["lrs"], facts["losses"]
     smoothed = smooth(losses)
@@ -151,9 +152,10 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
 
 def _advice(facts: dict[str, Any]) -> str:
     """What is left to say where no rate makes the loss fall."""
-    lowest, first = min(facts["losses"]), facts["losses"][0]
+    lowest, first = min(facts["smoothed"]), facts["smoothed"][0]
+    more = f", try --steps {2 * len(facts['lrs'])}" if len(facts["lrs"]) < NUM_STEPS else ""
     return (
         f"ptfast: no learning rate of {facts['lrs'][0]:.0e} to {facts['lrs'][-1]:.0e} makes the loss fall: "
-        f"it began at {first:.4g} and was {lowest:.4g} at best. Look at labels, loss and inputs, or widen "
-        "the range with --from and --to"
+        f"smoothed it began at {first:.4g} and was {lowest:.4g} at best. Look at labels, loss and inputs, "
+        f"widen the range with --from and --to{more}"
     )

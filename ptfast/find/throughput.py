@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ptfast.config.schema import Config
+from ptfast.config.sections import Curriculum
 from ptfast.data import Data
 from ptfast.display import Display
 from ptfast.distributed import Ranks, sum_over_ranks
@@ -45,7 +46,8 @@ def time_batches(config: Config, folder: Path, ranks: Ranks, *, sizes: Sequence[
         try:
             data = data or load_data(config, ranks)
             _check_size(size, data.info.num_train)
-            changed = config.model_copy(update={"batch_size": size})
+            # What grows is measured at its full size, at which it has to fit.
+            changed = config.model_copy(update={"batch_size": size, "curriculum": Curriculum()})
             run = build(changed, ranks=ranks, folder=folder, display=Display(), data=data)
             try:
                 result |= _time(run, seconds)
