@@ -220,6 +220,11 @@ CASES: dict[str, Case] = {
         "C011",
         f"augment.resized_ratio=[2.0,0.5] {TYPED} the largest comes first. Use augment.resized_ratio=[0.5,2]",
     ),
+    "21 shapes of crops the wrong way round without crops": train(
+        "augment.resized_ratio=[2,1]",
+        "C011",
+        f"augment.resized_ratio=[2.0,1.0] {TYPED} the largest comes first. Use augment.resized_ratio=[1,2]",
+    ),
     "22 a tab": recipe(
         "epochs: 1\n\tbatch_size: 4\n", "C007", "mine.yaml:2:1: found a tab", r"`\tbatch_size: 4`"
     ),

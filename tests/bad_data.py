@@ -297,6 +297,12 @@ CASES: dict[str, BadData] = {
         "D007",
         ("data.root=pack (command line): was packed from", "which has changed since", "Pack it again"),
     ),
+    "a pack of which files are to be skipped": BadData(
+        _pack(lambda: None),
+        f"{PACKED} data.on_corrupt=skip",
+        "C011",
+        ("data.on_corrupt=skip (command line): the pack has left out", "ptfast pack --on-corrupt skip"),
+    ),
     "what is no pack": BadData(
         lambda: class_folders("cat", "dog"),
         f"{IMAGES} dataloader=packed",

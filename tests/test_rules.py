@@ -78,6 +78,7 @@ def test_keys_that_contradict_each_other(changes: Tree) -> None:
         ("curriculum__length_multiple", 8, {"curriculum__length_from": "auto"}),
         ("parallel__bucket_mb", 10.0, {"parallel__strategy": "ddp"}),
         ("parallel__powersgd_rank", 2, {"parallel__strategy": "ddp", "parallel__compression": "powersgd"}),
+        ("augment__resized_ratio", [0.5, 2.0], {"augment__resized_crop": [0.3, 1.0]}),
         ("ema__swa_every", "2epochs", {"ema__swa_start": "75%"}),
         ("debug__active", 3, {"debug__mode": "profiler"}),
         ("compile__dynamic", False, {"compile__mode": "model"}),
@@ -91,6 +92,17 @@ def test_keys_that_would_change_nothing(key: str, value: Any, remedy: Tree) -> N
     assert not list(idle_keys(check(**{key: value}, **remedy), typed))
     # An option file may bring figures for a switch that is off.
     assert not list(idle_keys(check(**{key: value}), lambda key: "mine.yaml:3"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "memory", "device", "packed"])
+def test_keys_of_workers_where_there_are_none(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptfast.config.rules._packed_problem", lambda config: None)
+    keys: Tree = {"dataloader__workers": 4, "dataloader__prefetch": 3, "backend__worker_threads": 2}
+    warnings = list(idle_keys(check(dataloader__kind=kind, **keys), typed))
+    assert [warning.partition("=")[0].replace(".", "__") for warning in warnings] == list(keys)
+    assert all(f"means nothing to dataloader={kind}" in warning for warning in warnings)
+    for other in ("auto", "workers"):
+        assert not list(idle_keys(check(dataloader__kind=other, **keys), typed))
 
 
 def test_memory_is_not_pinned_for_a_cpu() -> None:

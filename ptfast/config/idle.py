@@ -113,6 +113,18 @@ OWNERS = (
         "to debug={config.debug.mode}",
         "debug=profiler",
     ),
+    Owner(
+        ("augment.resized_ratio",),
+        lambda config: config.augment.resized_crop is not None,
+        "without augment.resized_crop",
+        "augment=resized_crop",
+    ),
+    Owner(
+        ("dataloader.workers", "dataloader.prefetch", "backend.worker_threads"),
+        lambda config: config.dataloader.kind in ("auto", "workers"),
+        "to dataloader={config.dataloader.kind}",
+        "dataloader=workers",
+    ),
 )
 """Keys by what has to be chosen for them to count. Those of an option file stay, ready for its switch."""
 

@@ -193,6 +193,11 @@ def _benchmark_problem(config: Config) -> Problem | None:
 def _resized_crop_problem(config: Config) -> Problem | None:
     """Two ways of cropping at once; images that are on the device in one size; ranges the wrong way round."""
     augment = config.augment
+    for name in ("resized_crop", "resized_ratio"):
+        low, high = getattr(augment, name) or (0, 0)
+        if low > high:
+            what, hint = "the largest comes first", f"Use augment.{name}=[{high:g},{low:g}]"
+            return Problem("C011", what, key=f"augment.{name}", value=[low, high], suggestion=hint)
     if augment.resized_crop is None:
         return None
     if config.dataloader.kind == "device":
@@ -203,11 +208,6 @@ def _resized_crop_problem(config: Config) -> Problem | None:
         return Problem(
             "C011", what, key="augment.resized_crop", value=list(augment.resized_crop), suggestion=hint
         )
-    for name in ("resized_crop", "resized_ratio"):
-        low, high = getattr(augment, name)
-        if low > high:
-            what, hint = "the largest comes first", f"Use augment.{name}=[{high:g},{low:g}]"
-            return Problem("C011", what, key=f"augment.{name}", value=[low, high], suggestion=hint)
     return None
 
 

@@ -51,7 +51,7 @@ class ImageFolder:
             leaves other files to the CPU.
 
     Raises:
-        ConfigError: C011 for a pack that a GPU is to decode.
+        ConfigError: C011 for a pack that a GPU is to decode, or of which files are to be skipped.
         MachineError: E005 for a GPU that decodes no JPEG.
         DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be decoded,
             D007 for a pack that is not whole or older than its source.
@@ -77,6 +77,10 @@ class ImageFolder:
             if self.decoder != "cpu":
                 what, hint = "packs are read on the host", "Use data.decoder=cpu"
                 raise ConfigError("C011", what, key="data.decoder", value=self.decoder, suggestion=hint)
+            if self.on_corrupt != "error":
+                what = "the pack has left out already what cannot be read"
+                hint = "Use data.on_corrupt=error here, and ptfast pack --on-corrupt skip to leave files out"
+                raise ConfigError("C011", what, key="data.on_corrupt", value=self.on_corrupt, suggestion=hint)
             return PackedFolder(self.root, manifest, self.image_size).load()
         classes, listings = list_tree(self.root)
         decoder, files_class = Decoder(self.image_size), self._files_class()
