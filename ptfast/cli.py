@@ -251,7 +251,7 @@ def _saved_run(path: str, overrides: list[str]) -> Any:
     from ptfast.saving import find_state
 
     state_folder = find_state(Path(path))
-    return state_folder, *load_config(state_folder.parent.parent / CONFIG, overrides)
+    return state_folder, *load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)
 
 
 def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:

@@ -516,6 +516,18 @@ def test_training_from_a_pack_is_training_from_the_folder(tree: Path, tmp_path: 
         assert same_bits(trained_on(tmp_path / f"from-{root.name}", root, *cropped), expected)
 
 
+def test_a_folder_is_evaluated_by_what_has_trained_from_its_pack(tree: Path, tmp_path: Path, capsys: Any):
+    pack(tree, tmp_path / "pack")
+    trained_on(tmp_path / "run", tmp_path / "pack", "dataloader=packed")
+
+    def evaluated(*words: str) -> str:
+        capsys.readouterr()
+        assert run(["eval", str(tmp_path / "run"), *words]) == 0
+        return capsys.readouterr().out
+
+    assert evaluated(f"data.root={tree}") == evaluated()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -31,18 +31,29 @@ def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
 
 
 def load_config(
-    path: Path, arguments: Sequence[str] = (), *, trusted: bool = False
+    path: Path, arguments: Sequence[str] = (), *, trusted: bool = False, trains: bool = True
 ) -> tuple[Composed, Config]:
     """The config in a whole file, such as a run directory's, with arguments laid over it.
 
     Args:
         trusted: the file is this run's own, or names nothing that will be imported. Otherwise its targets
             must lie in known packages, or in one that the arguments trust (`trust=[my_package]`).
+        trains: False for what comes after training, of which the data that the arguments name need not lie
+            as that of training does.
 
     Raises:
         ConfigError: the first thing wrong.
     """
     composed = load(path, arguments)
+    loader = composed.tree.get("dataloader", {})
+    if not trains and loader.get("kind") == "packed" and _named(composed, "data"):
+        loader["kind"] = "auto"
     named = composed.tree.get("trust") if composed.places.get("trust") == COMMAND_LINE else None
     extra_trust = named if isinstance(named, list) else []
     return composed, validate(composed.tree, composed.place, trusted=trusted, extra_trust=extra_trust)
+
+
+def _named(composed: Composed, section: str) -> bool:
+    """Whether the arguments set a key of a section."""
+    places = composed.places.items()
+    return any(place == COMMAND_LINE and key.partition(".")[0] == section for key, place in places)
