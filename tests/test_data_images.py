@@ -146,6 +146,18 @@ def test_grey_cmyk_and_16_bit_images_are_converted_and_said(tree: Path):
     Image.fromarray(pixels(2)).convert("L").save(folder / "b.jpg")
     deep = (np.arange(144, dtype=np.uint16).reshape(12, 12) * 400).astype(np.uint16)
     Image.fromarray(deep).save(folder / "c.png")
+    for words in ({}, {"on_corrupt": "skip"}):
+        note = held_in_memory(tree, **words).note
+        assert "3 images that are not 8-bit RGB were converted" in note
+        data = build_data(
+            ImageFolder(str(tree), **words),
+            val=NO_VAL,
+            seed=0,
+            task="auto",
+            choose=partial(choice.choose, kind="memory", crops=True),
+            crops=True,
+        )
+        assert data.note == note
     data = held_in_memory(tree)
     assert "3 images that are not 8-bit RGB were converted" in data.note
     images, _ = data.train.fetch(np.arange(6))

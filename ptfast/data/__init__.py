@@ -161,12 +161,15 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
 
 def _hold(splits: Splits, crops: bool) -> Splits:
     """The same splits, decoded into memory."""
+    converted = 0
     if crops and splits.train.images and not splits.train.in_memory:
         from ptfast.data.originals import HeldImages
 
-        splits = splits._replace(train=HeldImages(splits.train))
+        files = splits.train
+        splits = splits._replace(train=HeldImages(files))
+        converted = files.num_converted
     held = {split: s.hold() for split, s in splits.sources.items() if not s.in_memory}
-    converted = sum(found.num_converted for found in held.values())
+    converted += sum(found.num_converted for found in held.values())
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
     note = "; ".join(filter(None, [splits.note, note]))
     return splits._replace(**{split: found.source for split, found in held.items()}, note=note)

@@ -144,6 +144,7 @@ class ImageFiles(Source):
         self.threads = threads
         self.corrupt: set[int] = set()
         """Samples that are known to be unreadable."""
+        self._converted: set[int] = set()
         self.shape: tuple[int, ...] = ()
         """(height, width, channels) of every image; empty until it is known."""
         self.image_size = decoder.image_size
@@ -162,8 +163,13 @@ class ImageFiles(Source):
         some = np.unique(np.linspace(0, len(self) - 1, _SOME).astype(np.int64))
         return int(3 * len(self) * np.prod(self.sizes(some), 0).mean())
 
+    @property
+    def num_converted(self) -> int:
+        # In place of an unreadable file another is shown, which counts for itself.
+        return len(self._converted - self.corrupt)
+
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        pixels = self._each(indices, lambda path, _: self.decoder(path).pixels)
+        pixels = self._pixels(indices, self.decoder)
         expected = self.shape or pixels[0].shape
         for index, image in zip(indices, pixels, strict=True):
             if image.shape != expected:
@@ -178,7 +184,7 @@ class ImageFiles(Source):
         return labels
 
     def originals(self, indices: Indices) -> list[Pixels]:
-        return self._each(indices, lambda path, _: self._whole(path).pixels)
+        return self._pixels(indices, self._whole)
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         """Heights and widths of the images by their files, each read once."""
@@ -211,6 +217,11 @@ class ImageFiles(Source):
                 raise
             return 1, 1
 
+    def _pixels(self, indices: Indices, decoder: Decoder) -> list[Pixels]:
+        decoded = self._each(indices, lambda path, _: decoder(path))
+        self._converted.update(int(i) for i, image in zip(indices, decoded, strict=True) if image.converted)
+        return [image.pixels for image in decoded]
+
     def _each(self, indices: Indices, read: Callable[[str, int], Any]) -> list[Any]:
         """What `read` makes of the file and the place of each of `indices`."""
         return in_threads(len(indices), lambda place: self._readable(int(indices[place]), place, read))
@@ -229,7 +240,7 @@ class ImageFiles(Source):
 
     def hold(self) -> Held:
         if self.skips:
-            return super().hold()
+            return Held(super().hold().source, self.num_converted)
         images, num_converted = decode_all(self.decoder, self.paths, self.threads)
         return Held(TensorSource(images, self.targets, images=True), num_converted)
 

@@ -72,6 +72,11 @@ class Source:
         """What all images take once held in memory as large as they are stored; as `held_bytes`."""
         return self.held_bytes
 
+    @property
+    def num_converted(self) -> int:
+        """Images that were not 8-bit RGB, of those fetched so far."""
+        return 0
+
     def hold(self) -> Held:
         """Every sample, decoded once and held in memory.
 
