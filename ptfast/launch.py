@@ -289,14 +289,21 @@ def _raise_failure(folder: Path, composed: Composed, failures: dict[int, Any]) -
         error = ParallelError("P001", what, key=str(folder), suggestion=hint)
         _note_failure(folder, str(error), error.exit_code)
         raise error
+    if reported := reported_failure(folder, composed):
+        _note_failure(folder, str(reported).split(": ", 2)[-1], reported.exit_code)
+        raise reported
+
+
+def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
+    """What a process has left word of in `folder`, with the places of keys as the user gave them."""
     failure = run_folder.read_json(folder / run_folder.FAILURE)
-    if failure:
-        line, details = str(failure["line"]), str(failure.get("traceback", ""))
-        if "parts" in failure:
-            # Ranks read the frozen file: only here it is known where the user gave the key.
-            line = render(composed.placed(PtfastError(**failure["parts"])))
-        _note_failure(folder, line.split(": ", 2)[-1], int(failure["exit_code"]))
-        raise ReportedError(line, int(failure["exit_code"]), details)
+    if not failure:
+        return None
+    line = str(failure["line"])
+    if "parts" in failure:
+        # Ranks read the frozen file: only here it is known where the user gave the key.
+        line = render(composed.placed(PtfastError(**failure["parts"])))
+    return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")))
 
 
 def _newer(path: Path, since_s: float) -> bool:

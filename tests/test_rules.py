@@ -105,6 +105,13 @@ def test_keys_of_workers_where_there_are_none(kind: str, monkeypatch: pytest.Mon
         assert not list(idle_keys(check(dataloader__kind=other, **keys), typed))
 
 
+def test_keys_that_what_is_chosen_leaves_without_effect() -> None:
+    (warning,) = idle_keys(check(batching__pack=True, batching__multiple=8), typed)
+    assert warning.startswith("batching.multiple=8")
+    tokens = {"batching__buckets": True, "batching__batch_tokens": 4096}
+    assert "dataloader.last=drop" in " ".join(idle_keys(check(**tokens, dataloader__last="drop"), typed))
+
+
 def test_memory_is_not_pinned_for_a_cpu() -> None:
     if not torch.cuda.is_available():
         assert cannot_run(dataloader__pin=True).key == "dataloader.pin"

@@ -102,6 +102,18 @@ OWNERS = (
         "parallel=fsdp",
     ),
     Owner(
+        ("batching.multiple",),
+        lambda config: not config.batching.pack,
+        "to batching=pack, whose windows have one length",
+        "batching=longest",
+    ),
+    Owner(
+        ("dataloader.last",),
+        lambda config: config.batching.batch_tokens is None,
+        "where batches are made up by their tokens",
+        "batching=buckets",
+    ),
+    Owner(
         ("ema.swa_every",),
         lambda config: config.ema.swa_start is not None,
         "without such an average",

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal, cast
 
 import torch
@@ -22,6 +23,8 @@ from ptfast.data.source import Source
 from ptfast.data.workers import failed
 from ptfast.errors import ConfigError, DataError, PtfastError
 
+DIGESTED_SAMPLES = 16
+"""Samples by which ranks compare what they read."""
 Sharing = Literal["none", "readers", "ranks"]
 
 
@@ -95,10 +98,11 @@ class IterableSource(Source):
         return cast(Sharing, stated)
 
     @property
-    def first_digest(self) -> str:
-        """What tells the first sample from others, for ranks to compare."""
+    def digest(self) -> str:
+        """What tells how the data set begins, for ranks to compare; the very first sample may be a header."""
         buffer = io.BytesIO()
-        torch.save(self._first[0], buffer)
+        with OwnGenerators().in_place(), _answering(_Noticing(self.dataset)):
+            torch.save(list(islice(self.read(0), DIGESTED_SAMPLES)), buffer)
         return hashlib.sha256(buffer.getvalue()).hexdigest()
 
     @property

@@ -205,6 +205,8 @@ def _show(search: Search, chosen: int) -> None:
     if search.too_large is not None:
         print(f"{search.too_large['size']:,} samples do not fit: {_limit(search)}")
     print(f"\nbest: batch_size={chosen} at {most:,.0f} samples/s")
+    if chosen == max(search.seen) and search.too_large is None and not search.refused:
+        print("the largest that was tried: --to goes further")
 
 
 def _limit(search: Search) -> str:

@@ -16,7 +16,8 @@ from ptfast import run_folder
 from ptfast.config.compose import Composed
 from ptfast.config.freeze import check_no_secrets, freeze
 from ptfast.elastic import run_elastic
-from ptfast.errors import ParallelError, PtfastError, ReportedError, render
+from ptfast.errors import ParallelError
+from ptfast.launch import reported_failure
 
 MODULE = "ptfast.find.rank"
 TRIALS = "trials.jsonl"
@@ -50,7 +51,6 @@ def run_child(
     check_no_secrets(composed)
     freeze(composed, folder / run_folder.CONFIG)
     arguments = [what, json.dumps(keywords), str(folder)]
-    killed: int | None = None
     told = 0
     if num_ranks is None:
         command = [sys.executable, "-u", "-m", MODULE, *arguments, str(os.getpid())]
@@ -73,12 +73,8 @@ def run_child(
     results = read_trials(folder)
     for result in results[told:]:
         tell(result)
-    failure = run_folder.read_json(folder / run_folder.FAILURE)
-    if failure:
-        line = str(failure["line"])
-        if "parts" in failure:
-            line = render(composed.placed(PtfastError(**failure["parts"])))
-        raise ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")))
+    if reported := reported_failure(folder, composed):
+        raise reported
     if code > 0 and not (results and "no_room" in results[-1]):
         raise ParallelError("P001", f"the search for {what} left with {code} and without a word")
     return results, killed
