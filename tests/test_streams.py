@@ -194,19 +194,6 @@ def test_two_processes_share_a_stream_and_go_on_to_the_same_bits(two_ranks: dict
     )
 
 
-def test_ranks_that_share_a_header_and_no_more_are_told_apart() -> None:
-    class Behind(IterableDataset[Any]):
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def __iter__(self) -> Iterator[Any]:
-            yield torch.zeros(1), 0
-            yield from ((torch.full((1,), float(number)), 0) for number in range(1 + self.rank, 20, 2))
-
-    digests = [IterableSource(Behind(rank), seed=0).digest for rank in (0, 1, 0)]
-    assert digests[0] == digests[2] != digests[1]
-
-
 def test_parts_do_not_depend_on_where_they_are_read() -> None:
     """One worker of each rank gives what ranks give that read by themselves."""
     alone, by_workers = over_ranks(9), over_ranks(9, kind="workers", workers=1)

@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any, Literal, cast
 
 import torch
@@ -23,8 +22,6 @@ from ptfast.data.source import Source
 from ptfast.data.workers import failed
 from ptfast.errors import ConfigError, DataError, PtfastError
 
-DIGESTED_SAMPLES = 16
-"""Samples by which ranks compare what they read."""
 Sharing = Literal["none", "readers", "ranks"]
 
 
@@ -98,11 +95,10 @@ class IterableSource(Source):
         return cast(Sharing, stated)
 
     @property
-    def digest(self) -> str:
-        """What tells how the data set begins, for ranks to compare; the very first sample may be a header."""
+    def first_digest(self) -> str:
+        """What tells the first sample from others, for ranks to compare."""
         buffer = io.BytesIO()
-        with OwnGenerators().in_place(), _answering(_Noticing(self.dataset)):
-            torch.save(list(islice(self.read(0), DIGESTED_SAMPLES)), buffer)
+        torch.save(self._first[0], buffer)
         return hashlib.sha256(buffer.getvalue()).hexdigest()
 
     @property

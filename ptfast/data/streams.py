@@ -145,7 +145,7 @@ def build_stream_evaluation(
 
 def _check_ranks(source: IterableSource, num_ranks: int) -> None:
     """Refuse a data set that ranks would part once more: samples would be lost, and nobody would know."""
-    if hasattr(source.dataset, "shared_by") or same_on_ranks(source.digest, num_ranks):
+    if hasattr(source.dataset, "shared_by") or same_on_ranks(source.first_digest, num_ranks):
         return
     what = f"{type(source.dataset).__name__} begins with another sample on each rank, and does not say why"
     hint = (
