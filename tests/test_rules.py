@@ -83,13 +83,15 @@ def test_keys_that_contradict_each_other(changes: Tree) -> None:
         ("debug__active", 3, {"debug__mode": "profiler"}),
         ("compile__dynamic", False, {"compile__mode": "model"}),
         ("checkpointing__every", 2, {"checkpointing__mode": "every_n"}),
+        ("sweep__metric", "val.loss", None),
     ],
 )
-def test_keys_that_would_change_nothing(key: str, value: Any, remedy: Tree) -> None:
+def test_keys_that_would_change_nothing(key: str, value: Any, remedy: Tree | None) -> None:
     (warning,) = idle_keys(check(**{key: value}), typed)
     assert warning.startswith(f"{key.replace('__', '.')}=")
     assert "means nothing" in warning
-    assert not list(idle_keys(check(**{key: value}, **remedy), typed))
+    if remedy is not None:
+        assert not list(idle_keys(check(**{key: value}, **remedy), typed))
     # An option file may bring figures for a switch that is off.
     assert not list(idle_keys(check(**{key: value}), lambda key: "mine.yaml:3"))
 
@@ -110,6 +112,13 @@ def test_keys_that_what_is_chosen_leaves_without_effect() -> None:
     assert warning.startswith("batching.multiple=8")
     tokens = {"batching__buckets": True, "batching__batch_tokens": 4096}
     assert "dataloader.last=drop" in " ".join(idle_keys(check(**tokens, dataloader__last="drop"), typed))
+    only = {"batch_size": "command line"}
+    (warning,) = idle_keys(check(**tokens, batch_size=32), lambda key: only.get(key, "mine.yaml:3"))
+    assert warning.startswith("batch_size=32 (command line): means nothing to training by batching.batch_tok")
+    assert not list(idle_keys(check(batch_size=32), typed))
+    (warning,) = idle_keys(check(run__name="mine", run__dir="there"), typed)
+    assert warning.startswith("run.name=mine (command line): means nothing beside run.dir=there")
+    assert not list(idle_keys(check(run__name="mine"), typed))
 
 
 def test_memory_is_not_pinned_for_a_cpu() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import tarfile
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ptfast.data import build_data
 from ptfast.data.choice import choose
+from ptfast.data.normalize import cache_folder
 from ptfast.data.tar import members
 from ptfast.data.webdataset import Members, WebDataset, expand, nearby
 from ptfast.durations import Duration
@@ -105,6 +107,16 @@ def test_labels_are_numbers_or_names(
     assert fetched(data.train)[1].tolist() == labels
 
 
+def test_held_out_classes_that_training_has_not_are_named() -> None:
+    shard(Path("numbers.tar"), [*sample(0), *sample(1)])
+    shard(Path("names.tar"), sample(2, b"cat", "txt"))
+    shard(Path("others.tar"), sample(2, b"dog", "txt"))
+    for train_shards, held, named in (("numbers", "names", "class cat"), ("names", "others", "class dog")):
+        with pytest.raises(DataError, match=f"data.val_shards: holds the {named}") as caught:
+            load(f"{train_shards}.tar", val_shards=f"{held}.tar")
+        assert caught.value.code == "D003"
+
+
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_tars_of_every_kind_are_read_as_tarfile_reads_them(kind: int) -> None:
     files = [(f"{'x' * 90}/{number}/{'y' * 40}.bin", bytes([number]) * (500 + number)) for number in range(9)]
@@ -116,6 +128,31 @@ def test_tars_of_every_kind_are_read_as_tarfile_reads_them(kind: int) -> None:
     with tarfile.open(path) as tar:
         expected = [(info.name, info.offset_data, info.size) for info in tar if info.isfile()]
     assert [tuple(member) for member in members(path)] == expected
+
+
+def test_what_lies_where_is_read_once_until_a_shard_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PTFAST_CACHE", "cache")
+    shards()
+    before, read = fetched(load().train), []
+
+    def noticed(path: Path) -> Any:
+        read.append(path.name)
+        return members(path)
+
+    monkeypatch.setattr("ptfast.data.shard_index.members", noticed)
+    assert all(torch.equal(a, b) for a, b in zip(before, fetched(load().train), strict=True))
+    assert read == []
+    # Another sample, another time of change at the same size, and an entry that was damaged.
+    shard(Path("shards/train-001.tar"), [*sample(90), *sample(91)])
+    os.utime("shards/train-002.tar", ns=(1, 1))
+    changed = load().train
+    assert read == ["train-001.tar", "train-002.tar"]
+    assert len(changed) == sum(SIZES) - SIZES[1] + 2
+    assert np.array_equal(fetched(changed)[0][SIZES[0]].numpy(), picture(90))
+    for entry in (cache_folder() / "shards").iterdir():
+        entry.write_bytes(entry.read_bytes()[:-40])
+    assert len(load().train) == len(changed)
+    assert read[2:] == [f"train-{number:03d}.tar" for number in range(4)]
 
 
 def test_patterns_stand_for_their_shards() -> None:

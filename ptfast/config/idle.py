@@ -102,10 +102,16 @@ OWNERS = (
         "parallel=fsdp",
     ),
     Owner(
-        ("batching.multiple",),
+        ("batching.multiple", "batching.padding"),
         lambda config: not config.batching.pack,
         "to batching=pack, whose windows have one length",
         "batching=longest",
+    ),
+    Owner(
+        ("batch_size",),
+        lambda config: config.batching.batch_tokens is None,
+        "to training by batching.batch_tokens={config.batching.batch_tokens}",
+        "batching.batch_tokens for a step's tokens and eval.batch_size for evaluation, or batching=buckets",
     ),
     Owner(
         ("dataloader.last",),
@@ -124,6 +130,18 @@ OWNERS = (
         lambda config: config.debug.mode in ("profiler", "memory"),
         "to debug={config.debug.mode}",
         "debug=profiler",
+    ),
+    Owner(
+        ("run.root", "run.name"),
+        lambda config: config.run.dir is None,
+        "beside run.dir={config.run.dir}, which is the run's own folder",
+        "one of the two",
+    ),
+    Owner(
+        ("sweep.metric", "sweep.mode"),
+        lambda config: False,
+        "to a single run",
+        "stop.metric and stop.mode for what `best` follows, or -m for a sweep",
     ),
     Owner(
         ("augment.resized_ratio",),
@@ -150,8 +168,8 @@ def idle_keys(config: Config, place: Place) -> Iterator[str]:
         if owner.acts(config):
             continue
         for key in owner.keys:
-            section_name, name = key.split(".")
-            section: Section = getattr(config, section_name)
+            section_name, _, name = key.rpartition(".")
+            section: Section = getattr(config, section_name) if section_name else config
             value = getattr(section, name)
             if place(key) == COMMAND_LINE and value != type(section).model_fields[name].get_default():
                 besides = owner.besides.format(config=config)

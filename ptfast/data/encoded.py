@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import zipfile
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ptfast.data.kept import keep_arrays, load_arrays
 from ptfast.data.normalize import cache_folder
 from ptfast.data.tokens import Tokenizer
 
@@ -56,12 +53,10 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
     if sum(map(len, texts)) < CACHE_FROM_CHARACTERS:
         return encode_anew(texts, tokenizer)
     path = cache_folder() / "tokens" / f"{_key(texts, tokenizer)}.npz"
-    damages = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
-    with contextlib.suppress(*damages), np.load(path, allow_pickle=False) as entry:
-        return Encoded(entry["tokens"], entry["lengths"])
+    if {"tokens", "lengths"} <= (kept := load_arrays(path)).keys():
+        return Encoded(kept["tokens"], kept["lengths"])
     encoded = encode_anew(texts, tokenizer)
-    with contextlib.suppress(OSError):  # a full disk, say: only costs tokenising again
-        _keep(encoded, path)
+    keep_arrays(path, tokens=encoded.tokens, lengths=encoded.lengths)
     return encoded
 
 
@@ -79,15 +74,3 @@ def _key(texts: list[str], tokenizer: Tokenizer) -> str:
         sha.update(b"%d:" % len(data))
         sha.update(data)
     return sha.hexdigest()[:32]
-
-
-def _keep(encoded: Encoded, path: Path) -> None:
-    """Write the entry under another name first: what is broken off is no entry."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            np.savez(file, tokens=encoded.tokens, lengths=encoded.lengths)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from ptfast.data import draws
 from ptfast.data.imagefolder import ImageFiles, OnCorrupt
-from ptfast.data.images import SUFFIXES, Decoder
+from ptfast.data.images import Decoder
 from ptfast.data.sampler import Indices, permutation
+from ptfast.data.shard_index import Label, Shard, index_shard
 from ptfast.data.source import Splits, as_tensor
-from ptfast.data.tar import REMEDY, InTar, Member, members, read_at
+from ptfast.data.tar import InTar
 from ptfast.errors import DataError
 from ptfast.machine import spare_cores
 from ptfast.run import DataInfo
@@ -27,13 +28,7 @@ from ptfast.run import DataInfo
 if TYPE_CHECKING:
     from ptfast.durations import Duration
 
-_LABELS = ("cls", "json", "txt")
-"""Extensions of what may hold the label, the first that there is."""
-_KEYS = ("label", "cls", "class")
-"""Of a JSON object, the first that there is."""
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
-_IMAGES = tuple(suffix[1:] for suffix in SUFFIXES)
-Label = int | str
 
 
 class WebDataset:
@@ -74,9 +69,8 @@ class WebDataset:
     def load(self, *, val: Duration, seed: int) -> Splits:
         indices: dict[str, _Index] = {}
         for split, pattern in self.patterns.items():
-            indices[split] = _Index()
-            for path in expand(pattern, "data.shards" if split == "train" else f"data.{split}_shards"):
-                indices[split].add(path)
+            paths = expand(pattern, "data.shards" if split == "train" else f"data.{split}_shards")
+            indices[split] = _Index(paths, [index_shard(path) for path in paths])
         names = _class_names(indices)
         threads = spare_cores(16)
         sources = {
@@ -88,7 +82,7 @@ class WebDataset:
         shape = height, width, channels = tuple(sources["train"].fetch(np.arange(1))[0].shape[1:])
         for source in sources.values():
             source.shape = shape
-        paths = [Path(path) for index in indices.values() for path in index.paths]
+        paths = [path for index in indices.values() for path in index.paths]
         changed = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         info = DataInfo(
             kind="image",
@@ -218,84 +212,33 @@ def _numbers(first: str, last: str) -> list[str]:
     return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Index:
-    """The samples of a split, as its shards are gone through."""
+    """The samples of a split, shard by shard."""
 
-    paths: list[str] = field(default_factory=list)
-    labels: list[Label] = field(default_factory=list)
-    images: list[tuple[int, bytes, int, int]] = field(default_factory=list)
-    """Shard, name, offset and size of each."""
+    paths: list[Path]
+    shards: list[Shard]
 
-    def add(self, path: Path) -> None:
-        """Take up the samples of a shard.
-
-        Raises:
-            DataError: D002 without samples, D005 for a sample without an image or a label.
-        """
-        before = len(self.images)
-        with path.open("rb", buffering=0) as file:
-            for key, files in itertools.groupby(members(path), lambda member: _split(member.name)[0]):
-                by_suffix = {_split(member.name)[1]: member for member in files}
-                image = _image(key, by_suffix, path)
-                self.labels.append(_label(file, key, by_suffix, path))
-                name = image.name.encode("utf-8", "replace")
-                self.images.append((len(self.paths), name, image.offset, image.size))
-        if len(self.images) == before:
-            raise DataError("D002", "is a shard without samples", key=str(path), suggestion="Leave it out")
-        self.paths.append(str(path))
+    @cached_property
+    def labels(self) -> list[Label]:
+        return [label for shard in self.shards for label in shard.labels.tolist()]
 
     def members(self) -> Members:
-        shards, names, offsets, sizes = zip(*self.images, strict=True)
-        places = np.array(offsets, np.int64), np.array(sizes, np.int64)
-        return Members(tuple(self.paths), np.array(shards, np.int32), np.array(names), *places)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Key of a sample and kind of a file: what comes before and after the first dot of its name."""
-    folder, slash, file = name.rpartition("/")
-    key, _, suffix = file.partition(".")
-    return folder + slash + key, suffix.lower()
-
-
-def _image(key: str, by_suffix: dict[str, Member], path: Path) -> Member:
-    """The image of a sample: of several, the one named `KEY.jpg` and not `KEY.mask.jpg`."""
-    found = [suffix for suffix in by_suffix if suffix.endswith(_IMAGES)]
-    plain = [suffix for suffix in found if suffix in _IMAGES]
-    chosen = plain if len(plain) == 1 else found
-    if len(chosen) != 1:
-        what = f"sample {key} has no image, but {', '.join(by_suffix)}"
-        if found:
-            what = f"sample {key} has several images: {', '.join(found)}"
-        raise DataError("D005", what, key=str(path), suggestion=REMEDY)
-    return by_suffix[chosen[0]]
-
-
-def _label(file: Any, key: str, by_suffix: dict[str, Member], path: Path) -> Label:
-    suffix = next((suffix for suffix in _LABELS if suffix in by_suffix), None)
-    label: Any = None
-    if suffix is not None:
-        text = read_at(file, *by_suffix[suffix][1:]).decode("utf-8", "replace").strip()
-        label = text
-        if suffix == "json":
-            try:
-                label = json.loads(text)
-            except ValueError:
-                label = None
-            if isinstance(label, dict):
-                label = next((label[name] for name in _KEYS if name in label), None)
-        elif suffix == "cls" and re.fullmatch(r"[+-]?\d+", text):
-            label = int(text)
-    if isinstance(label, bool) or not isinstance(label, (int, str)) or label == "":
-        what = f"sample {key} has no label in a file .cls, .json ({', '.join(_KEYS)}) or .txt"
-        raise DataError("D005", what, key=str(path), suggestion=REMEDY)
-    return label
+        numbers = np.repeat(
+            np.arange(len(self.shards), dtype=np.int32), [len(s.offsets) for s in self.shards]
+        )
+        names, offsets, sizes, _ = (np.concatenate(parts) for parts in zip(*self.shards, strict=True))
+        return Members(tuple(map(str, self.paths)), numbers, names, offsets, sizes)
 
 
 def _class_names(indices: dict[str, _Index]) -> tuple[str, ...] | None:
     """The classes where labels are names; None where they are numbers."""
     known = set(indices["train"].labels)
     if all(isinstance(label, int) for label in known):
+        for split, index in indices.items():
+            if named := next((label for label in index.labels if isinstance(label, str)), None):
+                what = f"holds the class {named}, and the labels of the training shards are numbers"
+                raise DataError("D003", what, key=f"data.{split}_shards")
         return None
     names = tuple(sorted(map(str, known)))
     for split, index in indices.items():
