@@ -79,8 +79,8 @@ class Mixed(NamedTuple):
     """Of the first sample of each pair, in the order of the batch."""
     partners: Tensor
     """Of the second: the same targets in another order."""
-    share: float
-    """Part of the first sample, in [0, 1]; the rest is the second's."""
+    shares: Tensor
+    """Part of the first sample of each pair, in [0, 1]; the rest is the second's. float32 (batch,)."""
 
 
 class Packed(NamedTuple):

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from running import build_run, same_bits, train
@@ -13,11 +14,12 @@ from test_resume import Armed, arm, assert_same_run, train_in_child
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptfast.data.mix import Mix
+from ptfast.data.mix import Draw, Mix, beta
 from ptfast.errors import ConfigError
 from ptfast.run import DataInfo, Mixed
 from ptfast.tasks.classification import Classification
 from ptfast.tasks.multilabel import MultiLabel
+from ptfast.tasks.regression import Regression
 
 __all__ = ["Armed"]
 MIXED = ("augment.mixup=0.4", "augment.cutmix=1", "augment.flip=true", "augment.crop_padding=1")
@@ -29,17 +31,15 @@ def batch(size: int = 6, height: int = 5, width: int = 8) -> tuple[Tensor, Tenso
     return torch.randn(size, 3, height, width, generator=generator), torch.arange(size) % 4
 
 
-def mixed_one_by_one(inputs: Tensor, targets: Tensor, draw: Any) -> tuple[Tensor, Tensor]:
+def mixed_one_by_one(inputs: Tensor, targets: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     """Inputs, and soft targets over 4 classes."""
     images, labels = [], []
-    for index in range(len(inputs)):
-        partner = (index - draw.shift) % len(inputs)
-        image = inputs[index].clone()
-        if draw.box is None:
-            image = draw.share * image + (1 - draw.share) * inputs[partner]
-            own = draw.share
+    for index, partner in enumerate(draw.partners.tolist()):
+        image, own = inputs[index].clone(), float(draw.shares[index])
+        if not draw.cuts[index]:
+            image = own * image + (1 - own) * inputs[partner]
         else:
-            top, bottom, left, right = draw.box
+            top, bottom, left, right = draw.boxes[:, index].tolist()
             inside = torch.zeros(inputs.shape[2:], dtype=torch.bool)
             inside[top:bottom, left:right] = True
             image[:, inside] = inputs[partner][:, inside]
@@ -63,10 +63,28 @@ def test_a_batch_equals_samples_mixed_one_by_one(mixup: float, cutmix: float, sm
             data = mix((inputs.contiguous(memory_format=layout), targets), step, 1)
             assert data[0].is_contiguous(memory_format=layout)
             torch.testing.assert_close(data[0], expected)
+            # What is pasted, and what is left, keeps its bits.
+            assert torch.equal(data[0][draw.cuts], expected[draw.cuts])
         loss, count = task.loss(model, data)
         reference = nn.CrossEntropyLoss(reduction="sum", label_smoothing=smoothing)
         torch.testing.assert_close(loss, reference(model(expected), soft))
         assert count == task.count(data, 6) == 6
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (4, 1, 6, 6), (4, 2, 3, 6, 5)])
+def test_inputs_of_any_shape_mix(shape: tuple[int, ...]) -> None:
+    inputs = torch.randn(shape, dtype=torch.float64)
+    mix = Mix(0.5, 0.5 if len(shape) > 2 else 0.0, seed=0)
+    draw, (mixed, _) = mix.draw(0, 0, inputs.shape), mix((inputs, torch.arange(shape[0])), 0, 0)
+    for index, partner in enumerate(draw.partners.tolist()):
+        weight = torch.ones((), dtype=torch.float64)
+        if len(shape) > 2:
+            top, bottom, left, right = draw.boxes[:, index].tolist()
+            weight = torch.zeros(shape[-2:], dtype=torch.float64)
+            weight[top:bottom, left:right] = 1
+        weight = weight if draw.cuts[index] else weight * (1 - float(draw.shares[index]))
+        expected = inputs[index] + weight * (inputs[partner] - inputs[index])
+        torch.testing.assert_close(mixed[index], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_labels_that_do_not_count_weigh_nothing_in_a_mixture() -> None:
@@ -75,11 +93,11 @@ def test_labels_that_do_not_count_weigh_nothing_in_a_mixture() -> None:
     task = Classification(DataInfo("image", "classification", num_classes=4, ignores_labels=True))
     model = nn.Sequential(nn.Flatten(), nn.Linear(120, 4))
     data = Mix(1.0, 0.0, seed=0)((inputs, targets), 0, 0)
-    partners, share = data[1].partners, data[1].share
+    partners, shares = data[1].partners, data[1].shares
     outputs = model(data[0]).log_softmax(1)
     expected = sum(
-        -part * outputs[index, label]
-        for part, labels in ((share, targets), (1 - share, partners))
+        -part[index] * outputs[index, label]
+        for part, labels in ((shares, targets), (1 - shares, partners))
         for index, label in enumerate(labels.tolist())
         if label >= 0
     )
@@ -94,23 +112,125 @@ def test_targets_of_many_labels_mix_too() -> None:
     task = MultiLabel(DataInfo("features", "multilabel", num_classes=3))
     model = nn.Linear(7, 3)
     mixed, pairs = Mix(1.0, 0.0, seed=1)((inputs, targets), 4, 0)
-    soft = pairs.share * pairs.targets + (1 - pairs.share) * pairs.partners
+    shares = pairs.shares[:, None]
+    soft = shares * pairs.targets + (1 - shares) * pairs.partners
     reference = F.binary_cross_entropy_with_logits(model(mixed), soft, reduction="none")
     loss, count = task.loss(model, (mixed, pairs))
     torch.testing.assert_close(loss / count, reference.mean(1).sum() / 5)
 
 
-def test_draws_are_of_the_step_and_the_micro_batch_and_follow_beta() -> None:
+def mean_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A user's loss, of which only the mean is known."""
+    return ((outputs.softmax(1) - F.one_hot(targets, 4)) ** 2).sum(1).mean()
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The same, one for each sample."""
+    return ((outputs.softmax(1) - F.one_hot(targets, 4)) ** 2).sum(1)
+
+
+def read_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The same, unless a value that the host reads says otherwise."""
+    return mean_squares(outputs, targets) if outputs.isfinite().all().item() else outputs.sum()
+
+
+@pytest.mark.parametrize("loss", [mean_squares, squares])
+def test_of_a_users_loss_each_sample_weighs_by_its_own_share(loss: Any) -> None:
+    inputs, targets = batch()
+    data = Mix(1.0, 1.0, seed=5)((inputs, targets), 0, 0)
+    task = Classification(DataInfo("image", "classification", num_classes=4), loss=loss)
+    outputs, shares = torch.randn(6, 4), data[1].shares
+    expected = shares * squares(outputs, targets) + (1 - shares) * squares(outputs, data[1].partners)
+    torch.testing.assert_close(task.loss(lambda inputs: outputs, data)[0], expected.sum())
+
+
+@pytest.mark.parametrize("ignored", [[], [0, 4], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_weights_of_classes_count_as_they_do_without_mixing(ignored: list[int], smoothing: float) -> None:
+    inputs, targets = batch()
+    targets[ignored] = -100
+    weights = torch.tensor([1.0, 20.0, 0.3, 4.0])
+    loss = nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing)
+    info = DataInfo("image", "classification", num_classes=4, ignores_labels=True)
+    task, outputs = Classification(info, loss=loss), torch.randn(6, 4)
+    order = torch.tensor([3, 5, 1, 0, 2, 4])
+    for share in (1.0, 0.0):
+        pairs = Mixed(targets, targets[order], torch.full((6,), share))
+        mixed, count = task.loss(lambda inputs: outputs, (inputs, pairs))
+        plain, same = task.loss(lambda inputs: outputs, (inputs, targets if share else targets[order]))
+        torch.testing.assert_close(mixed, plain)
+        assert int(count) == int(same) == 6 - len(ignored)
+
+
+def test_a_task_of_ones_own_mixes_by_its_own_sum() -> None:
+    class Cooler(Classification):
+        def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return super().loss_sum(outputs / 2, targets)
+
+    data = Mix(1.0, 0.0, seed=5)(batch(), 0, 0)
+    info, outputs = DataInfo("image", "classification", num_classes=4), torch.randn(6, 4)
+    expected = Classification(info).loss(lambda inputs: outputs / 2, data)[0]
+    torch.testing.assert_close(Cooler(info).loss(lambda inputs: outputs, data)[0], expected)
+
+
+def test_a_loss_that_cannot_be_taken_sample_by_sample_is_refused() -> None:
+    data = Mix(1.0, 0.0, seed=5)(batch(), 0, 0)
+    task = Classification(DataInfo("image", "classification", num_classes=4), loss=read_squares)
+    with pytest.raises(ConfigError, match="cannot be taken sample by sample") as caught:
+        task.loss(lambda inputs: torch.randn(6, 4), data)
+    assert (caught.value.code, caught.value.key) == ("C011", "task.loss")
+
+
+def test_values_mix_by_the_shares_too() -> None:
+    pairs = Mix(1.0, 0.0, seed=2)((torch.randn(5, 3), torch.randn(5, 2)), 0, 0)[1]
+    outputs, shares = torch.randn(5, 2), pairs.shares[:, None]
+    task = Regression(DataInfo("features", "regression"))
+    errors = shares * (outputs - pairs.targets) ** 2 + (1 - shares) * (outputs - pairs.partners) ** 2
+    loss, count = task.loss(lambda inputs: outputs, (torch.randn(5, 3), pairs))
+    torch.testing.assert_close(loss / count, errors.mean(1).mean())
+
+
+def test_every_sample_of_every_micro_batch_has_a_draw_of_its_own() -> None:
     shape = torch.Size([8, 3, 16, 16])
-    draws = [Mix(0.5, 0.0, seed=0).draw(step, part, shape) for step in range(400) for part in (0, 1)]
-    assert len({draw.share for draw in draws}) == 800
-    assert {draw.shift for draw in draws} == set(range(1, 8))
-    shares = torch.tensor([draw.share for draw in draws])
-    # Beta(1/2, 1/2) has mean 1/2 and variance 1/8.
-    assert float(shares.mean()) == pytest.approx(0.5, abs=0.05)
-    assert float(shares.var()) == pytest.approx(1 / 8, abs=0.02)
-    both = [Mix(0.5, 1.0, seed=0).draw(step, 0, shape).box is None for step in range(400)]
-    assert 150 < sum(both) < 250
+    mix = Mix(0.5, 1.0, seed=0)
+    drawn = [mix.draw(step, part, shape) for step in range(200) for part in (0, 1)]
+    for draw in drawn:
+        assert sorted(draw.partners) == list(range(8))
+        assert not (draw.partners == np.arange(8)).any()
+    partners = np.stack([draw.partners for draw in drawn])
+    assert all(np.bincount(partners[:, index], minlength=8)[index + 1 :].min() > 30 for index in range(7))
+    cuts = np.concatenate([draw.cuts for draw in drawn])
+    assert cuts.mean() == pytest.approx(0.5, abs=0.03)
+    assert len({draw.cuts.tobytes() for draw in drawn}) > 150
+    blended = np.concatenate([draw.shares[~draw.cuts] for draw in drawn])
+    assert len(np.unique(blended)) > 0.99 * len(blended)
+    corners = np.concatenate([draw.boxes[:, draw.cuts] for draw in drawn], 1)
+    assert len(np.unique(corners, axis=1).T) > 800
+    again = Mix(0.5, 1.0, seed=0).draw(7, 1, shape)
+    assert all(np.array_equal(a, b) for a, b in zip(again, drawn[15], strict=True))
+    assert not np.array_equal(Mix(0.5, 1.0, seed=1).draw(7, 1, shape).shares, again.shares)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "below"),
+    [
+        (1.0, lambda x: x),
+        (0.5, lambda x: 2 / np.pi * np.arcsin(np.sqrt(x))),
+        (2.0, lambda x: x**2 * (3 - 2 * x)),
+        (4.0, lambda x: x**4 * (35 - 84 * x + 70 * x**2 - 20 * x**3)),
+    ],
+)
+def test_shares_follow_the_beta_distribution(alpha: float, below: Any) -> None:
+    chances = np.linspace(0, 1, 10_001)[:-1]
+    np.testing.assert_allclose(below(beta(alpha, chances)), chances, atol=2e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.2, 30.0, 2000.0])
+def test_shares_have_the_mean_and_the_variance_of_their_parameter(alpha: float) -> None:
+    shares = beta(alpha, (np.arange(1_000_000) + 0.5) / 1_000_000)
+    assert ((shares >= 0) & (shares <= 1)).all()
+    assert shares.mean() == pytest.approx(0.5, abs=1e-6)
+    assert shares.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=1e-3)
 
 
 def test_a_sample_alone_stays_as_it_is() -> None:
@@ -134,8 +254,8 @@ def test_every_loader_and_cut_of_the_ranks_mixes_alike(tmp_path: Path) -> None:
     assert all(isinstance(part.data[1], Mixed) for step in plain for part in step.micro_batches)
     assert same_bits(plain, memory)
     assert same_bits(plain, workers)
-    parts = [part.data[1].share for part in plain[0].micro_batches]
-    assert len(set(parts)) == 4
+    shares = torch.cat([part.data[1].shares for part in plain[0].micro_batches])
+    assert len(shares.unique()) > 40
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")

@@ -40,6 +40,11 @@ class Classification(SupervisedTask):
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum", label_smoothing=self.label_smoothing)
 
+    def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        smoothing = self.label_smoothing
+        losses = F.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
+        return losses.reshape(len(losses), -1).sum(1)
+
     def evaluation_loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum")
 

@@ -38,6 +38,10 @@ class MultiLabel(SupervisedTask):
         loss = F.binary_cross_entropy_with_logits(*self.aligned(outputs, targets), reduction="sum")
         return loss / self.num_classes
 
+    def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.binary_cross_entropy_with_logits(*self.aligned(outputs, targets), reduction="none")
+        return losses.mean(1)
+
     def metrics(self) -> Metrics:
         """F1 score and accuracy over all pairs of input and class."""
         return Ratios(f1=label_f1, accuracy=label_accuracy)

@@ -26,6 +26,10 @@ class Regression(SupervisedTask):
         loss = F.mse_loss(*self.aligned(outputs, targets), reduction="sum")
         return loss * (targets.shape[0] / max(targets.numel(), 1))
 
+    def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.mse_loss(*self.aligned(outputs, targets), reduction="none")
+        return losses.reshape(len(losses), -1).mean(1)
+
     def metrics(self) -> Metrics:
         """Mean absolute error."""
         return Ratios(mae=absolute_error)
