@@ -321,11 +321,13 @@ def build_loaders(
     ranks: Ranks,
     device: torch.device,
     channels_last: bool,
+    tell: Callable[[str], None],
 ) -> Loaders:
     """The loaders of the training data and of the splits that are evaluated.
 
     Args:
         data: with the choice of who loads it.
+        tell: hears what the time goes to.
     """
     loader, info = config.dataloader, data.info
     choice: Choice = data.choice
@@ -359,7 +361,7 @@ def build_loaders(
     if loader.read_ahead:
         train_loader = build_ahead(train_loader, data.train)
     if side is not None:
-        train_loader = PrefetchedLoader(train_loader, side)
+        train_loader = PrefetchedLoader(train_loader, side, tell)
     mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
     changes: list[Change] = [*course.changes, *([mix] if mix is not None else [])]
     if changes:

@@ -6,6 +6,7 @@ import math
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,23 +44,26 @@ def fit(run: Run) -> str:
     progress, cadence, clock = run.progress, run.cadence, run.clock
     trainer = Trainer(run)
     if run.compilation is not None:
-        clock.charge("start-up")
         run.display.note("compiling the first step ...")
-    batches = trainer.rehearse(clock.waiting(run.train_loader.steps(progress.step, run.total_steps)))
+    batches = clock.waiting(run.train_loader.steps(progress.step, run.total_steps))
+    with clock.gathering("warm_up"):
+        batches = trainer.rehearse(batches)
     if run.compilation is not None:
-        text, is_warning = run.compilation.start(clock.charge("compile"))
+        text, is_warning = run.compilation.start(clock.seconds["warm_up"])
         (run.display.warn if is_warning else run.display.note)(text)
     if run.watch is not None:
         batches = run.watch(batches)
-    status, look_steps = _judge(run), 1
-    clock.charge("start-up")
+    status, look_steps, first_step = _judge(run), 1, progress.step
     while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):
         if not progress.evaluation_due:
             if trainer.switch():
-                batches = trainer.rehearse(batches)
+                with clock.gathering("warm_up"):
+                    batches = trainer.rehearse(batches)
             start, start_s = progress.step, progress.train_s
-            trainer.train(batches, min(cadence.next_stop(start, run.total_steps), start + look_steps))
-            loss = trainer.read_loss()
+            # Workers start, caches fill and kernels are chosen in a process's first step, which is one alone.
+            with clock.gathering("warm_up") if start == first_step else nullcontext():
+                trainer.train(batches, min(cadence.next_stop(start, run.total_steps), start + look_steps))
+                loss = trainer.read_loss()
             status, look_steps = _look_up(run, (progress.train_s - start_s) / (progress.step - start))
             over = progress.step >= run.total_steps
             progress.evaluation_due = over or progress.step in cadence.eval_steps
@@ -80,12 +84,12 @@ def fit(run: Run) -> str:
             if status == "finished" and step < run.total_steps:
                 status = _judge(run)
         if is_best or step >= run.total_steps or status != "finished" or step in cadence.save_steps:
-            clock.charge("logging")
+            clock.to("saving")
             if run.ema is not None:
                 with run.uncompiled():
                     run.ema.settle()
             run.save(run, is_best)
-            clock.charge("saving")
+            clock.to(None)
     ended = status in ("finished", "stopped", "paused")
     if ended and "test" in run.eval_loaders and "test" not in run.figures:
         try:
@@ -178,8 +182,8 @@ def _evaluate(
 
 def evaluate_split(run: Run, split: str) -> dict[str, float]:
     """Evaluate a split, log it, tell the callbacks."""
-    step = run.progress.step
-    run.clock.charge("logging")
+    step, clock = run.progress.step, run.clock
+    clock.to("evaluation")
     with run.uncompiled():
         if run.ema is not None:
             run.ema.settle()
@@ -198,10 +202,12 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
         )
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
     figures = run.figures[split] = broadcast_object(figures, run.ranks)
+    clock.to("logging")
     run.logger.log({"step": step, "epoch": round(run.epoch, 4), "split": split, **figures})
+    clock.to("callbacks")
     for callback in run.callbacks:
         callback.on_evaluation(run, step, split, figures)
-    run.clock.charge("evaluation")
+    clock.to("logging")
     if split != "val":
         run.display.evaluation(step, run.epoch, split, figures, False)
     return figures

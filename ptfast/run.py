@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from ptfast.clock import Clock
 from ptfast.distributed import Ranks
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class Run:
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest evaluation of each split."""
     best_figures: dict[str, float] = field(default_factory=dict)
-    clock: Clock = field(default_factory=lambda: Clock())
+    clock: Clock = field(default_factory=Clock)
     resolved: dict[str, Any] = field(default_factory=dict)
     """What `auto` became."""
     watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
@@ -326,41 +326,3 @@ class Run:
     def epoch(self) -> float:
         """Epochs trained so far; 0 where the data has no length."""
         return self.train_loader.plan.epoch_at(self.progress.step)
-
-
-class Clock:
-    """Seconds of wall time by cause, which together make up the whole run."""
-
-    def __init__(self, age_s: float = 0.0) -> None:
-        """Start counting; `age_s` seconds have gone by already, and belong to the first cause booked."""
-        self.seconds: dict[str, float] = {}
-        self._waited = 0.0
-        self._start = self._mark = time.perf_counter() - age_s
-
-    def elapsed_s(self) -> float:
-        """Seconds since the start of the run, whatever they were spent on."""
-        return time.perf_counter() - self._start
-
-    def charge(self, cause: str) -> float:
-        """Book the time since the last call on `cause` and return it, in seconds.
-
-        What of it was spent in waiting for batches is booked as `data`.
-        """
-        now = time.perf_counter()
-        spent, self._mark = now - self._mark, now
-        waited, self._waited = min(self._waited, spent), 0.0
-        self.seconds[cause] = self.seconds.get(cause, 0.0) + spent - waited
-        if waited:
-            self.seconds["data"] = self.seconds.get("data", 0.0) + waited
-        return spent
-
-    def waiting(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """The same batches, each timed until it is there. Cost: two looks at a clock, 0.2 us a step."""
-        clock = time.perf_counter
-        while True:
-            start = clock()
-            batch = next(batches, None)
-            self._waited += clock() - start
-            if batch is None:
-                return
-            yield batch

@@ -11,6 +11,7 @@ import torch
 from ptfast import run_folder
 from ptfast.averaging import build_average
 from ptfast.backend import MOST_SHAPES, apply_backend, resolve_device, watch_shapes
+from ptfast.clock import Clock, for_device
 from ptfast.config.parallel_rules import check_ranks
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
@@ -27,7 +28,7 @@ from ptfast.loading import build_choice, build_course, build_loaders, check_last
 from ptfast.logger import NoLogger
 from ptfast.optim import build_optimizer, has_momentum, scale_for_batch, start_momentum
 from ptfast.precision import build_precision
-from ptfast.run import Cadence, Clock, Run, Task
+from ptfast.run import Cadence, Run, Task
 from ptfast.run_state import build_saver, restore_training
 from ptfast.saving import read_state
 from ptfast.schedule import build_schedule
@@ -63,6 +64,7 @@ def build(
         data: the splits, where they have been loaded already.
     """
     device = resolve_device(config.device, ranks)
+    clock = for_device(clock or Clock(), device)
     resolved = broadcast_object(run_folder.read_json(folder / run_folder.RESOLVED), ranks)
     if resolved.get("num_ranks") != ranks.num_ranks:
         # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
@@ -124,7 +126,9 @@ def build(
         **shared,
     )
     forward, grouping = shaped.wrap(), shaped.grouping
-    loaders = build_loaders(config, data, task, course, channels_last=shaped.channels_last, **shared)
+    loaders = build_loaders(
+        config, data, task, course, channels_last=shaped.channels_last, tell=clock.to, **shared
+    )
 
     groups = None if grouping.trivial else grouping.parts()
     optimizer, stepping = build_optimizer(config.optimizer.target, model, device, groups)
@@ -223,7 +227,7 @@ def build(
         marks=loaders.marks,
         log_norm=gradients.log_norm,
         groups_note=grouping.describe(),
-        clock=clock or Clock(),
+        clock=clock,
         resolved=resolved,
         flip=config.eval.flip,
         data_note=data.note,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from ptfast import devices
 from ptfast.distributed import Ranks, sum_over_ranks
@@ -44,6 +46,7 @@ class Trainer:
         self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=self.dtype)
         self.num_items: Any = int(restored[1])
         self.logged_samples, self.logged_s, self.logged_step = run.progress.samples, run.progress.train_s, -1
+        self.began_s: float | None = None
         self.grad_norm: Tensor | None = None
         self.read_norm: list[float] = []
         self.unreached: set[str] | None = None
@@ -94,7 +97,7 @@ class Trainer:
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
         """Take optimizer steps up to `last_step`, or up to a signal."""
-        run, progress, optimizer = self.run, self.run.progress, self.run.optimizer
+        run, progress, optimizer, to = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
         scaler, clip, ema = run.precision.scaler, run.clip, run.ema
         callbacks = [*run.callbacks, *run.watchers]
         factors = run.schedule.lr_factors(progress.step, last_step)
@@ -105,11 +108,17 @@ class Trainer:
         inspected_step = last_step - 1 if inspects else -1
         skipped = None
         run.forward.train()
+        if self.began_s is None:
+            self.began_s = run.clock.elapsed_s()
         for index, batch in enumerate(islice(batches, last_step - first_step)):
-            apply_lr(optimizer, self.base_lrs, factors[index], momenta[index] if momenta else None)
             self._accumulate_gradients(batch, first_step + index)
+            if statistics is not None:
+                to("gradient_sync")
+                statistics.merge()
+            to("optimizer")
             if first_step + index == inspected_step:
                 self._inspect_gradients()
+            apply_lr(optimizer, self.base_lrs, factors[index], momenta[index] if momenta else None)
             if clip is not None:
                 if scaler is not None:
                     scaler.unscale_(optimizer)
@@ -120,12 +129,12 @@ class Trainer:
                 skipped = self._take_scaled_step(scaler)
             for parameter in self.parameters:
                 parameter.grad = None
-            if statistics is not None:
-                statistics.merge()
             if ema is not None:
                 ema.update(progress.step + 1, skipped)
             progress.step += 1
             progress.samples += batch.num_samples
+            if callbacks:
+                to("callbacks")
             for callback in callbacks:
                 callback.on_step(run, progress.step)
             if run.stop_signal is not None and not run.ranks.distributed:
@@ -136,7 +145,7 @@ class Trainer:
 
     def _accumulate_gradients(self, batch: StepBatch, step: int) -> None:
         """Forward and backward of this rank's micro-batches: the gradient of the mean loss of the step."""
-        run, loss_of, precision = self.run, self.run.task.loss, self.run.precision
+        run, loss_of, precision, to = self.run, self.run.task.loss, self.run.precision, self.run.clock.to
         weight, statistics = self._item_weight(batch), self.statistics
         last = len(batch.micro_batches) - 1
         if precision.scaler is not None:
@@ -144,6 +153,7 @@ class Trainer:
         for index, (data, num_samples) in enumerate(batch.micro_batches):
             if not num_samples and statistics is None:
                 continue
+            to("forward")
             run.seed_step(run.seed, step, self.first_micro_batch + index)
             # Gradients cross the ranks once, with the last micro-batch.
             together = run.forward.no_sync() if statistics is not None and index < last else _nothing
@@ -153,11 +163,23 @@ class Trainer:
                         loss, count = loss_of(run.forward, data)
                 else:
                     loss, count = loss_of(run.forward, data)
+                to("backward")
+                if statistics is not None and index == last:
+                    loss.register_hook(self._tell_of_sync)
                 # The stand-in of an empty share keeps the collectives in step and counts for nothing.
                 loss.backward(weight if num_samples else weight * 0)
             if num_samples:
                 self.loss_sum += loss.detach()
                 self.num_items = self.num_items + count
+
+    def _tell_of_sync(self, grad: Tensor) -> None:
+        """Called as backward begins: have its time be `gradient_sync`'s once all gradients are computed.
+
+        What autograd is asked to call at the end it calls in that order, and the ranks' wait for each other's
+        gradients, DDP's and FSDP's, is asked for later. What of the sending goes on beside backward is not in
+        it; nor is the gathering of FSDP's weights, which is part of forward and backward.
+        """
+        Variable._execution_engine.queue_callback(partial(self.run.clock.to, "gradient_sync"))
 
     def _inspect_gradients(self) -> None:
         """Keep the gradients' norm, on the device, and the names of parameters that get none in any look."""
@@ -197,9 +219,11 @@ class Trainer:
         run = self.run
         num_items: Any = batch.num_samples
         if not self.counts_samples:
+            run.clock.to("forward")
             num_items = sum(run.task.count(data, n) for data, n in batch.micro_batches if n)
             if run.ranks.distributed:
                 zero = torch.zeros((), dtype=torch.int64, device=run.device)
+                run.clock.to("gradient_sync")
                 num_items = sum_over_ranks(zero + num_items, run.ranks)
         if isinstance(num_items, Tensor):
             weight = run.ranks.num_ranks / num_items.clamp(min=1).to(self.dtype)
@@ -214,12 +238,15 @@ class Trainer:
         Raises:
             NumericsError: N001 when it is not finite, or when fp16 gradients overflow step after step.
         """
-        run, progress = self.run, self.run.progress
+        run, progress, clock = self.run, self.run.progress, self.run.clock
+        clock.to("logging")
         norm = [] if self.grad_norm is None else [self.grad_norm / run.ranks.num_ranks]
         sums = sum_and_read([self.loss_sum, self.num_items, *norm], run.device, run.ranks)
         progress.window_loss, progress.window_items, *self.read_norm = sums
         in_a_row = int(self.skipped_in_a_row) if run.precision.scaler is not None else 0
-        progress.train_s += run.clock.charge("training")
+        if self.began_s is not None:
+            progress.train_s += clock.elapsed_s() - self.began_s
+            self.began_s = None
         loss = progress.window_loss / max(progress.window_items, 1)
         if math.isfinite(loss) and in_a_row < MOST_SKIPPED:
             return loss if progress.window_items or not in_a_row else math.nan
@@ -262,7 +289,7 @@ class Trainer:
             progress.train_s,
             progress.step,
         )
-        run.clock.charge("logging")
+        run.clock.to(None)
 
     def _tell_unreached(self) -> None:
         """Say once which parameters have had no gradient: setting gradients to None leaves those alone."""

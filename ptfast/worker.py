@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ptfast import machine, run_folder
+from ptfast.clock import Clock
 from ptfast.config.schema import Config
 from ptfast.config.yaml_file import read_yaml
 from ptfast.display import Display, build_display
@@ -32,7 +33,7 @@ from ptfast.errors import (
 )
 from ptfast.logger import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
 from ptfast.panel import build_panel, device_name
-from ptfast.run import Clock, Run
+from ptfast.run import Run
 from ptfast.units import num_bytes
 
 STARTED_VARIABLE = "PTFAST_STARTED"
@@ -86,7 +87,7 @@ def train(
             run = build(
                 config, ranks=ranks, folder=folder, display=display, clock=clock, state_folder=state_folder
             )
-            signals.run = run
+            signals.run, clock = run, run.clock
             run.stop_signal = signals.received
             if ranks.is_first:
                 _note_environment(folder, run)
@@ -119,6 +120,7 @@ def train(
                 raise full from error
             raise
         finally:
+            clock.to("closing" if run is not None else "start_up")
             with contextlib.suppress(Exception):
                 if run is not None:
                     for loader in (run.train_loader, *run.eval_loaders.values()):
@@ -219,7 +221,6 @@ def summarise(
     run: Run | None, clock: Clock, status: str, exit_code: int, error: str | None
 ) -> dict[str, Any]:
     """What `summary.json` holds: the outcome, the figures, and every second of wall time by cause."""
-    clock.charge("closing" if run is not None else "start-up")
     summary: dict[str, Any] = {"status": status, "exit_code": exit_code}
     if error is not None:
         summary["error"] = error
@@ -244,8 +245,8 @@ def summarise(
             summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
         if progress.best_step is not None:
             summary["best"] = {"step": progress.best_step, **run.best_figures}
-    summary["wall_s"] = sum(clock.seconds.values())
-    summary["time_budget"] = clock.seconds
+    budget = clock.ledger()
+    summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
     return summary
 
 

@@ -18,7 +18,17 @@ PACKAGE = ROOT / "ptfast"
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "0 ground": (
         ("errors", "techniques"),
-        ("durations", "distributed", "units", "run_folder", "machine", "splitmix", "devices", "shards"),
+        (
+            "clock",
+            "durations",
+            "distributed",
+            "units",
+            "run_folder",
+            "machine",
+            "splitmix",
+            "devices",
+            "shards",
+        ),
         ("run", "plan"),
         ("config",),
         ("blocks",),
@@ -50,7 +60,7 @@ RANK = {module: rank for rank, row in enumerate(ROWS) for module in row}
 
 # Importing these takes seconds; a config error or `--help` must not wait for them.
 HEAVY = {"torch", "torchvision", "torchmetrics", "matplotlib", "transformers"}
-LIGHT_MODULES = ("errors", "durations", "run", "config", "cli", "__main__")
+LIGHT_MODULES = ("errors", "durations", "clock", "run", "config", "cli", "__main__")
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, bool]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from ptfast.errors import ConfigError, DataError
 from ptfast.loading import eval_batch_size
 from ptfast.loop import LOOK_S, fit
 from ptfast.models.mlp import Mlp
-from ptfast.run import Clock, DataInfo
+from ptfast.run import DataInfo
 
 
 def test_twenty_steps_are_those_of_a_loop_written_by_hand(tmp_path: Path) -> None:
@@ -193,28 +191,3 @@ def test_iterable_data_that_ends_early_is_told_of(tmp_path: Path) -> None:
     run = build_run(tmp_path, *words, "batch_size=10", "steps=30", "log_every=10")
     with pytest.raises(DataError, match="step 3 of 30"):
         fit(run)
-
-
-def test_waiting_for_batches_is_booked_by_itself() -> None:
-    clock = Clock()
-
-    def slow() -> Iterator[Any]:
-        for number in range(3):
-            time.sleep(0.02)
-            yield number
-
-    batches: Any = clock.waiting(slow())
-    for _ in batches:
-        time.sleep(0.01)
-    spent = clock.charge("training")
-    assert clock.seconds["data"] >= 0.06
-    assert clock.seconds["training"] >= 0.03
-    assert sum(clock.seconds.values()) == pytest.approx(spent)
-    clock.charge("saving")
-    assert clock.seconds["data"] < spent
-
-
-def test_a_run_says_how_long_it_waited_for_data(tmp_path: Path) -> None:
-    run = build_run(tmp_path, *SMALL, "steps=3", "eval.every=3steps")
-    fit(run)
-    assert 0 < run.clock.seconds["data"] < run.clock.elapsed_s()

@@ -46,7 +46,6 @@ class Memory(Phases):
         self._start_if_due(run.progress.step)
 
     def on_step(self, run: Any, step: int) -> None:
-        super().on_step(run, step)
         if self.looking and step >= self.last:
             self.close()
         self._start_if_due(step)

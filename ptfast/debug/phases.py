@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-
 from ptfast.run import Callback, Run
 
 PHASES = ("data", "forward", "backward", "optimizer")
+"""Of what the clock of a run tells, that which is watched."""
+PARTS = ("transfer", "gradient_sync")
+"""What is left to the phase that it interrupts: NVTX ranges end in the thread in which they began, and the
+wait for gradients is told of by another."""
 
 
 class Phases(Callback):
@@ -33,46 +35,22 @@ class Phases(Callback):
         if name is not None:
             self.enter(name)
 
-    def on_step(self, run: Any, step: int) -> None:
-        self.to(None)
-
 
 @contextmanager
 def watched(run: Run, phases: Phases) -> Iterator[None]:
-    """Have `phases` told of every step of `run`; the loop itself has no line for it."""
-    loader, task = run.train_loader, run.task
-    steps, loss, backward = loader.steps, task.loss, Tensor.backward
+    """Have `phases` told of every step of `run`, by the marks of its clock."""
+    clock, to = run.clock, run.clock.to
 
-    def steps_told(first_step: int, last_step: int) -> Iterator[Any]:
-        batches = steps(first_step, last_step)
-        while True:
-            phases.to("data")
-            batch = next(batches, None)
-            phases.to(None)
-            if batch is None:
-                return
-            yield batch
+    def told(cause: str | None) -> None:
+        to(cause)
+        if cause not in PARTS:
+            phases.to(cause if cause in PHASES else None)
 
-    def loss_told(model: Any, data: Any) -> Any:
-        phases.to("forward")
-        try:
-            return loss(model, data)
-        finally:
-            phases.to(None)
-
-    def backward_told(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        phases.to("backward")
-        backward(tensor, *args, **kwargs)
-        # Or the next micro-batch, if there is one, which says so.
-        phases.to("optimizer")
-
-    vars(loader)["steps"], vars(task)["loss"] = steps_told, loss_told
-    setattr(Tensor, "backward", backward_told)  # noqa: B010 - pyright takes the method for constant
+    vars(clock)["to"] = told
     run.watchers.append(phases)
     try:
         yield
     finally:
         phases.to(None)
         run.watchers.remove(phases)
-        del vars(loader)["steps"], vars(task)["loss"]
-        setattr(Tensor, "backward", backward)  # noqa: B010
+        del vars(clock)["to"]

@@ -42,7 +42,6 @@ def profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None]
 
     class Steps(Phases):
         def on_step(self, run: Any, step: int) -> None:
-            super().on_step(run, step)
             profile.step()
 
     lines: list[str] = []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
+from ptfast.clock import label
 from ptfast.errors import one_line
 from ptfast.units import clock, duration, figure, grouped, labelled, listed, num_bytes
 
@@ -176,7 +177,7 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     total_s = sum(budget.values())
     if total_s > 0:
         largest = sorted(budget.items(), key=lambda item: -item[1])[:4]
-        parts = [f"{name.removesuffix('_s').replace('_', ' ')} {s / total_s:.0%}" for name, s in largest]
+        parts = [f"{label(name)} {s / total_s:.0%}" for name, s in largest]
         rows.append(("time went to", ", ".join(parts)))
     for name in ("val", "best", "test"):
         figures = {key: value for key, value in (summary.get(name) or {}).items() if key != "step"}

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ptfast.clock import label
 from ptfast.errors import MachineError
 from ptfast.report.charts import Series, bar_color, line_chart, stacked_bar
 from ptfast.report.page import facts, header, html_table, page, tiles
@@ -116,7 +117,7 @@ def _time_budget(run: RunFiles) -> str:
     total_s = sum(seconds.values())
     if total_s <= 0:
         return ""
-    parts = sorted(((n.replace("_", " "), s) for n, s in seconds.items()), key=lambda part: -part[1])
+    parts = sorted(((label(n), s) for n, s in seconds.items()), key=lambda part: -part[1])
     rows = [[name, duration(s), f"{s / total_s:.1%}"] for name, s in parts]
     rows.append(["all", duration(total_s), ""])
     table = html_table(["cause", "time", "share"], rows, [bar_color(index) for index in range(len(parts))])

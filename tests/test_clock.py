@@ -1,0 +1,257 @@
+"""The ledger of a run: every second of its wall time booked on what it went to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import build_run
+from torch import nn
+
+from ptfast import clock as clocks
+from ptfast.clock import CAUSES, SAMPLED, Clock, DeviceClock
+from ptfast.loop import fit
+from ptfast.run import Callback
+
+LATE_S = 0.02
+SMALL = ("model.hidden=[8]", "batch_size=64", "log_every=4")
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The host's time in seconds, for the test to set."""
+    now = [0.0]
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_time_goes_to_one_cause_after_another(now: list[float]) -> None:
+    clock = Clock(age_s=3.0)
+    now[0] = 1.0
+    clock.to("forward")
+    now[0] = 1.5
+    clock.to("backward")
+    now[0] = 2.5
+    clock.to(None)
+    now[0] = 2.75
+    clock.to("forward")
+    now[0] = 3.0
+    budget = clock.ledger()
+    assert tuple(budget) == CAUSES
+    expected = {"start_up": 4.0, "forward": 0.75, "backward": 1.0, "unexplained": 0.25}
+    assert {cause: seconds for cause, seconds in budget.items() if seconds} == expected
+    assert sum(budget.values()) == clock.elapsed_s() == 6.0
+
+
+def test_what_happens_while_warming_up_is_one_cause(now: list[float]) -> None:
+    clock = Clock()
+    now[0] = 1.0
+
+    def warm_up() -> None:
+        with clock.gathering("warm_up"):
+            for cause in ("data", "forward", None, "optimizer"):
+                clock.to(cause)
+                now[0] += 1.0
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        warm_up()
+    assert dict(clock.seconds) == {"start_up": 1.0, "warm_up": 4.0}
+    now[0] += 0.5
+    clock.to("saving")
+    now[0] += 0.25
+    assert clock.ledger()["unexplained"] == 0.5
+
+
+class Queue:
+    """A device that works through what it is asked for one after the other, while the host goes on."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.now, self.free_s, self.waits, self.made = now, 0.0, 0, 0
+
+    def work(self, seconds: float) -> None:
+        self.free_s = max(self.free_s, self.now[0]) + seconds
+
+    def event(self) -> Any:
+        self.made += 1
+        return Event(self)
+
+
+class Event:
+    """The moment at which the device gets to it."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    def record(self) -> None:
+        self.at_s = max(self.queue.free_s, self.queue.now[0])
+
+    def synchronize(self) -> None:
+        self.queue.waits += 1
+        self.queue.now[0] = max(self.queue.now[0], self.at_s)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.at_s <= self.queue.now[0], "the host would have to wait"
+        return (end.at_s - self.at_s) * 1e3
+
+
+def train_on(queue: Queue, clock: Clock, num_steps: int, host_s: dict[str, float]) -> None:
+    """Steps of 1 s forward, 2 s backward and 0.5 s optimizer on the device, and of the host's `host_s`."""
+    for _ in clock.waiting(iter(range(num_steps))):
+        queue.now[0] += host_s.get("data", 0.0)
+        for cause, seconds in (("forward", 1.0), ("backward", 2.0), ("optimizer", 0.5)):
+            clock.to(cause)
+            queue.now[0] += host_s.get(cause, 0.001)
+            queue.work(seconds)
+        if "callbacks" in host_s:
+            clock.to("callbacks")
+            queue.now[0] += host_s["callbacks"]
+    clock.to("logging")
+    queue.now[0] += 0.25
+    clock.to(None)
+
+
+def device_clock(now: list[float]) -> tuple[Queue, DeviceClock]:
+    queue, before = Queue(now), Clock()
+    now[0] = 5.0
+    return queue, DeviceClock(before, queue.event)
+
+
+def test_a_busy_device_tells_what_it_is_busy_with(now: list[float]) -> None:
+    """Whatever the host does in the meantime, waiting for batches included, costs nothing."""
+    queue, clock = device_clock(now)
+    train_on(queue, clock, 3 * SAMPLED, {"data": 0.5, "optimizer": 1.5, "callbacks": 0.5})
+    budget = clock.ledger()
+    assert queue.waits == 1
+    assert queue.made < 6 * 5
+    # Before the device has work, the host reads the first batch; at the end its last callback is alone.
+    steps = 3 * SAMPLED * 3.5 + 0.5
+    assert budget["start_up"] == 5.0
+    assert budget["logging"] == 0.25
+    shares = {"forward": 1 / 3.5, "backward": 2 / 3.5, "optimizer": 0.5 / 3.5, "data": 0, "callbacks": 0}
+    for cause, share in shares.items():
+        assert budget[cause] == pytest.approx(share * steps, abs=0.01 * steps), cause
+    assert sum(budget.values()) == pytest.approx(clock.elapsed_s())
+    assert budget["unexplained"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("cause", ["data", "forward", "optimizer", "callbacks"])
+def test_a_device_that_waits_tells_what_it_waits_for(now: list[float], cause: str) -> None:
+    queue, clock = device_clock(now)
+    train_on(queue, clock, 2 * SAMPLED, {cause: 20.0})
+    without = {"data": 0.0, "forward": 1.0, "backward": 2.0, "optimizer": 0.5, "callbacks": 0.0}
+    budget = clock.ledger()
+    # What the device still has to do goes on beside the host's delay, whichever row that is in.
+    waited = budget[cause] - 2 * SAMPLED * without[cause]
+    assert waited >= 2 * SAMPLED * (20.0 - 3.5)
+    assert sum(budget[name] for name in without if name != cause) <= 2 * SAMPLED * 3.6
+    assert budget["unexplained"] == pytest.approx(0)
+
+
+def test_steps_between_two_readings_wait_for_one_that_is_timed(now: list[float]) -> None:
+    """As where every step is logged."""
+    queue, clock = device_clock(now)
+    for _ in range(SAMPLED + 3):
+        train_on(queue, clock, 1, {})
+    budget = clock.ledger()
+    assert queue.made < 10
+    assert budget["backward"] == pytest.approx(2.0 * (SAMPLED + 3), rel=0.01)
+    assert budget["logging"] == pytest.approx(0.25 * (SAMPLED + 3))
+    assert budget["unexplained"] == pytest.approx(0)
+
+
+def test_a_device_that_has_failed_does_not_hide_why(now: list[float]) -> None:
+    _, clock = device_clock(now)
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error")
+
+    clock.to("data")
+    clock.to("forward")
+    clock._event = lambda: type("Broken", (), {"record": lambda _: fails()})()
+    now[0] += 2.0
+    clock.to("closing")
+    now[0] += 1.0
+    budget = clock.ledger()
+    assert budget["closing"] == 1.0
+    assert budget["unexplained"] == 2.0
+
+
+class Late(nn.Module):
+    """A network whose forward pass is late."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.last = nn.Linear(input_shape[-1] if len(input_shape) == 1 else 64, num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(LATE_S)
+        return self.last(inputs.flatten(1))
+
+
+class LateSgd(torch.optim.SGD):
+    """An optimizer that is late."""
+
+    def step(self, closure: Any = None) -> None:
+        time.sleep(LATE_S)
+        super().step()
+
+
+class LateCallback(Callback):
+    """A callback that is late, after steps and after evaluations."""
+
+    def on_step(self, run: Any, step: int) -> None:
+        time.sleep(LATE_S)
+
+
+class LateRows:
+    """A dataset that is late."""
+
+    def __init__(self, late: bool = True) -> None:
+        self.late = late
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        # In every batch of four.
+        if index % 1 == 0 and self.late:
+            time.sleep(LATE_S / 4)
+        return torch.full((64,), float(index)), index % 3
+
+
+PLANTED = {
+    "data": ("data=custom", "data._target_=test_clock.LateRows", "data.val=10samples", "dataloader=plain"),
+    "forward": ("model=custom", "model._target_=test_clock.Late"),
+    "optimizer": ("optimizer=sgd", "optimizer._target_=test_clock.LateSgd", "optimizer.fused=false"),
+    "callbacks": ("callbacks=[{_target_: test_clock.LateCallback}]",),
+}
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_what_is_late_is_booked_where_it_is_late(tmp_path: Path, cause: str) -> None:
+    words = ("batch_size=4", "steps=6", "log_every=3", "eval.every=6steps", "saving.every=6steps")
+    run = (
+        build_run(tmp_path, "model.hidden=[8]", *words, *PLANTED[cause])
+        if cause != "forward"
+        else build_run(tmp_path, *words, *PLANTED[cause])
+    )
+    fit(run)
+    budget = run.clock.ledger()
+    # The first step is one of warming up.
+    assert budget[cause] >= 5 * LATE_S
+    assert budget["warm_up"] >= LATE_S
+    others = (
+        "data",
+        "transfer",
+        "forward",
+        "backward",
+        "gradient_sync",
+        "optimizer",
+        "callbacks",
+        "unexplained",
+    )
+    assert sum(budget[other] for other in others if other != cause) < 5 * LATE_S
