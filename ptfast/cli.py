@@ -117,8 +117,10 @@ FLAG_HELP = {
     "--mode": "max or min: which way the figure is better",
     "--from": "lowest learning rate, or smallest batch, that is tried",
     "--to": "highest learning rate, or largest batch, that is tried",
-    "--steps": "optimizer steps of the test",
+    "--steps": "optimizer steps of the test, or of the training that --noise watches",
     "--seconds": "that each size is measured for",
+    "--noise": "train a little, and say what the gradient noise makes of each batch",
+    "--checkpointing": "try larger batches with activations computed again, too",
     "--write": "recipe to write with what was found",
     "--markdown": "print the README's table of all techniques",
     "--size": "of images: pixels that longer shorter sides are brought to, such as 256; or keep",
@@ -377,7 +379,8 @@ COMMANDS: dict[str, Command] = {
         "lr|batch [+recipe=NAME] [key=value ...]",
         "find the best learning rate or batch size here",
         _find,
-        dict.fromkeys(("--from", "--to", "--steps", "--seconds", "--write", "--out"), True),
+        dict.fromkeys(("--from", "--to", "--steps", "--seconds", "--write", "--out"), True)
+        | {"--noise": False, "--checkpointing": False},
     ),
     "recipes": Command("", "list the recipes and what each promises", _recipes, {}, 0),
     "techniques": Command(

@@ -35,9 +35,15 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
         least = {"--from": ("lowest", 0.0), "--to": ("highest", 0.0), "--steps": ("num_steps", 20)}
     else:
         least = {"--from": ("smallest", 1), "--to": ("largest", 1), "--seconds": ("seconds", 0.0)}
-    for flag in ("--steps", "--seconds"):
-        if flag in flags and flag not in least:
-            hint = f"ptfast find {what} takes {', '.join(least)}"
+        if "--noise" in flags:
+            least["--steps"] = ("num_steps", 20)
+    switches = ("--noise", "--checkpointing") if what == "batch" else ()
+    options |= {flag.removeprefix("--"): True for flag in switches if flag in flags}
+    for flag in ("--steps", "--seconds", "--noise", "--checkpointing"):
+        if flag in flags and flag not in (*least, *switches):
+            hint = f"ptfast find {what} takes {', '.join([*least, *switches])}"
+            if what == "batch" and flag == "--steps":
+                hint = "It is for --noise"
             raise ConfigError("C015", f"means nothing to find {what}", key=flag, suggestion=hint)
     for flag, (name, lowest) in least.items():
         if flag in flags:

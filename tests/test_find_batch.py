@@ -13,8 +13,10 @@ from running import WITH_TESTS, train
 
 from ptfast import cli
 from ptfast.config.read import read_config
+from ptfast.errors import ReportedError
 from ptfast.find import batch
-from ptfast.find.batch import Search
+from ptfast.find import search as find_search
+from ptfast.find.search import Search
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 
@@ -22,21 +24,30 @@ SMALL = ("model=mlp", "model.hidden=[8]")
 def search_among(
     rates: dict[int, float], folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: int
 ) -> Search:
-    """A search on a machine on which sizes have these rates, and what is larger than `room` does not fit."""
+    """A search on a machine on which sizes have these rates, and what is larger than `room` does not fit.
+
+    With activations that are computed again, three times as much fits, at 0.9 of the rate; beyond `spare`,
+    if given, a whole run finds no room.
+    """
 
     def run_child(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
         keywords, results = arguments[4], []
+        mode = keywords["checkpointing"]
+        if mode is not None and "no_blocks" in limits:
+            raise ReportedError("error[C011]: checkpointing=full: Mlp has no blocks that recur", 2)
+        more = 1 if mode is None else 3
+        room = limits.get("spare" if keywords["rehearsed"] else "room", limits.get("room", sys.maxsize))
         for size in keywords["sizes"]:
             if size > limits.get("killed", sys.maxsize):
                 return results, 9
-            if size > limits.get("room", sys.maxsize):
+            if size > room * more:
                 return [*results, {"size": size, "no_room": "out of memory"}], None
-            rate = rates.get(size, 1.0)
+            rate = rates.get(size, 1.0) * (1 if mode is None else 0.9)
             facts = {"low": rate, "high": rate, "step_s": size / rate, "memory_bytes": size}
             results.append({"size": size, "samples_per_s": rate, **facts})
         return results, None
 
-    monkeypatch.setattr(batch, "run_child", run_child)
+    monkeypatch.setattr(find_search, "run_child", run_child)
     composed, config = read_config([*SMALL])
     return Search(composed, config, folder, 0.1)
 
@@ -44,9 +55,9 @@ def search_among(
 def test_the_peak_is_found_and_not_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {8: 100, 16: 180, 32: 300, 64: 280, 128: 200, 256: 150, 48: 320, 24: 290}
     search = search_among(rates, tmp_path, monkeypatch)
-    batch._ascend(search, 8, 4096)
+    search.ascend(8, 4096)
     assert max(search.seen) == 256
-    batch._refine(search, 8, 4096)
+    search.refine(8, 4096)
     assert search.best() == 48
     assert len(search.seen[48]) == 3
 
@@ -63,11 +74,71 @@ def test_what_does_not_fit_ends_the_search(
 ) -> None:
     rates = {size: float(size) for size in range(10_000)}
     search = search_among(rates, tmp_path, monkeypatch, **{limit: 100})
-    batch._ascend(search, 8, 4096)
+    search.ascend(8, 4096)
     assert search.too_large is not None
     assert search.too_large["size"] == 128
-    batch._refine(search, 8, 4096)
+    search.refine(8, 4096)
     assert search.best() == 96
+
+
+def test_a_size_without_room_to_spare_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {size: float(size) for size in range(10_000)}
+    search = search_among(rates, tmp_path, monkeypatch, room=100, spare=70)
+    search.ascend(8, 4096)
+    search.refine(8, 4096)
+    assert search.best() == 96
+    assert search.confirm() == 64
+    # Where no limit was met, nothing is run a second time.
+    roomy = search_among(rates, tmp_path, monkeypatch)
+    roomy.measure([8, 16])
+    roomy.measure = None  # type: ignore[assignment,method-assign]
+    assert roomy.confirm() == 16
+
+
+@pytest.mark.parametrize(
+    ("rates", "limits", "mode", "size"),
+    [
+        # Still rising where memory ends: twice the batch at 0.9 of its rate is worth it, ...
+        ({8: 50.0, 16: 100.0, 32: 180.0, 64: 300.0, 96: 320.0, 128: 500.0, 192: 510.0}, {}, "full", 192),
+        # ... and not where larger batches gain nothing.
+        ({8: 50.0, 16: 100.0, 32: 180.0, 64: 300.0, 96: 320.0, 128: 330.0, 192: 340.0}, {}, "none", 96),
+        ({8: 50.0, 16: 100.0, 32: 180.0, 64: 300.0, 96: 320.0}, {"no_blocks": 1}, "none", 96),
+        # Where nothing fits as configured.
+        ({8: 50.0, 16: 100.0, 24: 110.0}, {"room": 6}, "full", 16),
+    ],
+)
+def test_checkpointing_where_it_buys_a_quicker_batch(
+    rates: dict[int, float],
+    limits: dict[str, int],
+    mode: str,
+    size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = search_among(rates, tmp_path, monkeypatch, **({"room": 100} | limits))
+    search.ascend(8, 4096)
+    if search.seen:
+        search.refine(8, 4096)
+    assert search.rises_to_the_limit or not search.seen
+    best = batch._choose([search, *batch._with_checkpointing(search, 8, 4096)])
+    assert best is not None
+    assert (best[0].mode, best[1]) == (mode, size)
+
+
+def test_the_recipe_written_has_the_checkpointing_it_was_found_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = search_among({}, tmp_path, monkeypatch)
+    search.checkpointing = "every_n"
+    file = tmp_path / "found.yaml"
+    words = ["+recipe=resnet_digits", "checkpointing=full", "optimizer=sgd", "batch_size=64"]
+    batch._write(file, words, search, 128, "digits", lr_ratio=1.5)
+    _, config = read_config([f"+recipe={file}"])
+    assert (config.batch_size, config.checkpointing.mode, config.checkpointing.every) == (128, "every_n", 2)
+    given = search.config.optimizer.target.kwargs["lr"]
+    adapts = any(name in search.config.optimizer.target.path.lower() for name in batch.ADAPTIVE)
+    ratio = 1.5**0.5 if adapts else 1.5
+    assert config.optimizer.target.kwargs["lr"] == pytest.approx(given * ratio, rel=0.01)
 
 
 @pytest.mark.slow

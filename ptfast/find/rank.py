@@ -41,6 +41,10 @@ def _search(what: str, folder: Path, keywords: dict[str, Any]) -> dict[str, Any]
         from ptfast.find.lr import measure_here
 
         found = measure_here(config, folder, ranks, **keywords)
+    elif what == "noise":
+        from ptfast.find.noise import train_for_noise
+
+        train_for_noise(config, folder, ranks, **keywords)
     else:
         from ptfast.find.throughput import time_batches
 
