@@ -63,6 +63,7 @@ def dry_run(config: Config) -> int:
                     precision=run.precision,
                     average=run.ema,
                     flip=run.flip,
+                    full_size=run.full_size,
                 )
         run.save(run, False)
         for loader in (run.train_loader, *run.eval_loaders.values()):
@@ -101,7 +102,7 @@ class _Shortened:
     """The first batch of a loader."""
 
     def __init__(self, loader: Any) -> None:
-        self.loader, self.num_samples = loader, loader.num_samples
+        self.loader, self.num_samples, self.left_out = loader, loader.num_samples, loader.left_out
 
     def __iter__(self) -> Any:
         return itertools.islice(iter(self.loader), 1)

@@ -17,7 +17,8 @@ from ptfast.distributed import Ranks
 from ptfast.ema import Average
 from ptfast.errors import EXIT_OK, ConfigError
 from ptfast.flip import check_flip
-from ptfast.loading import build_eval_loaders, load_data
+from ptfast.full_size import check_full_size
+from ptfast.loading import build_eval_loaders, full_size, load_data
 from ptfast.loop import evaluate
 from ptfast.models import build_model
 from ptfast.precision import Precision, apply_half_weights, build_precision
@@ -82,6 +83,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
     model.eval()
     task = build_task(config.task.name, info, **config.task.build_options())
     check_flip(config.eval.flip, info, task)
+    check_full_size(config.eval.last, task)
     micro_batches, step = int(resolved["micro_batches"]), int(state.facts["progress"]["step"])
     return SavedModel(model, average, task, info, device, precision, channels_last, micro_batches, step)
 
@@ -136,8 +138,10 @@ def evaluate_saved(
             precision=saved.precision,
             average=saved.average,
             flip=config.eval.flip,
+            full_size=full_size(config, data.info, saved.micro_batches),
         )
-        print(json.dumps({"step": saved.step, "split": name, **figures}))
+        left_out = {"left_out": loaders[name].left_out} if loaders[name].left_out else {}
+        print(json.dumps({"step": saved.step, "split": name, **figures, **left_out}))
     for loader in loaders.values():
         loader.close()
     return EXIT_OK

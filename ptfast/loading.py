@@ -112,7 +112,13 @@ def build_eval_loaders(
     splits = {"val": data.val, "test": data.test}
     loaders = {
         split: build_eval_loader(
-            source, data.info, batch_size=batch_size, rank=rank, num_ranks=num_ranks, **loading
+            source,
+            data.info,
+            batch_size=batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+            drop_last=config.eval.last == "drop",
+            **loading,
         )
         for split, source in splits.items()
         if source is not None
@@ -125,6 +131,11 @@ def build_eval_loaders(
 def evaluated_at_once(config: Config, info: DataInfo, micro_batches: int) -> int:
     """Samples of a forward pass in evaluation on one rank."""
     return config.eval.batch_size or eval_batch_size(info, config.batch_size // micro_batches)
+
+
+def full_size(config: Config, info: DataInfo, micro_batches: int) -> int | None:
+    """Samples that every batch of an evaluation is filled up to; None where the last may be smaller."""
+    return evaluated_at_once(config, info, micro_batches) if config.eval.last == "pad" else None
 
 
 def first_samples(data: Data, num_samples: int = 2, **loading: Any) -> Any:

@@ -18,6 +18,7 @@ from ptfast.distributed import Ranks, broadcast_buffers, broadcast_object, sum_o
 from ptfast.ema import Average
 from ptfast.errors import ConfigError
 from ptfast.flip import FlipAveraged
+from ptfast.full_size import FullSize
 from ptfast.precision import Precision
 from ptfast.run import EvalLoader, Run, Task
 from ptfast.trainer import Trainer, sum_and_read
@@ -113,6 +114,7 @@ def evaluate(
     precision: Precision,
     average: Average | None = None,
     flip: bool = False,
+    full_size: int | None = None,
     stop_asked: Callable[[], bool] = lambda: False,
     sharded: bool = False,
 ) -> dict[str, float]:
@@ -122,6 +124,7 @@ def evaluate(
         average: averaged weights. Where there are such, the figures are theirs, and those of the model's own
             weights stand beside them as `raw_loss` and the like.
         flip: average outputs over each image and its mirror image.
+        full_size: samples that every batch is filled up to with stand-ins, which count for nothing.
         stop_asked: whether to give up, asked before every batch.
         sharded: whether a forward pass takes all ranks, those too whose share is empty.
 
@@ -129,6 +132,8 @@ def evaluate(
         Abandoned: some rank was asked to give up.
     """
     predictor = FlipAveraged(model) if flip else model
+    if full_size is not None:
+        predictor = FullSize(predictor, full_size)
     figures_of_weights = partial(
         _evaluate, predictor, task, loader, device, ranks, precision, stop_asked, sharded
     )
@@ -196,6 +201,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
             precision=run.precision,
             average=run.ema,
             flip=run.flip,
+            full_size=run.full_size,
             # Ranks that gather weights together have to go through it together.
             stop_asked=lambda: run.stop_signal is not None and not run.sharded,
             sharded=run.sharded,

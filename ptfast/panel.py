@@ -56,7 +56,7 @@ def build_panel(
         "transfers": "on a side stream, one batch ahead" if resolved["side_stream"] else None,
         "reading": "by a thread, one batch ahead" if resolved["read_ahead"] else None,
         "average": run.ema.describe() if run.ema is not None else None,
-        "evaluation": "over images and their mirror images" if run.flip else None,
+        "evaluation": _evaluation(run),
         "padding": resolved["padding"],
         "curriculum": "; ".join(resolved["curriculum"]) or None,
         "shuffling": _shuffling(config),
@@ -97,6 +97,22 @@ def _schedule(config: Config, momentum: str | None) -> str:
     if schedule.warmup.value:
         words.append(f"warm-up {schedule.warmup}")
     return ", ".join(words + ([f"momentum {momentum}"] if momentum else []))
+
+
+def left_out(run: Run) -> dict[str, int]:
+    """Samples that evaluations leave out, by split; empty where each counts."""
+    return {name: count for name, loader in run.eval_loaders.items() if (count := loader.left_out)}
+
+
+def _evaluation(run: Run) -> str | None:
+    """What is particular about evaluations."""
+    words = ["over images and their mirror images"] * run.flip
+    if run.full_size is not None:
+        words.append(f"every batch filled up to {run.full_size:,} samples")
+    if missing := left_out(run):
+        parts = " and ".join(f"{count:,} of {name}" for name, count in missing.items())
+        words.append(f"without the samples of a last, smaller batch ({parts})")
+    return "; ".join(words) or None
 
 
 def _resumed(run: Run) -> str:

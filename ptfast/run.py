@@ -126,7 +126,12 @@ class EvalLoader(Protocol):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of the whole split, over all ranks; None for data of unknown length."""
+        """Samples that are evaluated, over all ranks; None for data of unknown length."""
+        ...
+
+    @property
+    def left_out(self) -> int:
+        """Samples of the split that are not, over all ranks: those of a last, smaller batch, if so wanted."""
         ...
 
     def __iter__(self) -> Iterator[MicroBatch]: ...
@@ -299,6 +304,8 @@ class Run:
     """Whether evaluations average over each image and its mirror image."""
     resumed_note: str = ""
     """What resuming took, for the panel."""
+    full_size: int | None = None
+    """Samples that smaller batches of an evaluation are filled up to; None where they stay as they are."""
     data_note: str = ""
     """The data in one line, for the panel."""
     unreadable: Callable[[], list[str]] | None = None

@@ -23,8 +23,17 @@ from ptfast.data import (
 from ptfast.distributed import Ranks, broadcast_object
 from ptfast.errors import ConfigError
 from ptfast.flip import check_flip
+from ptfast.full_size import check_full_size
 from ptfast.gradients import build_clipper, head_of
-from ptfast.loading import build_choice, build_course, build_loaders, check_last_batch, load_data, unless_auto
+from ptfast.loading import (
+    build_choice,
+    build_course,
+    build_loaders,
+    check_last_batch,
+    full_size,
+    load_data,
+    unless_auto,
+)
 from ptfast.logger import NoLogger
 from ptfast.optim import build_optimizer, has_momentum, scale_for_batch, start_momentum
 from ptfast.precision import build_precision
@@ -109,6 +118,7 @@ def build(
         check_same_data(saved_info, info)
     task = build_task(config.task.name, info, **config.task.build_options())
     check_flip(config.eval.flip, info, task)
+    check_full_size(config.eval.last, task)
     seed_everything(config.seed)
     model = build_plain_model(config, info, fresh=state is None, display=display)
     course = build_course(config, data, model, micro_batches)
@@ -230,6 +240,7 @@ def build(
         clock=clock,
         resolved=resolved,
         flip=config.eval.flip,
+        full_size=full_size(config, info, micro_batches),
         data_note=data.note,
         unreadable=data.unreadable,
     )

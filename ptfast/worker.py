@@ -32,7 +32,7 @@ from ptfast.errors import (
     render,
 )
 from ptfast.logger import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
-from ptfast.panel import build_panel, device_name
+from ptfast.panel import build_panel, device_name, left_out
 from ptfast.run import Run
 from ptfast.units import num_bytes
 
@@ -237,6 +237,8 @@ def summarise(
         }
         if (share := run.resolved["padding_share"]) is not None:
             summary["padding_share"] = share
+        if missing := left_out(run):
+            summary["left_out"] = missing
         split = "val" if "val" in run.eval_loaders else "train"
         summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
         if run.compilation is not None:

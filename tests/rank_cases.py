@@ -12,7 +12,7 @@ from toys import Lines
 
 from ptfast.distributed import Ranks
 from ptfast.errors import PtfastError
-from ptfast.loop import fit
+from ptfast.loop import evaluate_split, fit
 from ptfast.parallel import apply_sync_batchnorm
 from ptfast.run import Run
 
@@ -65,6 +65,7 @@ STREAM = (
     "dataloader.workers=3",
     "eval.every=5steps",
 )
+LAST = ("model.hidden=[8]", "steps=1", "batch_size=4", "data.val=45samples", "eval.batch_size=8")
 GPT = ("data=text_file", "data.path=text.txt", "data.context_length=16", "model=gpt", "model.depth=2")
 GPT = (*GPT, "model.width=16", "model.heads=2", "batch_size=8", "steps=6", "log_every=2")
 
@@ -123,6 +124,10 @@ def cases(ranks: Ranks) -> dict[str, Any]:
             found[name] = case["weights"]
     found |= ddp_cases(on)
     found |= fsdp_cases(on)
+    for strategy in ("ddp", "fsdp"):
+        for last in ("keep", "drop", "pad"):
+            run = on.build(f"{last} {strategy}", *LAST, f"eval.last={last}", strategy=strategy)
+            found[f"{last} {strategy}"] = evaluate_split(run, "val")
     found["stream"] = one_pass(on)
     try:
         on.build("of-a-rank", *(word.replace("WithHeldOut", "OfRank") for word in STREAM))

@@ -75,6 +75,8 @@ class Eval(Section):
     """How often `val` is evaluated, such as `1epochs` or `500steps`."""
     batch_size: Count | None = None
     """Samples of an evaluation's batch on each rank; null for at least 256."""
+    last: Literal["keep", "drop", "pad"] = "keep"
+    """Whether a split's last, smaller batch is evaluated; `pad` fills it with stand-ins that do not count."""
     flip: bool = False
     """Average what the model says of an image and of its mirror image; predictions too."""
 

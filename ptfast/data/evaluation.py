@@ -17,6 +17,7 @@ from ptfast.data.sampler import Share
 from ptfast.data.source import Source, TensorSource
 from ptfast.data.streams import build_stream_evaluation
 from ptfast.data.workers import WorkerPool
+from ptfast.errors import ConfigError, DataError
 from ptfast.run import DataInfo, EvalLoader, MicroBatch
 
 KEEP_LIMIT_BYTES = 128 * 2**20
@@ -38,6 +39,7 @@ def build_eval_loader(
     prefetch: int = 2,
     pin: bool | str = "auto",
     worker_threads: int = 1,
+    drop_last: bool = False,
 ) -> EvalLoader:
     """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
 
@@ -45,13 +47,22 @@ def build_eval_loader(
 
     Args:
         batch_size: samples of one forward pass on this rank.
+        drop_last: leave out the samples at the split's end that make no whole batch. Ranks then share out
+            batches, so that the same samples are left out for any number of them.
         kind, workers, prefetch, pin, worker_threads: as for the training loader. Samples that are not in
             memory are read by worker processes for the kinds `auto` and `workers`.
+
+    Raises:
+        ConfigError: C011 for a last batch to be left out of a stream, whose end nobody knows.
+        DataError: D006 where nothing would be left.
     """
     prepare = build_prepare(
         source, info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
     )
     if isinstance(source, IterableSource):
+        if drop_last:
+            what, hint = "the last batch of a stream is not known beforehand", "Set eval.last=keep"
+            raise ConfigError("C011", what, key="eval.last", value="drop", suggestion=hint)
         return build_stream_evaluation(
             source,
             prepare,
@@ -64,13 +75,22 @@ def build_eval_loader(
             threads=worker_threads,
         )
     size = len(source)
-    most = -(-size // num_ranks)
+    counted = size // batch_size * batch_size if drop_last else size
+    if not counted and size:
+        what = f"{size:,} held-out samples make no batch of {batch_size:,}, and smaller ones are left out"
+        hint = f"Set eval.last=keep or eval.batch_size={max(1, size // 2)}, say"
+        raise DataError("D006", what, key="eval.last", value="drop", suggestion=hint)
+    # What ranks share out: samples, or whole batches.
+    unit = batch_size if drop_last else 1
+    start, stop = (r * (counted // unit) // num_ranks * unit for r in (rank, rank + 1))
+    most = -(-counted // unit // num_ranks) * unit
     return _EvalLoader(
         source,
         prepare,
-        size,
-        rank * size // num_ranks,
-        (rank + 1) * size // num_ranks,
+        counted,
+        size - counted,
+        start,
+        stop,
         batch_size,
         -(-most // batch_size) if num_ranks > 1 else 0,
         count_workers(workers) if kind in ("auto", "workers") and not source.in_memory else 0,
@@ -84,7 +104,8 @@ class _EvalLoader:
         self,
         source: Source,
         prepare: Any,
-        size: int,
+        num_samples: int,
+        left_out: int,
         start: int,
         stop: int,
         batch_size: int,
@@ -93,7 +114,7 @@ class _EvalLoader:
         prefetch: int,
         worker_threads: int,
     ) -> None:
-        self.num_samples = size
+        self.num_samples, self.left_out = num_samples, left_out
         self._source, self._prepare = source, prepare
         self._shares = [
             Share(0, np.arange(i, min(i + batch_size, stop)), min(batch_size, stop - i))

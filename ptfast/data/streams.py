@@ -341,6 +341,7 @@ class StreamEvaluation:
     """One pass over a held-out stream, each sample once over all ranks, which yield equally many batches."""
 
     num_samples = None
+    left_out = 0
 
     def __init__(self, loader: StreamLoader | PartsLoader) -> None:
         self._loader = loader

@@ -113,7 +113,8 @@ class PrefetchedEvaluation:
     """An evaluation loader whose batches are filled on a side stream, by `prefetched`."""
 
     def __init__(self, loader: EvalLoader, side: Side) -> None:
-        self.num_samples, self._loader, self._side = loader.num_samples, loader, side
+        self.num_samples, self.left_out = loader.num_samples, loader.left_out
+        self._loader, self._side = loader, side
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return prefetched(iter(self._loader), self._side)

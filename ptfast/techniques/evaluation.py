@@ -32,6 +32,20 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Evaluation at the batch size of training on a device that is not full.",
     ),
     Technique(
+        name="evaluation at one size",
+        family="evaluation",
+        kind="reordered",
+        on=("eval.last=pad",),
+        off=("eval.last=keep",),
+        why="A split's last batch comes at the size of the others, with stand-ins that count for nothing, so "
+        "that no kernel is searched for another shape.",
+        claim="Saves that search, once for each split that does not divide; a full batch is computed for it.",
+        source="As a padded last batch does in training, with what the stand-ins give left out.",
+        avoid="Kernels are not searched by trying, or a split is much smaller than eval.batch_size.",
+        audit="cudnn.benchmark and a held-out split that the batch size does not divide.",
+        trial=("model=mlp", "model.hidden=[16]"),
+    ),
+    Technique(
         name="test-time flip",
         family="evaluation",
         kind="training",
