@@ -117,7 +117,8 @@ FLAG_HELP = {
     "--mode": "max or min: which way the figure is better",
     "--from": "lowest learning rate, or smallest batch, that is tried",
     "--to": "highest learning rate, or largest batch, that is tried",
-    "--steps": "optimizer steps of the test, or of the training that --noise watches",
+    "--steps": "optimizer steps of the range test, or of the training that --noise watches",
+    "--trial-steps": "optimizer steps of each trial at one learning rate",
     "--seconds": "that each size is measured for",
     "--noise": "train a little, and say what the gradient noise makes of each batch",
     "--checkpointing": "try larger batches with activations computed again, too",
@@ -379,7 +380,7 @@ COMMANDS: dict[str, Command] = {
         "lr|batch [+recipe=NAME] [key=value ...]",
         "find the best learning rate or batch size here",
         _find,
-        dict.fromkeys(("--from", "--to", "--steps", "--seconds", "--write", "--out"), True)
+        dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
         | {"--noise": False, "--checkpointing": False},
     ),
     "recipes": Command("", "list the recipes and what each promises", _recipes, {}, 0),

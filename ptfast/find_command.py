@@ -32,14 +32,15 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
         raise ConfigError("C003", "nothing that can be found", key="find", value=what, suggestion=hint)
     options: dict[str, Any] = {}
     if what == "lr":
-        least = {"--from": ("lowest", 0.0), "--to": ("highest", 0.0), "--steps": ("num_steps", 20)}
+        least = {"--from": ("lowest", 0.0), "--to": ("highest", 0.0)}
+        least |= {"--steps": ("num_steps", 20), "--trial-steps": ("trial_steps", 20)}
     else:
         least = {"--from": ("smallest", 1), "--to": ("largest", 1), "--seconds": ("seconds", 0.0)}
         if "--noise" in flags:
             least["--steps"] = ("num_steps", 20)
     switches = ("--noise", "--checkpointing") if what == "batch" else ()
     options |= {flag.removeprefix("--"): True for flag in switches if flag in flags}
-    for flag in ("--steps", "--seconds", "--noise", "--checkpointing"):
+    for flag in ("--steps", "--trial-steps", "--seconds", "--noise", "--checkpointing"):
         if flag in flags and flag not in (*least, *switches):
             hint = f"ptfast find {what} takes {', '.join([*least, *switches])}"
             if what == "batch" and flag == "--steps":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from ptfast.config.read import read_config
 from ptfast.display.chart import chart
 from ptfast.find.lr import measure
 from ptfast.find.range_test import range_test
-from ptfast.find.suggest import choose, smooth, suggestions
+from ptfast.find.suggest import first_trial, smooth, suggestions
+from ptfast.find.trials import descend, run_trials
 
 LRS = [1e-6 * 10 ** (step / 20) for step in range(140)]
 SMALL = ("model=mlp", "model.hidden=[8]", "batch_size=32")
@@ -38,7 +41,27 @@ def test_a_clear_curve(falls_at: float, explodes_at: float) -> None:
     assert falls_at / 3 < found["steepest"] < falls_at * 3
     assert falls_at < found["valley"] < explodes_at
     assert falls_at / 10 < found["minimum/10"] < explodes_at / 10
-    assert min(found.values()) <= choose(found) <= max(found.values())
+    assert falls_at < first_trial(found) < explodes_at
+
+
+def losses_around(best: float, explodes_at: float) -> Callable[[float], float]:
+    return lambda lr: math.inf if lr > explodes_at else 1 + math.log10(lr / best) ** 2
+
+
+@pytest.mark.parametrize("start", [1e-4, 1e-3, 1e-2, 0.1, 1.0])
+@pytest.mark.parametrize("best", [3e-3, 0.02])
+def test_trials_walk_to_the_best_rate(best: float, start: float) -> None:
+    losses = descend(losses_around(best, 0.3), start, 1e-6, 10.0)
+    assert len(losses) <= 6
+    assert best / 2 < min(losses, key=losses.__getitem__) < best * 2
+    # Neighbours only, and no way back.
+    rates = sorted(losses)
+    assert all(high / low == pytest.approx(10**0.5) for low, high in pairwise(rates))
+
+
+def test_trials_stay_in_the_range() -> None:
+    assert sorted(descend(lambda lr: 1 / lr, 1.0, 0.5, 9.0)) == pytest.approx([1.0, 10**0.5])
+    assert sorted(descend(lambda lr: lr, 1.0, 0.5, 9.0)) == pytest.approx([1.0, 10**0.5])
 
 
 def test_losses_that_explode_do_not_move_what_lies_before() -> None:
@@ -75,6 +98,10 @@ def test_the_run_is_left_as_it_was(words: tuple[str, ...], tmp_path: Path) -> No
     assert test.lrs[0] == BRIEF["lowest"]
     assert same_bits(state(), before)
     assert (run.schedule, run.ema, run.progress.step) == (schedule, average, progress)
+    trials = run_trials(run, 0.1, lowest=0.05, highest=0.5, num_steps=20)
+    assert len(trials) == 2
+    assert all(math.isfinite(loss) for loss in trials.values())
+    assert same_bits(state(), before)
     # The same test again sees the same.
     assert range_test(run, **BRIEF).losses == test.losses
 
@@ -87,7 +114,8 @@ def test_the_command_writes_a_recipe_that_trains(
     assert cli.run(["find", "lr", *words, "--write", "found.yaml", "--out", "out"]) == 0
     out = capsys.readouterr().out
     facts = json.loads(Path("out/lr.json").read_text())
-    assert f"chosen          {facts['chosen']:.2g}".split() in [line.split() for line in out.splitlines()]
+    assert any(f"chosen {facts['chosen']:.2g} " in " ".join(line.split()) for line in out.splitlines())
+    assert min((loss, lr) for lr, loss in facts["trials"] if loss is not None)[1] == facts["chosen"]
     assert Path("out/lr.png").read_bytes()[:4] == b"\x89PNG"
     _, config = read_config(["+recipe=./found.yaml"])
     assert config.optimizer.target.kwargs["lr"] == pytest.approx(facts["chosen"], rel=0.01)
@@ -140,9 +168,11 @@ def test_two_ranks_see_what_one_sees() -> None:
     seen = []
     for words in ([], ["parallel=ddp", "parallel.nproc=2"]):
         composed, config = read_config([*SMALL, "micro_batches=2", "device=cpu", *words])
-        seen.append(measure(composed, config, BRIEF)["losses"])
-    assert len(seen[0]) == len(seen[1])
-    assert seen[0] == pytest.approx(seen[1], rel=1e-4)
+        seen.append(measure(composed, config, {**BRIEF, "trial_steps": 20}))
+    one, two = seen
+    assert len(one["losses"]) == len(two["losses"])
+    assert one["losses"] == pytest.approx(two["losses"], rel=1e-4)
+    assert one["chosen"] == two["chosen"]
 
 
 @pytest.mark.parametrize(("width", "height"), [(72, 14), (1, 1), (300, 50)])

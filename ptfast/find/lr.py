@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -19,10 +20,10 @@ from ptfast.display import build_display, is_terminal, standard_output, table
 from ptfast.display.chart import chart
 from ptfast.distributed import Ranks
 from ptfast.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
-from ptfast.find.suggest import choose, smooth, suggestions
+from ptfast.find.suggest import CAME_APART, first_trial, smooth, suggestions
 
 PICTURE, FIGURES = "lr.png", "lr.json"
-LOWEST, HIGHEST, NUM_STEPS = 1e-6, 10.0, 140
+LOWEST, HIGHEST, NUM_STEPS, TRIAL_STEPS = 1e-6, 10.0, 140, 100
 
 
 def find_lr(
@@ -33,19 +34,21 @@ def find_lr(
     lowest: float = LOWEST,
     highest: float = HIGHEST,
     num_steps: int = NUM_STEPS,
+    trial_steps: int = TRIAL_STEPS,
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
-    """Run the test, show the curve, and write the picture, the figures and, if asked for, a recipe.
+    """Run the test and the trials, show the curve, write picture, figures and, if asked for, a recipe.
 
     Args:
         lowest, highest: learning rates of the first and the last step.
         num_steps: optimizer steps between them.
+        trial_steps: optimizer steps of each trial at a single rate.
         out: folder of picture and figures; None for a new one under `run.root`.
         write: file of the recipe with the chosen rate.
 
     Returns:
-        0, or 8 where the curve never falls: the figures are written nevertheless.
+        0, or 8 where no rate trains: the figures are written nevertheless.
 
     Raises:
         PtfastError: whatever stops the run in its first steps.
@@ -56,12 +59,12 @@ def find_lr(
     if write is not None:
         check_overlay(write)
     check_out(out)
-    facts = measure(composed, config, {"lowest": lowest, "highest": highest, "num_steps": num_steps})
-    lrs, losses = facts["lrs"], facts["losses"]
-    smoothed = smooth(losses)
-    found = suggestions(lrs, smoothed)
-    chosen = choose(found) if found else None
-    facts |= {"smoothed": smoothed, "suggestions": found, "chosen": chosen}
+    facts = measure(
+        composed,
+        config,
+        {"lowest": lowest, "highest": highest, "num_steps": num_steps, "trial_steps": trial_steps},
+    )
+    found, chosen = facts["suggestions"], facts["chosen"]
     name = config.recipe or config.run.name or "train"
     folder = out or run_folder.new_folder(Path(config.run.root), f"find-lr-{name}")
     run_folder.create_folder(folder)
@@ -72,14 +75,14 @@ def find_lr(
         return EXIT_FINDINGS
     from ptfast.find.picture import draw
 
-    draw(folder / PICTURE, lrs, losses, smoothed, found, chosen, f"{name}: {facts['ended']}")
+    draw(folder / PICTURE, facts, f"{name}: {facts['ended']}")
     if write is not None:
         # A rate that is given for a reference batch is scaled to the batch once more.
         rate = float(f"{chosen / facts['lr_scale']:.3g}")
         comment = [
             f"Learning rate {rate:g} for {name}, found by ptfast find lr",
-            f"Steepest {found['steepest']:.2g}, valley {found['valley']:.2g}, a tenth of the lowest point "
-            f"{found['minimum/10']:.2g}.",
+            f"Best of {len(facts['trials'])} trials of {trial_steps} steps; of the curve: "
+            + ", ".join(f"{rule} {lr:.2g}" for rule, lr in found.items()),
         ]
         called = write_overlay(write, arguments, {"optimizer.lr": rate}, comment)
         print(f"wrote {write}; train with it: ptfast train +recipe={called}")
@@ -98,9 +101,12 @@ def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dic
         return run_ranks(composed, folder, num_ranks, "ptfast.find.rank", ["lr", json.dumps(keywords)])
 
 
-def measure_here(config: Config, folder: Path, ranks: Ranks, **keywords: Any) -> dict[str, Any]:
-    """What the test sees, on one rank."""
+def measure_here(
+    config: Config, folder: Path, ranks: Ranks, *, trial_steps: int, **keywords: Any
+) -> dict[str, Any]:
+    """What the test and the trials see, on one rank."""
     from ptfast.find.range_test import range_test
+    from ptfast.find.trials import run_trials
     from ptfast.optim import reference_lr
     from ptfast.runner import build
 
@@ -109,6 +115,10 @@ def measure_here(config: Config, folder: Path, ranks: Ranks, **keywords: Any) ->
         run = build(config, ranks=ranks, folder=folder, display=display)
         try:
             test = range_test(run, **keywords)
+            smoothed = smooth(test.losses)
+            found = suggestions(test.lrs, smoothed)
+            bounds = {"lowest": keywords["lowest"], "highest": keywords["highest"]}
+            trials = run_trials(run, first_trial(found), num_steps=trial_steps, **bounds) if found else {}
         finally:
             for loader in (run.train_loader, *run.eval_loaders.values()):
                 loader.close()
@@ -116,7 +126,18 @@ def measure_here(config: Config, folder: Path, ranks: Ranks, **keywords: Any) ->
         display.close()
     actual = reference_lr(run.optimizer, "initial_lr")
     given = config.optimizer.target.kwargs.get("lr", actual)
-    return {**asdict(test), "lr": actual, "lr_scale": actual / given, "batch_size": run.batch_size}
+    finite = {lr: loss for lr, loss in trials.items() if math.isfinite(loss)}
+    return {
+        **asdict(test),
+        "smoothed": smoothed,
+        "suggestions": found,
+        "trials": [[lr, finite.get(lr)] for lr in sorted(trials)],
+        "chosen": min(finite, key=finite.__getitem__) if finite else None,
+        "lr": actual,
+        "lr_scale": actual / given,
+        "batch_size": run.batch_size,
+        "trial_steps": trial_steps,
+    }
 
 
 def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
@@ -135,11 +156,12 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
         plain=not encoding.startswith("utf"),
     )
     print("\n".join(["", "loss, smoothed", *drawn, ""]), file=stream)
-    rows = [(f"{rule} ({rule[0]})", f"{lr:.2g}") for rule, lr in found.items()]
-    if found:
-        rows.append(("chosen", f"{facts['chosen']:.2g}"))
-    rows.append(("as configured", f"{facts['lr']:.2g}"))
-    table(["learning rate", name], rows, stream=stream)
+    rows = [(f"{rule} ({rule[0]})", f"{lr:.2g}", "") for rule, lr in found.items()]
+    for lr, loss in facts["trials"]:
+        label = "trial, chosen" if lr == facts["chosen"] else "trial"
+        rows.append((label, f"{lr:.2g}", CAME_APART if loss is None else f"{loss:.4g}"))
+    rows.append(("as configured", f"{facts['lr']:.2g}", ""))
+    table(["learning rate", name, f"loss after {facts['trial_steps']} steps"], rows, stream=stream)
     seen = f", {facts['epochs']:.2g} epochs" if facts["epochs"] else ""
     print(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}", file=stream)
     if facts["epochs"] and facts["epochs"] > 2:
@@ -151,7 +173,13 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
 
 
 def _advice(facts: dict[str, Any]) -> str:
-    """What is left to say where no rate makes the loss fall."""
+    """What is left to say where no rate makes the loss fall, or none trains."""
+    if facts["trials"]:
+        rates = ", ".join(f"{lr:.2g}" for lr, _ in facts["trials"])
+        return (
+            f"ptfast: the loss comes apart within {facts['trial_steps']} steps at each of {rates}. Look at "
+            "labels, loss and inputs, clip gradients (gradients=clip) or begin lower with --to"
+        )
     lowest, first = min(facts["smoothed"]), facts["smoothed"][0]
     more = f", try --steps {2 * len(facts['lrs'])}" if len(facts["lrs"]) < NUM_STEPS else ""
     return (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptfast.find.suggest import has_diverged, running_mean
+from ptfast.find.suggest import CAME_APART, has_diverged, running_mean
 from ptfast.find.untouched import untouched
 from ptfast.optim import reference_lr
 from ptfast.run import Run
@@ -47,11 +48,24 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
     """
     growth = (highest / lowest) ** (1 / (num_steps - 1))
     lrs = [lowest * growth**step for step in range(num_steps)]
-    first = _first_step(run, num_steps)
+    losses, ended = train_at(run, lrs)
+    plan, first = run.train_loader.plan, _first_step(run, num_steps)
+    epochs = plan.epoch_at(first + len(losses)) - plan.epoch_at(first) if plan.size is not None else None
+    return RangeTest(lrs[: len(losses)], losses, ended, epochs)
+
+
+def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], str]:
+    """Train one step at each rate, up to where the loss comes apart, and leave the run as it was.
+
+    Returns:
+        The mean item loss of each step, before the step changed anything, over all ranks; and why it ended.
+    """
+    first = _first_step(run, len(lrs))
+    losses: list[float] = []
     with untouched(run):
         base = reference_lr(run.optimizer, "initial_lr")
         run.schedule = Schedule(
-            lambda step: lrs[min(step - first, num_steps - 1)] / base,
+            lambda step: lrs[min(step - first, len(lrs) - 1)] / base,
             None,
             warmup_steps=0,
             delay_steps=0,
@@ -59,33 +73,25 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
         )
         run.progress.step = first
         trainer = Trainer(run)
-        batches = trainer.rehearse(run.train_loader.steps(first, first + num_steps))
-        run.display.start(0, num_steps, None)
-        losses: list[float] = []
-        means: list[float] = []
-        ended = "at the highest rate"
+        batches = trainer.rehearse(run.train_loader.steps(first, first + len(lrs)))
+        run.display.start(0, len(lrs), None)
         for step, lr in enumerate(lrs):
             batch = next(batches, None)
             if batch is None:
-                ended = "the data ended"
-                break
+                return losses, "the data ended"
             trainer.train(iter([batch]), first + step + 1)
             loss_sum, items = sum_and_read([trainer.loss_sum, trainer.num_items], run.device, run.ranks)
             trainer.loss_sum.zero_()
             trainer.num_items = 0
             loss = loss_sum / max(items, 1)
             if not math.isfinite(loss):
-                ended = "the loss came apart"
-                break
+                return losses, CAME_APART
             losses.append(loss)
             means = running_mean(losses)
             run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
             if step >= LEAST_STEPS and has_diverged(means):
-                ended = "the loss came apart"
-                break
-    plan = run.train_loader.plan
-    epochs = plan.epoch_at(first + len(losses)) - plan.epoch_at(first) if plan.size is not None else None
-    return RangeTest(lrs[: len(losses)], losses, ended, epochs)
+                return losses, CAME_APART
+    return losses, "at the highest rate"
 
 
 def _first_step(run: Run, num_steps: int) -> int:
