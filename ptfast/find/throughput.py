@@ -112,6 +112,7 @@ def _evaluate_and_save(run: Run) -> None:
             precision=run.precision,
             average=run.ema,
             flip=run.flip,
+            full_size=run.full_size,
             sharded=run.sharded,
         )
     run.save(run, False)
@@ -121,7 +122,7 @@ class _First:
     """The first batch of a loader, for a loader."""
 
     def __init__(self, loader: EvalLoader) -> None:
-        self.loader, self.num_samples = loader, loader.num_samples
+        self.loader, self.num_samples, self.left_out = loader, loader.num_samples, loader.left_out
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return itertools.islice(self.loader, 1)
