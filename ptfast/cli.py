@@ -377,8 +377,8 @@ COMMANDS: dict[str, Command] = {
         2,
     ),
     "find": Command(
-        "lr|batch [+recipe=NAME] [key=value ...]",
-        "find the best learning rate or batch size here",
+        "lr|batch|workers [+recipe=NAME] [key=value ...]",
+        "find the best learning rate, batch size or loader here",
         _find,
         dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
         | {"--noise": False, "--checkpointing": False},

@@ -10,7 +10,18 @@ from typing import Any
 from ptfast.config.suggest import did_you_mean
 from ptfast.errors import COMMAND_LINE, ConfigError
 
-SEARCHES = ("lr", "batch")
+FLAGS: dict[str, dict[str, tuple[str, float]]] = {
+    "lr": {
+        "--from": ("lowest", 0.0),
+        "--to": ("highest", 0.0),
+        "--steps": ("num_steps", 20),
+        "--trial-steps": ("trial_steps", 20),
+    },
+    "batch": {"--from": ("smallest", 1), "--to": ("largest", 1), "--seconds": ("seconds", 0.0)},
+    "workers": {"--to": ("most", 1), "--seconds": ("seconds", 0.0)},
+}
+"""Flags of each search that take a number: what the number is called, and its least value."""
+SEARCHES = tuple(FLAGS)
 
 
 def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
@@ -31,16 +42,13 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
         hint = did_you_mean(what, SEARCHES) or usage
         raise ConfigError("C003", "nothing that can be found", key="find", value=what, suggestion=hint)
     options: dict[str, Any] = {}
-    if what == "lr":
-        least = {"--from": ("lowest", 0.0), "--to": ("highest", 0.0)}
-        least |= {"--steps": ("num_steps", 20), "--trial-steps": ("trial_steps", 20)}
-    else:
-        least = {"--from": ("smallest", 1), "--to": ("largest", 1), "--seconds": ("seconds", 0.0)}
-        if "--noise" in flags:
-            least["--steps"] = ("num_steps", 20)
+    least = dict(FLAGS[what])
+    if what == "batch" and "--noise" in flags:
+        least["--steps"] = ("num_steps", 20)
     switches = ("--noise", "--checkpointing") if what == "batch" else ()
     options |= {flag.removeprefix("--"): True for flag in switches if flag in flags}
-    for flag in ("--steps", "--trial-steps", "--seconds", "--noise", "--checkpointing"):
+    numbers = [flag for known in FLAGS.values() for flag in known]
+    for flag in dict.fromkeys([*numbers, "--noise", "--checkpointing"]):
         if flag in flags and flag not in (*least, *switches):
             hint = f"ptfast find {what} takes {', '.join([*least, *switches])}"
             if what == "batch" and flag == "--steps":
@@ -68,6 +76,10 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
             from ptfast.find.lr import find_lr
 
             return find_lr(composed, config, words, **options)
+        if what == "workers":
+            from ptfast.find.workers import find_workers
+
+            return find_workers(composed, config, words, **options)
         from ptfast.find.batch import find_batch
 
         return find_batch(composed, config, words, **options)

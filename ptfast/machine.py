@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path("/")
@@ -88,6 +88,32 @@ def memory_limit(device: str = "auto") -> tuple[int, str]:
             if soft != resource.RLIM_INFINITY:
                 limits.append((soft, what))
     return min(limits)
+
+
+def memory_of(pids: Iterable[int]) -> tuple[int, str]:
+    """Bytes that processes take together, and how they are counted.
+
+    `PSS`: a page that several share, such as what a forked worker has of its parent, counts once. `RSS`,
+    where the system does not say that: it counts in each of them. Those that have ended count nothing.
+    """
+    pids = list(pids)
+    shares = [_kilobytes(pid, "smaps_rollup", "Pss:") for pid in pids]
+    if any(shares):
+        return sum(shares), "PSS"
+    whole = sum(_kilobytes(pid, "status", "VmRSS:") for pid in pids)
+    if not whole and sys.platform != "win32":
+        import resource
+
+        # Without /proc only the peak of this very process is known.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        whole = peak if sys.platform == "darwin" else peak * 1024
+    return whole, "RSS"
+
+
+def _kilobytes(pid: int, name: str, row: str) -> int:
+    """Bytes in a row of a process's file; 0 where there is none."""
+    lines = _read(ROOT / "proc" / str(pid) / name).splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(row)), 0)
 
 
 def is_memory_error(error: BaseException) -> bool:

@@ -70,7 +70,7 @@ def build(
     Args:
         logger: what takes the figures; nothing does if not given.
         state_folder: the state to go on from; None starts afresh.
-        data: the splits, where they have been loaded already.
+        data: the splits, where they have been loaded already and it is known who loads them.
     """
     device = resolve_device(config.device, ranks)
     clock = for_device(clock or Clock(), device)
@@ -107,7 +107,7 @@ def build(
     with display.status("loading the data"):
         saved_info = read_info(state.facts["info"]) if state is not None else None
         measured = saved_info.extra.get("normalize") if saved_info is not None else None
-        data = load_data(
+        data = data or load_data(
             config,
             ranks,
             build_choice(config, micro_batches, device, resolved, ranks.num_ranks),

@@ -10,7 +10,7 @@ import pytest
 
 from ptfast import machine
 from ptfast.backend import resolve_threads
-from ptfast.machine import available_memory, shared_memory, spare_cores, usable_cores
+from ptfast.machine import available_memory, memory_of, shared_memory, spare_cores, usable_cores
 
 GIB = 2**30
 
@@ -38,6 +38,14 @@ def write(root: Path, files: dict[str, str]) -> None:
 def test_a_machine_without_limits() -> None:
     assert (usable_cores(), usable_cores(hyperthreads=True), spare_cores()) == (8, 16, 8)
     assert available_memory() == 32 * GIB
+
+
+def test_pages_that_processes_share_count_once_where_that_is_known(system: Path) -> None:
+    whole, shares = "Name: x\nVmRSS:\t 300 kB", "00-ff ---p [rollup]\nRss: 300 kB\nPss: 200 kB"
+    write(system, {f"proc/{pid}/status": whole for pid in (7, 8)})
+    assert memory_of([7, 8, 9]) == (600 * 1024, "RSS")
+    write(system, {f"proc/{pid}/smaps_rollup": shares for pid in (7, 8)})
+    assert memory_of([7, 8, 9]) == (400 * 1024, "PSS")
 
 
 VERSION_2 = {

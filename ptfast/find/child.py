@@ -54,12 +54,16 @@ def run_child(
     told = 0
     if num_ranks is None:
         command = [sys.executable, "-u", "-m", MODULE, *arguments, str(os.getpid())]
-        with subprocess.Popen(command) as child:
-            while child.poll() is None:
-                time.sleep(LOOK_S)
-                for result in read_trials(folder)[told:]:
-                    tell(result)
-                    told += 1
+        # In a session of its own, Ctrl-C reaches it through this process alone.
+        with subprocess.Popen(command, start_new_session=True) as child:
+            try:
+                while child.poll() is None:
+                    time.sleep(LOOK_S)
+                    for result in read_trials(folder)[told:]:
+                        tell(result)
+                        told += 1
+            finally:
+                child.kill()
         code = child.returncode
         killed = -code if code < 0 else None
     else:

@@ -10,7 +10,7 @@ from typing import Any
 from ptfast import run_folder
 from ptfast.config.read import load_config
 from ptfast.distributed import barrier, destroy_process_group, init_process_group, read_ranks
-from ptfast.errors import EXIT_BUG, EXIT_OK, PtfastError
+from ptfast.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, PtfastError
 from ptfast.launch import FOUND
 from ptfast.worker import die_with_parent, leave, report_failure
 
@@ -23,6 +23,9 @@ def main() -> None:
         found = _search(what, folder, keywords)
         if found is not None:
             run_folder.write_json(folder / FOUND, found)
+    except KeyboardInterrupt:
+        # The launcher was sent it as well, and says so.
+        leave(EXIT_INTERRUPTED)
     except Exception as error:
         report_failure(folder, error)
         leave(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)
@@ -45,6 +48,10 @@ def _search(what: str, folder: Path, keywords: dict[str, Any]) -> dict[str, Any]
         from ptfast.find.noise import train_for_noise
 
         train_for_noise(config, folder, ranks, **keywords)
+    elif what == "workers":
+        from ptfast.find.feeding import time_loaders
+
+        time_loaders(config, folder, ranks, **keywords)
     else:
         from ptfast.find.throughput import time_batches
 

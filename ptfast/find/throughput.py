@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ptfast.config.schema import Config
 from ptfast.config.sections import Checkpointing, Curriculum
-from ptfast.data import Data
 from ptfast.display import Display
-from ptfast.distributed import Ranks, sum_over_ranks
+from ptfast.distributed import Ranks
 from ptfast.errors import EXIT_BUG, EXIT_OK, DataError
 from ptfast.find.child import write_trial
 from ptfast.find.room import memory_to_spare
-from ptfast.loading import load_data
+from ptfast.find.timing import time_steps
 from ptfast.loop import evaluate
 from ptfast.machine import is_memory_error
 from ptfast.run import EvalLoader, MicroBatch, Run
 from ptfast.runner import build
-from ptfast.trainer import Trainer
 from ptfast.worker import leave, peak_memory_bytes
-
-WARM_UP_STEPS = 2
-WINDOWS = 5
-"""Stretches that are timed, of which the median counts: a neighbour's burst spoils one of them."""
-ENDLESS = 2**31
 
 
 def time_batches(
@@ -55,19 +46,17 @@ def time_batches(
     Raises:
         PtfastError: whatever stops a run in its first steps, other than a lack of memory.
     """
-    data: Data | None = None
     changes: dict[str, Any] = {"curriculum": Curriculum()}
     if checkpointing is not None:
         changes["checkpointing"] = with_mode(config.checkpointing, checkpointing)
     for size in sizes:
         result: dict[str, Any] = {"size": size, "rehearsed": rehearsed}
         try:
-            data = data or load_data(config, ranks)
-            _check_size(size, data.info.num_train)
             # What grows is measured at its full size, at which it has to fit.
             changed = config.model_copy(update={"batch_size": size, **changes})
-            run = build(changed, ranks=ranks, folder=folder, display=Display(), data=data)
+            run = build(changed, ranks=ranks, folder=folder, display=Display())
             try:
+                _check_size(size, run.info.num_train)
                 with memory_to_spare(run.device) if rehearsed else contextlib.nullcontext():
                     result |= _time(run, seconds)
                     if rehearsed:
@@ -87,9 +76,7 @@ def time_batches(
         except (MemoryError, RuntimeError) as error:
             if not is_memory_error(error):
                 raise
-            # The other ranks may wait in a collective for this one: their parent ends them.
-            write_trial(folder, {**result, "no_room": str(error).splitlines()[0][:200]})
-            leave(EXIT_BUG if ranks.distributed else EXIT_OK)
+            leave_without_room(folder, ranks, result, error)
         if ranks.is_first:
             write_trial(folder, result)
 
@@ -136,37 +123,18 @@ def _check_size(size: int, num_train: int | None) -> None:
         raise DataError("D006", f"more than an epoch of {num_train:,} samples", key="batch_size", value=size)
 
 
+def leave_without_room(folder: Path, ranks: Ranks, result: dict[str, Any], error: Exception) -> NoReturn:
+    """End this process, in which nothing can be trusted any more, with word of the trial that did not fit."""
+    write_trial(folder, {**result, "no_room": str(error).splitlines()[0][:200]})
+    # The other ranks may wait in a collective for this one: their parent ends them.
+    leave(EXIT_BUG if ranks.distributed else EXIT_OK)
+
+
 def _time(run: Run, seconds: float) -> dict[str, Any]:
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
-    trainer, progress = Trainer(run), run.progress
-    run.total_steps = ENDLESS
-    batches = trainer.rehearse(run.train_loader.steps(progress.step, ENDLESS))
-    start = time.perf_counter()
-    trainer.train(batches, progress.step + WARM_UP_STEPS)
-    trainer.read_loss()
-    step_s = _agreed(time.perf_counter() - start, run) / WARM_UP_STEPS
-    # The first steps are slower than the rest, so that a window comes out shorter than planned.
-    window_steps = max(1, round(seconds / WINDOWS / step_s))
-    rates, step_times = [], []
-    for _ in range(WINDOWS):
-        samples, start = progress.samples, time.perf_counter()
-        trainer.train(batches, progress.step + window_steps)
-        trainer.read_loss()
-        took_s = time.perf_counter() - start
-        rates.append((progress.samples - samples) / took_s)
-        step_times.append(took_s / window_steps)
-    return {
-        "samples_per_s": statistics.median(rates),
-        "low": min(rates),
-        "high": max(rates),
-        "step_s": statistics.median(step_times),
+    figures = time_steps(run, seconds)
+    return figures | {
         "memory_bytes": peak_memory_bytes(run.device.type),
         "micro_batches": run.micro_batches,
     }
-
-
-def _agreed(seconds: float, run: Run) -> float:
-    """The mean over ranks, so that all of them go on for as many steps."""
-    total = torch.tensor(seconds, device=run.device, dtype=torch.float32)
-    return max(float(sum_over_ranks(total, run.ranks)) / run.ranks.num_ranks, 1e-6)
