@@ -98,38 +98,41 @@ class DeviceClock(Clock):
         super().__init__()
         vars(self).update(vars(before))
         self._event = event
-        self._spare: list[Any] = []
+        self._training, self._sampling, self._steps = False, False, 0
         self._events: list[tuple[str | None, Any]] = []
-        self._samples, self._sampling, self._steps = defaultdict[str, float](float), False, 0
-        self._phase: str | None = None
+        self._spare: list[Any] = []
+        self._samples = defaultdict[str, float](float)
 
     def to(self, cause: str | None) -> None:
-        if self.cause != "training":
-            if cause not in ("data", "forward"):
+        if cause in STEP and (self._training or cause != "callbacks"):
+            # What a loader says while it transfers lies within one wait for data.
+            begins = cause == "data" and self.cause != "transfer"
+            if not self._training:
                 super().to(cause)
-                return
-            super().to("training")
-        elif cause not in STEP:
+                self._training = True
+            if begins:
+                self._begin_step()
+            if self._sampling:
+                self._sample(cause)
+            self.cause = cause
+            return
+        if self._training:
             with contextlib.suppress(RuntimeError):  # of a device that has failed
                 self._sample(None).synchronize()
-            super().to(cause)
-            self._sampling, self._phase = False, None
-            with contextlib.suppress(RuntimeError):
-                self._share_out()
-            return
-        # What the loader tells of its transfers lies within one wait for data.
-        if cause == "data" and self._phase != "transfer":
-            if self._sampling:
-                self._sample(None)
-            self._steps += 1
-            self._sampling = self._steps % SAMPLED == 2
-        self._phase = cause
-        if self._sampling:
-            self._sample(cause)
+            self.cause, self._training, self._sampling = "training", False, False
+        super().to(cause)
+        with contextlib.suppress(RuntimeError):
+            self._share_out()
 
     def ledger(self) -> dict[str, float]:
         self._split(self._samples)
         return super().ledger()
+
+    def _begin_step(self) -> None:
+        if self._sampling:
+            self._sample(None)
+        self._steps += 1
+        self._sampling = self._steps % SAMPLED == 2
 
     def _sample(self, cause: str | None) -> Any:
         event = self._spare.pop() if self._spare else self._event()

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -121,6 +122,15 @@ def is_memory_error(error: BaseException) -> bool:
     text = str(error).lower()
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY))
+
+
+def process_age_s() -> float:
+    """Seconds since this process was made, to a hundredth; 0 where the system does not say."""
+    try:
+        started = float(_read(ROOT / "proc/self/stat").rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+    except (AttributeError, IndexError, OSError, ValueError):
+        return 0.0
 
 
 def die_with_parent() -> None:

@@ -39,6 +39,7 @@ from ptfast.units import num_bytes
 STARTED_VARIABLE = "PTFAST_STARTED"
 SKIPPED_NAMES = 5
 """Files that could not be read and are named; the others are counted."""
+_nothing = contextlib.nullcontext()
 EXIT_CODES = {
     "finished": EXIT_OK,
     "stopped": EXIT_OK,
@@ -96,7 +97,8 @@ def train(
             display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
             debug = config.debug
             looking = debugging(debug.mode, run, wait=debug.wait, warmup=debug.warmup, active=debug.active)
-            with looking, naming_mismatch(config.checkpointing.mode):
+            compiling = run.compilation.booking(clock) if run.compilation is not None else _nothing
+            with looking, compiling, naming_mismatch(config.checkpointing.mode):
                 status = fit(run)
             exit_code = EXIT_CODES[status]
         except PtfastError as error:

@@ -70,6 +70,16 @@ GPT = ("data=text_file", "data.path=text.txt", "data.context_length=16", "model=
 GPT = (*GPT, "model.width=16", "model.heads=2", "batch_size=8", "steps=6", "log_every=2")
 
 
+LATE = (
+    "data=custom",
+    "data._target_=toys.blobs",
+    "data.val=0",
+    "model=custom",
+    "model._target_=toys.Straggler",
+)
+LATE = (*LATE, "micro_batches=4", "batch_size=8", "steps=11", "log_every=20")
+
+
 class Cases:
     """Runs on this rank."""
 
@@ -128,6 +138,9 @@ def cases(ranks: Ranks) -> dict[str, Any]:
         for last in ("keep", "drop", "pad"):
             run = on.build(f"{last} {strategy}", *LAST, f"eval.last={last}", strategy=strategy)
             found[f"{last} {strategy}"] = evaluate_split(run, "val")
+        late = on.build(f"late-{strategy}", *LATE, strategy=strategy)
+        fit(late)
+        found[f"ledger {strategy}"] = late.clock.ledger()
     found["stream"] = one_pass(on)
     try:
         on.build("of-a-rank", *(word.replace("WithHeldOut", "OfRank") for word in STREAM))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,24 @@ class TestRun:
         assert run.compilation.complaint() is None
         assert display.notes[-1].startswith("compiled 1 graph in ")
         assert run.clock.seconds["warm_up"] > 0
+
+    def test_whatever_is_compiled_is_warming_up(self, in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A smaller last batch, too, whose code is made in the second step."""
+        build = Compilation.__init__
+
+        def compile_slowly(graph: Any, inputs: Any) -> Any:
+            time.sleep(0.2)
+            return graph
+
+        def built(self: Compilation, *args: Any, **kwargs: Any) -> None:
+            build(self, *args, **kwargs)
+            self.options["backend"] = compile_slowly
+
+        monkeypatch.setattr(Compilation, "__init__", built)
+        assert train(*RUN, "data.val=1697samples", "epochs=2", "compile=blocks", "run.dir=run") == 0
+        budget = summary(Path("run"))["time_budget"]
+        assert budget["warm_up"] >= 0.4
+        assert budget["forward"] + budget["backward"] < 0.2
 
     def test_rehearsing_changes_no_bit(self, tmp_path: Path) -> None:
         words = (*RUN, "steps=3", "model.dropout=0.2")

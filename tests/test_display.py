@@ -25,7 +25,7 @@ SUMMARY = {
     "val": {"loss": 0.08, "accuracy": 0.9833},
     "best": {"loss": 0.07, "accuracy": 0.9876, "step": 1170},
     "test": {},
-    "time_budget": {"training": 60.0, "data": 12.3},
+    "time_budget": {"start_up": 12.0, "data": 0.2, "forward": 20.0, "backward": 40.0, "saving": 0.1},
     "recipe": "resnet_digits",
     "run_dir": "runs/resnet_digits/x",
     "error": None,
@@ -119,7 +119,10 @@ def test_the_closing_summary_names_what_was_reached_and_where_it_lies() -> None:
     assert text.startswith("resnet_digits: finished after 1m 12s\n")
     for part in (
         "1,300 steps, 3,412 samples/s, 432 MiB peak memory",
-        "training 83%, data 17%",
+        "  time      backward    40.0s   55%\n"
+        "            forward     20.0s   28%\n"
+        "            start-up    12.0s   17%\n"
+        "            rest        0.30s    0%\n",
         "loss 0.0700  accuracy 98.76%  at step 1170",
         "runs/resnet_digits/x",
     ):

@@ -100,6 +100,14 @@ def test_what_processes_may_share(system: Path, monkeypatch: pytest.MonkeyPatch)
     assert shared_memory() == 500 * 4096
 
 
+def test_how_long_this_process_has_been_there(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.process_age_s() == 0
+    hundredths = os.sysconf("SC_CLK_TCK") * 7
+    write(system, {"proc/self/stat": f"12 (a (b) c) {' '.join(['0'] * 19)} {hundredths} 0 0"})
+    monkeypatch.setattr(machine.time, "clock_gettime", lambda clock: 9.5)
+    assert machine.process_age_s() == pytest.approx(2.5)
+
+
 def test_ranks_share_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (spare_cores(), resolve_threads(4), available_memory()) == (4, 2, 8 * GIB)

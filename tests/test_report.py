@@ -35,7 +35,7 @@ def write_run(run_dir: Path, **summary: Any) -> None:
         "val": {"loss": 0.5, "accuracy": 0.9},
         "best": {"loss": 0.4, "accuracy": 0.95, "step": 900},
         "test": {"loss": 0.6, "accuracy": 0.89},
-        "time_budget": {"training": 60.0, "start-up": 12.0, "saving": 0.0},
+        "time_budget": {"start_up": 12.0, "forward": 20.0, "backward": 40.0, "saving": 0.0},
         "recipe": "resnet_digits",
     }
     (run_dir / "summary.json").write_text(json.dumps({**facts, **summary}))
@@ -61,11 +61,13 @@ def test_the_page_holds_figures_curves_budget_config_and_environment(tmp_path: P
         "best (step 900)",
         "1m 12s",
         "torch",
-        "83.3%",
+        "55.6%",
         "start-up",
         "config.yaml",
     ):
         assert part in text
+    # In the order of a run, whatever is largest.
+    assert re.findall(r'<i class="[^"]+"></i>([^<]+)<', text)[-3:] == ["start-up", "forward", "backward"]
     titles = re.findall(r"<figcaption><b>(.*?)</b>", text)
     assert titles == ["loss, log scale", "accuracy", "learning rate", "throughput (samples/s)"]
 
@@ -172,9 +174,10 @@ def test_a_long_curve_is_thinned_without_losing_its_ends_or_its_level() -> None:
 
 
 def test_the_bar_is_cut_in_proportion() -> None:
-    bar = ET.fromstring(stacked_bar([("training", 3.0), ("start-up", 1.0)]))
+    bar = ET.fromstring(stacked_bar([("training", 3.0), ("start-up", 1.0)], ["c0", "rest"]))
     assert [float(rect.attrib["width"]) for rect in bar.iter("rect")] == [750.0, 250.0]
-    assert stacked_bar([("training", 0.0)]) == ""
+    assert [rect.attrib["class"] for rect in bar.iter("rect")] == ["c0", "rest"]
+    assert stacked_bar([("training", 0.0)], ["c0"]) == ""
 
 
 def test_the_headline_is_what_the_task_is_after() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +29,15 @@ class DoubleMlp(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.inner(inputs.double())
+
+
+class Straggler(DoubleMlp):
+    """A `DoubleMlp` whose forward pass takes 10 ms longer on the second rank."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.distributed.get_rank() == 1:
+            time.sleep(0.01)
+        return super().forward(inputs)
 
 
 class Tagger(nn.Module):

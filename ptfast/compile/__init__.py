@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ptfast.blocks import find_blocks
@@ -14,6 +14,7 @@ from ptfast.errors import ConfigError, MachineError
 if TYPE_CHECKING:
     from torch import nn
 
+    from ptfast.clock import Clock
     from ptfast.compile.pointwise import PointwiseFusion
 
 Mode = Literal["pointwise", "blocks", "model", "reduce_overhead", "max_autotune"]
@@ -110,6 +111,28 @@ class Compilation:
         import torch
 
         return torch.compiler.set_stance("force_eager")
+
+    @contextmanager
+    def booking(self, clock: Clock) -> Iterator[None]:
+        """Have `clock` book what is compiled inside as `warm_up`, in whichever step that happens."""
+        from torch._dynamo.callback import callback_handler
+
+        before: list[str | None] = []
+
+        def begin(*_: Any) -> None:
+            before.append(clock.cause)
+            clock.to("warm_up")
+
+        def end(*_: Any) -> None:
+            clock.to(before.pop())
+
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(begin)
+            callback_handler.remove_end_callback(end)
 
     def start(self, seconds: float) -> tuple[str, bool]:
         """Note that the first step is compiled; say what it took, and whether that is a warning."""

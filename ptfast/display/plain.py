@@ -158,6 +158,21 @@ class PlainDisplay(Display):
         return f"step {steps}  epoch {epochs:<{self._epoch_width}}"
 
 
+def ledger(budget: Mapping[str, float]) -> Rows:
+    """Rows of what the time went to, the most first; what took less than a hundredth is one row."""
+    total_s = sum(budget.values())
+    if total_s <= 0:
+        return []
+    large = {
+        label(name): s for name, s in sorted(budget.items(), key=lambda item: -item[1]) if s >= total_s / 100
+    }
+    rest_s = total_s - sum(large.values())
+    shown = large | ({"rest": rest_s} if rest_s > 0 else {})
+    width = max(map(len, shown))
+    lines = [f"{name:<{width}}  {duration(s):>7}  {s / total_s:>4.0%}" for name, s in shown.items()]
+    return [("time" if number == 0 else "", line) for number, line in enumerate(lines)]
+
+
 def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Title, rows and warnings of the closing summary; what is not known is left out."""
     rows: list[tuple[str, str]] = []
@@ -173,17 +188,12 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
         rows.append(
             ("compiled", f"{compiled['graphs']} graphs, {compiled['recompiled']} more while training")
         )
-    budget = summary.get("time_budget") or {}
-    total_s = sum(budget.values())
-    if total_s > 0:
-        largest = sorted(budget.items(), key=lambda item: -item[1])[:4]
-        parts = [f"{label(name)} {s / total_s:.0%}" for name, s in largest]
-        rows.append(("time went to", ", ".join(parts)))
     for name in ("val", "best", "test"):
         figures = {key: value for key, value in (summary.get(name) or {}).items() if key != "step"}
         if figures:
             step = (summary.get(name) or {}).get("step")
             rows.append((name, listed(figures) + (f"  at step {step}" if step is not None else "")))
+    rows += ledger(summary.get("time_budget") or {})
     if summary.get("run_dir"):
         rows.append(("run", str(summary["run_dir"])))
     title = str(summary.get("status", "finished"))

@@ -7,9 +7,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ptfast.clock import label
+from ptfast.clock import CAUSES, label
 from ptfast.errors import MachineError
-from ptfast.report.charts import Series, bar_color, line_chart, stacked_bar
+from ptfast.report.charts import Series, line_chart, stacked_bar
 from ptfast.report.page import facts, header, html_table, page, tiles
 from ptfast.report.runs import RunFiles, read_run
 from ptfast.units import duration, figure, grouped, num_bytes
@@ -17,6 +17,22 @@ from ptfast.units import duration, figure, grouped, num_bytes
 __all__ = ["chart_order", "headline", "write_report"]
 
 REPORT_FILE = "report.html"
+CAUSE_COLORS = {
+    "start_up": "c7",
+    "warm_up": "c7 pale",
+    "data": "c1",
+    "transfer": "c1 pale",
+    "forward": "c0",
+    "backward": "c4",
+    "gradient_sync": "c3",
+    "optimizer": "c2",
+    "callbacks": "c2 pale",
+    "evaluation": "c6",
+    "saving": "c5",
+    "logging": "c5 pale",
+    "closing": "c7 pale",
+}
+"""The same in every report, so that two can be laid side by side."""
 SPLITS = ("train", "val", "test", "best")
 
 
@@ -117,11 +133,13 @@ def _time_budget(run: RunFiles) -> str:
     total_s = sum(seconds.values())
     if total_s <= 0:
         return ""
-    parts = sorted(((label(n), s) for n, s in seconds.items()), key=lambda part: -part[1])
+    causes = sorted(seconds, key=lambda name: CAUSES.index(name) if name in CAUSES else len(CAUSES))
+    colors = [CAUSE_COLORS.get(name, "rest") for name in causes]
+    parts = [(label(name), seconds[name]) for name in causes]
     rows = [[name, duration(s), f"{s / total_s:.1%}"] for name, s in parts]
     rows.append(["all", duration(total_s), ""])
-    table = html_table(["cause", "time", "share"], rows, [bar_color(index) for index in range(len(parts))])
-    return f"<h2>Where the time went</h2>{stacked_bar(parts)}{table}"
+    table = html_table(["cause", "time", "share"], rows, colors)
+    return f"<h2>Where the time went</h2>{stacked_bar(parts, colors)}{table}"
 
 
 def _settings(run: RunFiles) -> str:

@@ -75,17 +75,17 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
     )
 
 
-def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
-    """One bar cut in proportion to `parts` (name, value); the first eight have colours of their own."""
+def stacked_bar(parts: Sequence[tuple[str, float]], colors: Sequence[str]) -> str:
+    """One bar cut in proportion to `parts` (name, value), each in the colour of a CSS class."""
     total = sum(value for _, value in parts)
     if total <= 0:
         return ""
     rects, left = [], 0.0
-    for index, (name, value) in enumerate(parts):
+    for (name, value), color in zip(parts, colors, strict=True):
         width = 1000 * value / total
         tip = f"<title>{escape(name)}: {value / total:.1%}</title>"
         place = f'x="{left:.2f}" width="{width:.2f}" height="28"'
-        rects.append(f'<rect class="{bar_color(index)}" {place}>{tip}</rect>')
+        rects.append(f'<rect class="{color}" {place}>{tip}</rect>')
         left += width
     return f'<svg class="bar" viewBox="0 0 1000 28" preserveAspectRatio="none">{"".join(rects)}</svg>'
 
@@ -93,11 +93,6 @@ def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
 def line_color(index: int) -> str:
     """The class of a line's colour."""
     return f"c{index % NUM_COLORS}"
-
-
-def bar_color(index: int) -> str:
-    """The class of a bar's part."""
-    return f"c{index}" if index < NUM_COLORS else "rest"
 
 
 def thin(
