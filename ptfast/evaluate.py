@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +108,9 @@ def evaluate_saved(
         data = load_data(config, known=saved.info)
     else:
         data = load_data(config, measured=saved.info.extra.get("normalize"))
-        check_same_data(saved.info, data.info)
+        if changed := check_same_data(saved.info, data.info, trains=False):
+            what = f"has changed since training, which may have seen what is held out now: {changed}"
+            print(f"ptfast: warning: data: {what}", file=sys.stderr)
     task = build_task(config.task.name, data.info, **config.task.build_options())
     loaders = build_eval_loaders(
         config,

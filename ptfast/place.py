@@ -82,14 +82,16 @@ def _holds_run(folder: Path) -> bool:
 def _continue(source: Path, tree: Tree, config: Config, state_folder: Path, folder: Path) -> Place:
     """Go on in `folder` from a state of the run in `source`, if the config allows it."""
     before = read_yaml(source / run_folder.CONFIG).data
-    changed = changed_keys(before, tree)
+    facts = run_folder.read_json(state_folder / "state.json")
+    # What data holds is compared when it has been read, if the state says what that was.
+    changed = changed_keys(before, tree, moves=bool(facts["info"]["extra"].get("contents")))
     if changed:
         hint = "Set them back, or start afresh with run.resume=never"
         what = f"the config has changed since: {', '.join(changed)}"
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
     if folder.resolve() == source.resolve() and _is_over(source, before, tree):
         return Place(folder, state_folder, finished=True)
-    _check_length(run_folder.read_json(state_folder / "state.json"), before, config)
+    _check_length(facts, before, config)
     return Place(folder, state_folder)
 
 

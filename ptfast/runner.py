@@ -114,8 +114,7 @@ def build(
             measured=measured,
         )
     info = data.info
-    if saved_info is not None:
-        check_same_data(saved_info, info)
+    changed = check_same_data(saved_info, info) if saved_info is not None else ""
     task = build_task(config.task.name, info, **config.task.build_options())
     check_flip(config.eval.flip, info, task)
     check_full_size(config.eval.last, task)
@@ -248,6 +247,8 @@ def build(
         run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
     if state is not None:
         restore_training(run, state)
+        notes = [run.resumed_note, changed and f"other held-out data than before: {changed}"]
+        run.resumed_note = "; ".join(filter(None, notes))
     if ranks.is_first:
         run_folder.write_json(folder / run_folder.RESOLVED, resolved)
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from running import build_run, train
 from torch.utils.data import Dataset, TensorDataset
 
 from ptfast import cli
 from ptfast.data import build_data, check_same_data, read_info
 from ptfast.data.arrays import Arrays
+from ptfast.data.contents import describe_part
+from ptfast.data.imagefolder import ImageFolder
 from ptfast.data.saved import as_known
 from ptfast.data.text import TextFile, TextTsv
 from ptfast.durations import Duration
@@ -174,7 +178,8 @@ def test_a_rank_takes_the_statistics_of_the_first() -> None:
         return given
 
     data = read(Images(), once=once)
-    assert asked == [1]
+    # And what tells the data from other data.
+    assert asked == [1, 1]
     assert data.info.extra["normalize"] == given
 
 
@@ -209,6 +214,137 @@ def test_resuming_with_other_data_is_refused(in_tmp: Path, capsys: pytest.Captur
     tsv(Path("a.tsv"), "red blue=x|blue green=y|" * 20)
     assert cli.run([*words, "epochs=2", "run.resume=auto"]) == 6
     assert "the vocabulary" in capsys.readouterr().err
+
+
+def pictures(folder: Path, count: int, *, first: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(first, first + count):
+        # One colour takes as many bytes as another: what is compared are names and sizes.
+        Image.new("RGB", (8, 8), (number % 7 * 30, 0, 0)).save(folder / f"{number:03d}.bmp")
+
+
+def folder(at: Path) -> None:
+    for split, name in (("train", "cat"), ("train", "dog"), ("val", "cat"), ("val", "dog")):
+        pictures(at / split / name, 8)
+
+
+def text(at: Path, second: str = "or") -> None:
+    at.mkdir(parents=True, exist_ok=True)
+    (at / "a.txt").write_text(f"to be {second} not to be, " + "to be or not to be, " * 40)
+
+
+def arrays(at: Path, label: int = 0) -> None:
+    at.mkdir(parents=True, exist_ok=True)
+    x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    np.savez(at / "a.npz", x=x, y=np.where(np.arange(40) == 39, label, np.arange(40) % 2))
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b".")
+
+
+IMAGES = (folder, lambda at: ImageFolder(str(at)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        (IMAGES, lambda at: pictures(at / "train/cat", 1, first=8), "train/cat (8 files, now 9)"),
+        (
+            IMAGES,
+            lambda at: (at / "train/dog/003.bmp").rename(at / "train/dog/300.bmp"),
+            "since the state was saved: train/dog (other files than before). Put it back",
+        ),
+        (IMAGES, lambda at: lengthen(at / "train/dog/003.bmp"), "train/dog (other files than before)"),
+        (
+            (text, lambda at: TextFile(str(at / "a.txt"), context_length=16)),
+            lambda at: text(at, "ro"),
+            "train (other tokens than before)",
+        ),
+        (
+            (arrays, lambda at: Arrays(str(at / "a.npz"))),
+            lambda at: arrays(at, 1),
+            "train (other samples than before)",
+        ),
+    ],
+)
+def test_training_on_what_has_changed_is_refused(kind: Any, change: Any, said: str, tmp_path: Path) -> None:
+    make, dataset = kind
+    make(tmp_path / "here")
+    before = read(dataset(tmp_path / "here")).info
+    (tmp_path / "here").rename(tmp_path / "moved")
+    # What lies elsewhere, or was copied there, is the same.
+    os.utime(next(path for path in (tmp_path / "moved").rglob("*") if path.is_file()))
+    assert check_same_data(before, read(dataset(tmp_path / "moved")).info) == ""
+    change(tmp_path / "moved")
+    after = read(dataset(tmp_path / "moved")).info
+    with pytest.raises(SavedStateError) as caught:
+        check_same_data(before, after)
+    assert caught.value.code == "S003"
+    assert said in str(caught.value)
+    # Whoever evaluates is told.
+    if after.num_train == before.num_train:
+        assert check_same_data(before, after, trains=False) in str(caught.value)
+
+
+def test_a_run_goes_on_where_its_data_was_moved_and_not_where_it_has_changed(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def go_on(root: str, steps: int, *words: str) -> int:
+        capsys.readouterr()
+        words = ("data=imagefolder", f"data.root={root}", "model.hidden=[4]", "batch_size=4", *words)
+        return cli.run(["train", *words, "schedule=constant", f"steps={steps}", "run.dir=run"])
+
+    folder(Path("here"))
+    assert go_on("here", 2) == 0
+    Path("here").rename("moved")
+    pictures(Path("moved/val/cat"), 1, first=8)
+    assert go_on("moved", 3, "run.resume=auto") == 0
+    said = capsys.readouterr()
+    assert "step 2; other held-out data than before: val/cat (8 files, now 9)" in " ".join(said.out.split())
+    pictures(Path("moved/train/cat"), 1, first=8)
+    assert go_on("moved", 4, "run.resume=auto") == 6
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the number of training samples (16, now 17), train/cat (8 files, now 9). Put it back" in line
+    Path("moved/train/cat/008.bmp").rename("moved/val/cat/009.bmp")
+    assert cli.run(["eval", "run"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "warning: data: has changed since training, which may have seen" in line
+
+
+class Labelled(Dataset[Any]):
+    """Samples that are made when they are asked for, and a word on which they are."""
+
+    num_classes = 2
+
+    def __init__(self, fingerprint: str | None = None, flipped: bool = False) -> None:
+        self.targets = [(i + flipped) % 2 for i in range(24)]
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3,), float(index)), self.targets[index]
+
+
+def test_data_sets_of_the_user_are_told_apart_by_labels_and_what_they_say() -> None:
+    first = read(Labelled()).info
+    check_same_data(first, read(Labelled()).info)
+    for other in (Labelled(flipped=True), Labelled("version 2")):
+        with pytest.raises(SavedStateError, match=r"train \(other samples than before\)"):
+            check_same_data(first, read(other).info)
+
+
+def test_large_arrays_are_told_apart_by_some_of_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptfast.data.contents.FULL_BYTES", 4 * 2**20)
+    array = np.arange(8 * 2**20, dtype=np.uint8)
+    before = describe_part(1, "samples", array)
+    assert describe_part(1, "samples", array.copy()) == before
+    for place in (0, len(array) - 1):
+        array[place] ^= 1
+        assert describe_part(1, "samples", array) != before
+        array[place] ^= 1
 
 
 class Tokens(Dataset[Any]):

@@ -56,6 +56,10 @@ FREE_KEYS = (
     ),
 )
 """Keys and sections that may change between a run and its continuation."""
+DATA_PLACES = tuple(
+    f"data.{name}" for name in ("root", "path", "targets", "shards", "val_shards", "test_shards")
+)
+"""Where data of ours lies; it may be moved, since what it holds is compared."""
 
 
 class Config(Section):
@@ -120,17 +124,22 @@ def entry_of(annotation: Any) -> type[Section] | None:
     return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
-def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = False) -> list[str]:
     """The dotted keys in which two whole configs, as plain values, differ, sorted.
 
     Those that may change (`FREE_KEYS`) are left out, and secrets, which are not written down.
+
+    Args:
+        moves: leave out where data lies, too, if it is read by ptfast.
     """
     before, after = flatten(old), flatten(new)
+    known = str(after.get("data._target_")).startswith("ptfast.data.")
+    free_keys = FREE_KEYS + (DATA_PLACES if moves and known else ())
     return sorted(
         key
         for key in before.keys() | after.keys()
         if before.get(key) != after.get(key)
-        and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        and not any(key == free or key.startswith(f"{free}.") for free in free_keys)
         and not any(is_secret(name) for name in key.split("."))
     )
 

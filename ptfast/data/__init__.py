@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ptfast.data.choice import HELD, Choice
+from ptfast.data.contents import Contents
 from ptfast.data.evaluation import build_eval_loader
 from ptfast.data.iterable import IterableSource
 from ptfast.data.labels import check_labels
@@ -91,7 +92,9 @@ def build_data(
         from ptfast.data.custom import adapt
 
         name, splits = type(source).__name__, adapt(source, seed=seed, task=task, known=known)
-    splits = _hold_out(_for_task(splits, task), val, seed)
+    splits = _for_task(splits, task)
+    contents = once(lambda: _contents(splits)) if known is None else None
+    splits = _hold_out(splits, val, seed)
     _check(splits)
     choice, files, read = None, splits.train, tuple(splits.sources.values())
     if shuffle_buffer is not None:
@@ -116,6 +119,8 @@ def build_data(
         info = replace(info, extra={**info.extra, "normalize": found})
     if info.input_shape is not None:
         info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
+    if contents is not None:
+        info = replace(info, extra={**info.extra, "contents": contents})
     note = _describe(name, splits)
     return Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order)
 
@@ -125,6 +130,13 @@ def read_inputs(info: DataInfo, paths: Sequence[str], **options: Any) -> Iterato
     from ptfast.data import predict
 
     return predict.read_inputs(info, paths, **options)
+
+
+def _contents(splits: Splits) -> Contents:
+    if splits.contents is not None:
+        return splits.contents()
+    found = {split: source.contents() for split, source in splits.sources.items()}
+    return {split: facts for split, facts in found.items() if facts is not None}
 
 
 def _for_task(splits: Splits, task: str) -> Splits:

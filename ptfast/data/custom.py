@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from ptfast.data import draws
+from ptfast.data.contents import describe_part
 from ptfast.data.generators import seeded
 from ptfast.data.iterable import IterableSource
 from ptfast.data.labels import check_labels, check_range
@@ -59,6 +60,13 @@ class MapSource(Source):
 
     def lengths(self) -> NDArray[np.int64] | None:
         return self._lengths
+
+    def contents(self) -> list[Any]:
+        labels = getattr(self.dataset, "targets", None)
+        with contextlib.suppress(Exception):
+            labels = np.asarray(labels)
+        known = [array for array in (labels, self._lengths) if isinstance(array, np.ndarray)]
+        return describe_part(len(self), "samples", getattr(self.dataset, "fingerprint", None), *known)
 
     def pad(self, padding: Padding) -> None:
         self._padding = padding

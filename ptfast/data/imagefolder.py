@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from ptfast.data.contents import class_parts
 from ptfast.data.crops import Boxes, Sizes, resized_crop
 from ptfast.data.images import SUFFIXES, Decoder, Pixels, decode_all, mixed_sizes, size_of
-from ptfast.data.packed import STAT_LIMIT, newest_folder, open_pack, stat_files
+from ptfast.data.packed import STAT_LIMIT, newest_folder, open_pack
 from ptfast.data.packed_images import PackedFolder
 from ptfast.data.source import Held, Source, Splits, TensorSource, as_tensor
 from ptfast.data.threads import in_threads
@@ -91,11 +92,15 @@ class ImageFolder:
         height, width, channels = sources["train"].fetch(np.arange(1))[0].shape[1:]
         for source in sources.values():
             source.shape = height, width, channels
-        files = [path for paths, _ in listings.values() for path in paths]
+        looks = {
+            split: class_parts(split, self.root, classes, *listing, STAT_LIMIT)
+            for split, listing in listings.items()
+        }
+        contents = {name: facts for parts, _ in looks.values() for name, facts in parts.items()}
         # Files that are written over leave their folder as it is.
-        some = files[:: -(-len(files) // STAT_LIMIT)]
-        found = stat_files(some, self.root)
-        key = (self.root.resolve(), len(files), self.image_size, newest_folder(self.root), *found)
+        newest = max(newest_folder(self.root), *(newest_ns for _, newest_ns in looks.values()))
+        digests = [facts[-1] for facts in contents.values()]
+        key = (self.root.resolve(), self.image_size, newest, *digests)
         info = DataInfo(
             kind="image",
             task="classification",
@@ -105,7 +110,9 @@ class ImageFolder:
             in_channels=channels,
             extra={"cache_key": " ".join(map(str, key))},
         )
-        return Splits(info, sources["train"], sources.get("val"), sources.get("test"))
+        return Splits(
+            info, sources["train"], sources.get("val"), sources.get("test"), contents=lambda: contents
+        )
 
     def _files_class(self) -> type[ImageFiles]:
         if self.decoder == "cpu":

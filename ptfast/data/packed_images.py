@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ptfast.data.contents import describe_part
 from ptfast.data.crops import Boxes, Sizes, resized_crop
 from ptfast.data.images import Decoder, Pixels, fit, mixed_sizes
 from ptfast.data.packed import ROW, Manifest
@@ -43,7 +44,7 @@ class PackedImages(Source):
     repeatable = True
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, image_size: int | None) -> None:
-        facts = manifest.splits[split]
+        self._facts = facts = manifest.splits[split]
         self.folder, self.split, self.image_size, self.kind = folder, split, image_size, manifest.kind
         self._rows: NDArray[Any] = np.fromfile(folder / f"{split}.index", ROW)
         self._ends = np.cumsum(self._rows["length"])
@@ -122,6 +123,10 @@ class PackedImages(Source):
         count = int((rows["height"].astype(np.int64) * rows["width"]).sum())
         sums, squares = (torch.from_numpy(rows[name].sum(0)).double() for name in ("sums", "squares"))
         return count, sums, squares
+
+    def contents(self) -> list[Any]:
+        facts = self._facts
+        return describe_part(len(self), "images", facts.index_sha256, *(each.sha256 for each in facts.parts))
 
     def check_size(self, height: int, width: int) -> None:
         """Raise DataError D005 unless every image is stored at this size: now, and not within an epoch."""

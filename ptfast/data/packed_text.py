@@ -22,8 +22,8 @@ class Tokenized(NamedTuple):
     tokenizer: Tokenizer
     texts: Encoded
     text_bytes: int
-    packed: bool
-    """Whether the tokens lie in a pack."""
+    checksums: tuple[str, ...] | None
+    """Of the pack that the tokens lie in; None where they do not."""
 
 
 def read_packed_text(
@@ -59,4 +59,5 @@ def read_packed_text(
     lengths = np.fromfile(folder / "text.index", "<i8")
     if documents == "none":
         lengths = lengths.sum(keepdims=True)
-    return Tokenized(read_tokenizer(text.description), Encoded(tokens, lengths), text.text_bytes, True)
+    checksums = tuple(each.sha256 for each in manifest.splits["text"].parts)
+    return Tokenized(read_tokenizer(text.description), Encoded(tokens, lengths), text.text_bytes, checksums)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ptfast.data.contents import describe_part
 from ptfast.data.encoded import Encoded
 from ptfast.data.source import Padding, Source, as_tensor
 from ptfast.run import IGNORE_INDEX
@@ -48,6 +49,11 @@ class RaggedSource(Source):
 
     def pad(self, padding: Padding) -> None:
         self._padding = padding
+
+    def contents(self) -> list[Any]:
+        targets: Tensor | None = getattr(self, "targets", None)
+        labels = () if targets is None else (targets.numpy(),)
+        return describe_part(len(self), "texts", self.tokens, self.starts, self._lengths, *labels)
 
     def gather(self, indices: Indices, ahead: int = 0, fill: int | None = None) -> Tensor:
         """Sequences, or what stands `ahead` tokens further on: (batch, length) int64, filled up."""

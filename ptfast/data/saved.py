@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from ptfast.errors import DataError, SavedStateError
+from ptfast.data.contents import differing
+from ptfast.errors import DataError, SavedStateError, name_some
 from ptfast.run import DataInfo
 
 _MUST_AGREE = {
@@ -31,8 +32,14 @@ def read_info(facts: dict[str, Any]) -> DataInfo:
     return DataInfo(**kept)
 
 
-def check_same_data(saved: DataInfo, found: DataInfo) -> None:
+def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) -> str:
     """Refuse to go on with other data than before: the model would read it wrongly, in silence.
+
+    Args:
+        trains: whether it is trained on, so that samples have to be the same ones, too.
+
+    Returns:
+        What has changed and alters no step of training, in words; empty if nothing has.
 
     Raises:
         SavedStateError: S003, naming what has changed.
@@ -44,10 +51,16 @@ def check_same_data(saved: DataInfo, found: DataInfo) -> None:
     ]
     if saved.extra.get("tokenizer") != found.extra.get("tokenizer"):
         changed.append("the vocabulary")
-    if changed:
-        what = f"the data has changed since the state was saved: {', '.join(changed)}"
+    before, now = (info.extra.get("contents", {}) for info in (saved, found))
+    # States of before there were contents do not say what they were trained on.
+    parts = differing(before, now) if before and now else {}
+    of_training = [words for name, words in parts.items() if trains and name.partition("/")[0] == "train"]
+    if changed or of_training:
+        some = [*changed, *([name_some(of_training, 3)] if of_training else [])]
+        what = f"the data has changed since the state was saved: {', '.join(some)}"
         hint = "Put it back as it was, or start afresh with run.resume=never"
         raise SavedStateError("S003", what, key="data", suggestion=hint)
+    return name_some(list(parts.values()), 3) if parts else ""
 
 
 def as_known(known: DataInfo, found: DataInfo) -> DataInfo:

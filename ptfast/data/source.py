@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ptfast.data.contents import Contents, describe_part
 from ptfast.data.crops import Boxes, Sizes, crop_all
 from ptfast.errors import DataError
 from ptfast.run import IGNORE_INDEX, DataInfo
@@ -131,6 +132,10 @@ class Source:
         targets: Tensor | None = getattr(self, "targets", None)
         return targets is not None and bool((targets == IGNORE_INDEX).any())
 
+    def contents(self) -> list[Any] | None:
+        """What tells these samples from others, a part of `ptfast.data.contents`; None where nothing does."""
+        return None
+
     def lengths(self) -> NDArray[np.int64] | None:
         """Tokens of each sample; None for samples that are no sequences of unequal length."""
         return None
@@ -182,6 +187,9 @@ class TensorSource(Source):
 
     def hold(self) -> Held:
         return Held(self, 0)
+
+    def contents(self) -> list[Any]:
+        return describe_part(len(self), "samples", self.inputs.numpy(), self.targets.numpy())
 
     def take(self, indices: Indices) -> TensorSource:
         # Copied, so that later gathers are one hop.
@@ -295,6 +303,8 @@ class Splits(NamedTuple):
     test: Source | None = None
     note: str = ""
     """What the user should know about how it was read."""
+    contents: Callable[[], Contents] | None = None
+    """What tells it from data that has changed; None where the sources say it."""
 
     @property
     def sources(self) -> dict[str, Source]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ptfast.data import draws
+from ptfast.data.contents import describe_part
 from ptfast.data.encoded import Encoded, encode
 from ptfast.data.packed import open_pack
 from ptfast.data.packed_text import Tokenized, read_packed_text
@@ -155,7 +156,7 @@ class TextFile:
         self._known, self.context_length = known, known.context_length or self.context_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        tokenizer, encoded, text_bytes, packed = self._read()
+        tokenizer, encoded, text_bytes, checksums = self._read()
         info = DataInfo(
             kind="tokens",
             task="language_modelling",
@@ -168,9 +169,11 @@ class TextFile:
             splits = Splits(info, *self._windows(encoded.tokens, val, seed))
         else:
             splits = self._documents(info, encoded, val)
-        if packed:
+        if checksums is not None:
             for source in splits.sources.values():
                 source.packed, source.in_memory = True, False
+            facts = describe_part(len(encoded.tokens), "tokens", *checksums)
+            splits = splits._replace(contents=lambda: {"train": facts})
         return splits
 
     def _read(self) -> Tokenized:
@@ -193,7 +196,7 @@ class TextFile:
         texts = cut_into_documents(text, self.documents)
         # What lies between documents is no token, and no text that is modelled.
         text_bytes = sum(len(part.encode()) for part in texts)
-        return Tokenized(tokenizer, encode(texts, tokenizer), text_bytes, False)
+        return Tokenized(tokenizer, encode(texts, tokenizer), text_bytes, None)
 
     def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[Source, Source | None]:
         context = self.context_length
@@ -249,6 +252,9 @@ class Windows(Source):
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         return self._cut(indices * self._context)
+
+    def contents(self) -> list[Any]:
+        return describe_part(len(self._tokens), "tokens", self._tokens)
 
     def _cut(self, starts: Indices) -> tuple[Tensor, Tensor]:
         windows = self._tokens[starts[:, None] + self._columns]

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ptfast.data import draws
+from ptfast.data.contents import Contents, describe_part
 from ptfast.data.imagefolder import ImageFiles, OnCorrupt
 from ptfast.data.images import Decoder
 from ptfast.data.sampler import Indices, permutation
@@ -94,7 +95,9 @@ class WebDataset:
             extra={"cache_key": f"{changed} {self.image_size}"},
         )
         note = f"in {len(paths)} shard{'s' * (len(paths) > 1)}"
-        return Splits(info, sources["train"], sources.get("val"), sources.get("test"), note)
+        return Splits(
+            info, sources["train"], sources.get("val"), sources.get("test"), note, lambda: _contents(indices)
+        )
 
 
 class ShardedImages(ImageFiles):
@@ -229,6 +232,14 @@ class _Index:
         )
         names, offsets, sizes, _ = (np.concatenate(parts) for parts in zip(*self.shards, strict=True))
         return Members(tuple(map(str, self.paths)), numbers, names, offsets, sizes)
+
+
+def _contents(indices: dict[str, _Index]) -> Contents:
+    return {
+        f"{split}/{path.name}": describe_part(len(shard.offsets), "samples", *shard)
+        for split, index in indices.items()
+        for path, shard in zip(index.paths, index.shards, strict=True)
+    }
 
 
 def _class_names(indices: dict[str, _Index]) -> tuple[str, ...] | None:
