@@ -110,15 +110,22 @@ def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int
     return begin
 
 
-def same_on_ranks(value: Any, num_ranks: int) -> bool:
-    """Whether `value` is the same on all ranks, as each of them learns; true without a process group."""
+def joined() -> bool:
+    """Whether this process is in a process group."""
     import torch.distributed as dist
 
-    if num_ranks == 1 or not (dist.is_available() and dist.is_initialized()):
-        return True
+    return dist.is_available() and dist.is_initialized()
+
+
+def on_all_ranks(value: T, num_ranks: int) -> list[T]:
+    """The `value` of each rank, on every rank. Waits for all; without a process group, this one's alone."""
+    import torch.distributed as dist
+
+    if num_ranks == 1 or not joined():
+        return [value]
     found: list[Any] = [None] * num_ranks
     dist.all_gather_object(found, value)
-    return all(other == found[0] for other in found)
+    return found
 
 
 def broadcast_object(value: Any, ranks: Ranks) -> Any:

@@ -142,14 +142,26 @@ def cases(ranks: Ranks) -> dict[str, Any]:
         fit(late)
         found[f"ledger {strategy}"] = late.clock.ledger()
     found["stream"] = one_pass(on)
-    try:
-        on.build("of-a-rank", *(word.replace("WithHeldOut", "OfRank") for word in STREAM))
-    except PtfastError as error:
-        found["stream of a rank"] = f"{error.code}: {error}"
+    for name in ("OfRank", "LateOfRank", "Asks", "SaysSo"):
+        found[f"stream {name}"] = refusal_of_stream(on, name)
     found["stream resumes"] = on.resumed("stream", *STREAM)
     for name, words in UNUSED.items():
         found[name] = on.refusal(name, *words, strategy="fsdp" if "fsdp" in name else "ddp")
     return found
+
+
+def refusal_of_stream(on: Cases, name: str) -> str:
+    """What is said of a data set of `test_streams` within the first steps; empty where it is read."""
+    loader = None
+    try:
+        loader = on.build(f"of-{name}", *(word.replace("WithHeldOut", name) for word in STREAM)).train_loader
+        assert len(list(loader.steps(0, 3))) == 3
+    except PtfastError as error:
+        return f"{error.code}: {error}"
+    finally:
+        if loader is not None:
+            loader.close()
+    return ""
 
 
 def one_pass(on: Cases) -> list[float]:

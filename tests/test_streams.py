@@ -17,6 +17,7 @@ from running import build_run, same_bits, summary, train, weights
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from ptfast.data import build_data, build_eval_loader, choice
+from ptfast.data.alike import Digest, sum_of
 from ptfast.data.choice import choose
 from ptfast.data.iterable import IterableSource, shuffled
 from ptfast.data.loaders import build_train_loader
@@ -72,6 +73,36 @@ class OfRank(Plain):
 
     def __iter__(self) -> Iterator[Any]:
         return islice(super().__iter__(), torch.distributed.get_rank(), None)
+
+
+class LateOfRank(Plain):
+    """Another one on each rank, from the fourth sample on."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = islice(super().__iter__(), 3), islice(super().__iter__(), 3 + self.rank(), None, 2)
+        return itertools.chain(*numbers)
+
+    def rank(self) -> int:
+        return torch.distributed.get_rank()
+
+
+class SaysSo(LateOfRank):
+    """The same, of which each worker of a rank has a part, and says so."""
+
+    shared_by = "ranks"
+
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = get_worker_info()
+        return islice(super().__iter__(), info.id, None, info.num_workers)
+
+
+class Asks(Plain):
+    """Asks who reads, and yields all that it has to anybody."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        self.seen_by = info.id if info is not None else 0
+        return super().__iter__()
 
 
 class Noisy(Sharded):
@@ -189,9 +220,51 @@ def test_under_keep_two_ranks_of_three_workers_read_every_sample_exactly_once() 
 def test_two_processes_share_a_stream_and_go_on_to_the_same_bits(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["stream"] == NUMBERS
     assert two_ranks["stream resumes"]
-    assert two_ranks["stream of a rank"].startswith(
-        "D008: data: OfRank begins with another sample on each rank"
-    )
+    refusals = {name: two_ranks[f"stream {name}"] for name in ("OfRank", "LateOfRank", "Asks", "SaysSo")}
+    for name in ("OfRank", "LateOfRank"):
+        assert refusals[name].startswith(f"D008: data: {name} yields other samples on each rank (in step 1)")
+        assert 'Give it shared_by = "ranks" if it parts itself over ranks' in refusals[name]
+    assert refusals["Asks"].startswith("D008: data: Asks yields the same to each of 6 readers: every sample")
+    assert refusals["SaysSo"] == ""
+
+
+@pytest.mark.parametrize(("workers", "micro_batches"), [(2, 1), (2, 2), (3, 6)])
+def test_readers_that_all_read_the_same_are_noticed(workers: int, micro_batches: int) -> None:
+    with pytest.raises(DataError, match=f"yields the same to each of {workers} readers") as caught:
+        some(build(Asks(), kind="workers", workers=workers, micro_batches=micro_batches), 9)
+    assert caught.value.code == "D008"
+    # One reader has nobody to differ from, and readers of shards have parts of their own.
+    assert len(some(build(Asks()), 9)) == 9
+    assert len(some(build(Sharded(), kind="workers", workers=workers, micro_batches=micro_batches), 9)) == 9
+
+
+class Constant(Sharded):
+    """Samples of which each is like any other: nothing tells who reads what."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.ones(1), 1) for _ in super().__iter__())
+
+
+def test_samples_that_are_all_alike_tell_nothing() -> None:
+    assert len(some(build(Constant(), kind="workers", workers=2), 5)) == 5
+
+
+def test_what_tells_samples_apart() -> None:
+    image = torch.arange(12, dtype=torch.uint8).reshape(3, 2, 2)
+    samples: list[Any] = [
+        (image, 1),
+        (image.flip(0), 1),
+        (image, 2),
+        {"image": image, "label": 1},
+        (image.permute(2, 1, 0).numpy(), "a text"),
+        torch.tensor(0.5, dtype=torch.bfloat16),
+        torch.zeros(0),
+    ]
+    sums = [sum_of(sample) for sample in samples]
+    assert len({*sums}) == len(samples)
+    assert sum_of((image.clone(), 1)) == sums[0]
+    assert Digest().add(samples[:2]) != Digest().add(reversed(samples[:2]))
+    assert Digest().add(samples[:1] * 3) == 0
 
 
 def test_parts_do_not_depend_on_where_they_are_read() -> None:

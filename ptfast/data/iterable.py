@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
 
-import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset
 
@@ -95,11 +92,14 @@ class IterableSource(Source):
         return cast(Sharing, stated)
 
     @property
-    def first_digest(self) -> str:
-        """What tells the first sample from others, for ranks to compare."""
-        buffer = io.BytesIO()
-        torch.save(self._first[0], buffer)
-        return hashlib.sha256(buffer.getvalue()).hexdigest()
+    def is_guessed(self) -> bool:
+        """Whether the data set does not say itself who shares it out."""
+        return not hasattr(self.dataset, "shared_by")
+
+    @property
+    def class_name(self) -> str:
+        """Of the data set, for messages."""
+        return type(self.dataset).__name__
 
     @property
     def num_shards(self) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
+from ptfast.data.alike import CHECKED, Digest
 from ptfast.data.generators import OwnGenerators
 from ptfast.data.iterable import IterableSource, Reader
 from ptfast.data.labels import check_range
@@ -36,6 +37,8 @@ class Item(NamedTuple):
     """None at the end: of a pass over a part, of all there will ever be in the whole."""
     num_samples: int
     mark: Mark = Mark()
+    digest: int = 0
+    """What tells the samples of the step, or of the reader so far, from others; 0 where nobody looks."""
 
 
 END = Item(None, 0)
@@ -118,6 +121,8 @@ class WholeReading(Reading):
             _, first, end = self.plan.batch(step)
             now = passes.mark
             batch = self._take(samples, end - first)
+            looked_at = reader.num_ranks > 1 and step < first_step + CHECKED
+            digest = Digest().add(batch) if looked_at else 0
             if not batch or (len(batch) < end - first and not self.once):
                 break
             bounds = micro_batch_bounds(len(batch), self.micro_batches)[mine]
@@ -127,7 +132,7 @@ class WholeReading(Reading):
                     taken = slice(start, stop) if stop > start else slice(1)
                     numbers = [*range(first, end)][taken]
                     # Numbers go on over the passes.
-                    yield Item(self._collate(batch[taken], 0, numbers), stop - start, now)
+                    yield Item(self._collate(batch[taken], 0, numbers), stop - start, now, digest)
         while True:
             yield END
 
@@ -151,10 +156,13 @@ class PartReading(Reading):
         reader = self.reader
         for epoch in count(mark.epoch):
             samples, number = self.source.read(epoch, reader), reader.index
+            digest, looked_at = Digest(), CHECKED if epoch == mark.epoch else 0
             while batch := self._take(samples, self.size):
                 numbers = [*range(number, number + len(batch) * reader.count, reader.count)]
                 number += len(batch) * reader.count
-                yield Item(self._collate(batch, epoch, numbers), len(batch))
+                looked_at -= 1
+                told = digest.add(batch) if looked_at >= 0 else 0
+                yield Item(self._collate(batch, epoch, numbers), len(batch), digest=told)
             yield END
 
 

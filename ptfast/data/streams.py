@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice, repeat
 from typing import Any, NamedTuple, cast
 
+from ptfast.data.alike import CHECKED, check_parted, check_same, place, sum_of
 from ptfast.data.iterable import IterableSource, Reader, check_kind
 from ptfast.data.prepare import Prepare
 from ptfast.data.readers import Augmented, Item, Mark, PartReading, Reading, WholeReading
 from ptfast.data.workers import WorkerPool
-from ptfast.distributed import host_sums, same_on_ranks
+from ptfast.distributed import host_sums, joined, on_all_ranks
 from ptfast.errors import ConfigError, DataError
 from ptfast.plan import BatchPlan, constant
 from ptfast.run import MicroBatch, StepBatch
@@ -144,14 +145,10 @@ def build_stream_evaluation(
 
 
 def _check_ranks(source: IterableSource, num_ranks: int) -> None:
-    """Refuse a data set that ranks would part once more: samples would be lost, and nobody would know."""
-    if hasattr(source.dataset, "shared_by") or same_on_ranks(source.first_digest, num_ranks):
-        return
-    what = f"{type(source.dataset).__name__} begins with another sample on each rank, and does not say why"
-    hint = (
-        'Give it shared_by = "ranks" if it parts itself over ranks, "readers" or "none" if it draws at random'
-    )
-    raise DataError("D008", what, key="data", suggestion=hint)
+    """Refuse a data set that says nothing of ranks and begins on each with another sample."""
+    if source.is_guessed and num_ranks > 1:
+        begins = sum_of([source.first(), source.shared_by])
+        check_same(on_all_ranks(begins, num_ranks), source.class_name, 0)
 
 
 class Marks:
@@ -193,6 +190,7 @@ class StreamLoader:
     Args:
         micro_batches: of a step, over all ranks.
         once: end with the first pass, whose last batch may be short.
+        sums: what sums numbers over the ranks, where these are to be compared by what they read.
         pools: keywords of the worker processes.
     """
 
@@ -206,11 +204,14 @@ class StreamLoader:
         augment: Augmented | None = None,
         *,
         once: bool = False,
+        sums: Sums | None = None,
         **pools: Any,
     ) -> None:
         self.plan, self.kind, self.reason, self.workers = plan, hands.kind, hands.reason, hands.workers
         self.marks = Marks(1)
         self._per_rank, self._prepare = micro_batches // hands.num_ranks, prepare
+        self._hands, self._name = hands, source.class_name
+        self._sums = sums or (host_sums(hands.num_ranks) if source.is_guessed and joined() else None)
         readings: list[Reading] = [
             WholeReading(source, reader, augment, plan=plan, micro_batches=micro_batches, once=once)
             for reader in hands.readers
@@ -224,6 +225,9 @@ class StreamLoader:
         turn = first_step * self._per_rank
         for step in range(first_step, last_step):
             items = [next(readers[(turn + i) % len(readers)]) for i in range(self._per_rank)]
+            if self._sums is not None and step < first_step + CHECKED:
+                digests = self._sums(place([items[0].digest], self._hands.rank, self._hands.num_ranks))()
+                check_same(digests, self._name, step)
             if any(item.raw is None for item in items):
                 return
             turn += self._per_rank
@@ -273,6 +277,7 @@ class PartsLoader:
         self._prepare, self._drops, self._rank = prepare, last == "drop", hands.rank
         self._sums = sums or host_sums(hands.num_ranks)
         self._once, self._held = once, cast(Any, None)
+        self._hands, self._name, self._told = hands, source.class_name, list[int]()
         readings: list[Reading] = [
             PartReading(source, reader, augment, size=self._size) for reader in hands.readers
         ]
@@ -304,7 +309,8 @@ class PartsLoader:
         ahead = self._ask(items)
         while True:
             mine, answer = ahead
-            num_samples, lacking = answer()
+            num_samples, lacking, *digests = answer()
+            check_parted(digests, self._name)
             if num_samples == 0 or (self._drops and lacking):
                 # What is left of this rank's part does not count any more.
                 for _ in items:
@@ -320,13 +326,26 @@ class PartsLoader:
     def _ask(self, items: Iterator[Item]) -> tuple[list[Item], Callable[[], list[int]]]:
         mine = list(islice(items, self._per_rank))
         sizes = [item.num_samples for item in mine]
-        return mine, self._sums([sum(sizes), sum(sizes) < self._per_rank * self._size])
+        numbers = [sum(sizes), sum(sizes) < self._per_rank * self._size]
+        return mine, self._sums([*numbers, *self._digests(mine)])
+
+    def _digests(self, mine: list[Item]) -> list[int]:
+        """What each reader of all ranks has read so far, to be summed up: after its first, and its second."""
+        readers, before = len(self._hands.readers), len(self._told)
+        if before >= 2 * readers:
+            return []
+        # A rank whose part has ended has fewer.
+        self._told += [*(item.digest for item in mine), *[0] * (self._per_rank - len(mine))]
+        end = len(self._told) // readers * readers
+        if end == before // readers * readers:
+            return []
+        return place(self._told[end - readers : end], self._hands.rank, self._hands.num_ranks)
 
     def _batch(self, items: list[Item], num_samples: int) -> StepBatch:
         if self._held is None:
             raise self._empty()
         stand_ins = [Item(self._held, 0)] * (self._per_rank - len(items))
-        micro_batches = [MicroBatch(self._prepare(raw), number) for raw, number, _ in [*items, *stand_ins]]
+        micro_batches = [MicroBatch(self._prepare(raw), number) for raw, number, *_ in [*items, *stand_ins]]
         return StepBatch(tuple(micro_batches), num_samples)
 
     def _empty(self) -> DataError:
