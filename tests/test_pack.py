@@ -503,8 +503,10 @@ def test_training_from_a_pack_is_training_from_the_folder(tree: Path, tmp_path: 
     pack(tree, tmp_path / "pack")
     augment = ("augment=crop_flip", "augment.crop_padding=2")
     expected = trained_on(tmp_path / "files", tree, "dataloader=plain", *augment)
-    for kind in ("packed", "plain", "memory", "auto"):
-        found = trained_on(tmp_path / kind, tmp_path / "pack", f"dataloader={kind}", *augment)
+    workers = [f"workers dataloader.workers={number}" for number in (0, 1, 2)]
+    for kind in ("packed", "plain", "memory", "auto", *workers):
+        words = f"dataloader={kind}".split()
+        found = trained_on(tmp_path / kind, tmp_path / "pack", *words, *augment)
         assert same_bits(found, expected), kind
     resolved = json.loads((tmp_path / "auto" / "resolved.json").read_text())
     assert resolved["dataloader"] == "packed"
@@ -514,6 +516,8 @@ def test_training_from_a_pack_is_training_from_the_folder(tree: Path, tmp_path: 
     expected = trained_on(tmp_path / "cropped", tree, *cropped)
     for root in (jpeg, tmp_path / "pack"):
         assert same_bits(trained_on(tmp_path / f"from-{root.name}", root, *cropped), expected)
+        by_workers = (*cropped[:-1], "dataloader=workers", "dataloader.workers=2")
+        assert same_bits(trained_on(tmp_path / f"workers-{root.name}", root, *by_workers), expected)
 
 
 def test_a_folder_is_evaluated_by_what_has_trained_from_its_pack(tree: Path, tmp_path: Path, capsys: Any):
