@@ -210,7 +210,8 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     figures = run.figures[split] = broadcast_object(figures, run.ranks)
     clock.to("logging")
     run.logger.log({"step": step, "epoch": round(run.epoch, 4), "split": split, **figures})
-    clock.to("callbacks")
+    if run.callbacks:
+        clock.to("callbacks")
     for callback in run.callbacks:
         callback.on_evaluation(run, step, split, figures)
     clock.to("logging")

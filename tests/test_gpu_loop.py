@@ -35,7 +35,8 @@ SETTINGS = {
 @pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS)
 def test_a_step_that_does_not_log_never_waits_for_the_device(words, tmp_path: Path):
     run = build_run(tmp_path, "+recipe=resnet_digits", "device=cuda", *words)
-    trainer, batches = Trainer(run), run.train_loader.steps(0, run.total_steps)
+    trainer, clock = Trainer(run), run.clock
+    batches = clock.waiting(run.train_loader.steps(0, run.total_steps))
     trainer.train(batches, 5)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -43,3 +44,6 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(words, tmp_path: Pa
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert trainer.read_loss() > 0
+    budget = clock.ledger()
+    assert all(budget[cause] > 0 for cause in ("forward", "backward", "optimizer"))
+    assert budget["unexplained"] < 0.02 * clock.elapsed_s()

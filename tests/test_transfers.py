@@ -60,6 +60,14 @@ def test_the_next_batch_is_filled_before_this_one_trains() -> None:
     assert side.events == expected
 
 
+def test_the_wait_for_a_batch_on_its_way_is_told_of() -> None:
+    side = Recorder()
+    batches = prefetched(iter("ab"), side, side.events.append)
+    assert list(batches) == ["a", "b"]
+    told = [event for event in side.events if event in ("transfer", "data") or "over" in event]
+    assert told == ["transfer", "hand over a", "data", "transfer", "hand over b", "data"]
+
+
 def test_nothing_is_filled_that_nobody_wants() -> None:
     side, taken = Recorder(), []
     batches = prefetched(iter(lambda: taken.append(1) or len(taken), None), side)
