@@ -51,7 +51,7 @@ class Case:
 
 CASES = {
     "resnet_digits": Case(64, 16, 0.1, (0.1, 0.2, 0.4, 0.8), 400),
-    "resnet_cifar": Case(128, 32, 1.6, (0.1, 0.2, 0.4), 400),
+    "resnet_cifar": Case(128, 32, 1.7, (0.2, 0.4, 0.8), 200),
 }
 
 
@@ -112,8 +112,10 @@ def run_case(recipe: str, words: Sequence[str], case: Case, num_seeds: int) -> d
 
     bench = Bench(recipe, words, case)
     print(f"{recipe}: target loss {case.target}, reference batch {case.reference}", flush=True)
-    tried = {lr: bench.steps(case.reference, lr, 0, case.most_steps) for lr in case.rates}
-    print(f"  steps by rate at the reference: {tried}", flush=True)
+    tried: dict[float, int | None] = {}
+    for lr in case.rates:
+        tried[lr] = bench.steps(case.reference, lr, 0, case.most_steps)
+        print(f"  rate {lr}: {tried[lr]} steps at the reference", flush=True)
     reached = {lr: steps for lr, steps in tried.items() if steps is not None}
     best = min(reached, key=lambda lr: reached[lr])
     estimates, references = [], []

@@ -165,7 +165,7 @@ def _show(outlook: Outlook, search: Search, ended: str | None) -> None:
         [
             f"{row['size']:,}" + (" *" if advised and row["size"] == advised[0] else ""),
             f"{row['steps']:,.0f}",
-            f"{row['low']:,.0f} to {row['high']:,.0f}",
+            f"{row['low']:,.0f} to {row['high']:,.0f}" if row["size"] != outlook.batch_size else "as seen",
             f"{row['samples']:,.0f}",
             duration(row["time_s"]) if row["time_s"] is not None else "-",
         ]
@@ -182,13 +182,14 @@ def _advice(
         return "none of these sizes was measured"
     size, lr_ratio = advised
     times = {row["size"]: row["time_s"] for row in rows}
-    text = f"first at that loss: batch_size={size}"
+    text = f"first at that loss: batch_size={size} in {duration(times[size])}"
     quickest = search.best()
     if quickest != size:
-        text += f"; {quickest:,} takes {times[quickest] / times[size]:.2f} times as long, at more samples/s"
+        how = "as soon, for more samples" if times[quickest] < (1 + TIE) * times[size] else "later"
+        text += f"; {quickest:,}, with the most samples/s, is there {how}"
     if size != search.config.batch_size:
         text += f"\nSGD's best rate there should be {lr_ratio:.2g} times that of {search.config.batch_size:,}"
-    return f"{text}\nassumed: the best rate at every batch, and samples drawn and augmented as here"
+    return f"{text}\nassumed: the best rate at every batch, and data, dropout and BatchNorm in small parts as here"
 
 
 def _scale(found: Critical | None) -> str:
