@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,13 @@ def test_it_trains_as_training_does(precision: str, tmp_path: Path) -> None:
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(watched.model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
     assert same_bits(plain.progress.samples, watched.progress.samples)
+
+
+def test_a_loss_that_comes_apart_ends_it(tmp_path: Path) -> None:
+    run = build_run(tmp_path, *SMALL, *PLAIN, "optimizer.lr=1e30")
+    losses = [loss for part in noise_of(run, 40) for loss in part["loss"]]
+    assert 1 <= len(losses) < 40
+    assert all(map(math.isfinite, losses))
 
 
 def measured(rates: dict[int, float], folder: Path) -> Search:

@@ -92,7 +92,8 @@ def find_batch(
             searches += _with_checkpointing(search, first, largest or LARGEST)
         best = _choose(searches)
         if best is None:
-            raise MachineError("E002", limit_of(search), key="batch_size", value=first, suggestion=_LESS)
+            hint = _LESS if smallest is None else f"Begin with a smaller size (--from). {_LESS}"
+            raise MachineError("E002", limit_of(search), key="batch_size", value=first, suggestion=hint)
         search, chosen = best
         show_searches(searches, search, chosen)
         outlook = look_ahead(search, Path(name) / "noise", num_steps or NUM_STEPS) if noise else None

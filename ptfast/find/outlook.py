@@ -123,7 +123,7 @@ def look_ahead(search: Search, folder: Path, num_steps: int) -> Outlook:
             ended = f"ended by {signal.Signals(killed).name}"
     except (PtfastError, ReportedError) as error:
         ended = str(error)
-    if ended is None and outlook.num_steps < min(num_steps, outlook.total_steps):
+    if ended is None and outlook.num_steps < min(num_steps, outlook.total_steps or num_steps):
         ended = f"the loss came apart or the data ended after {outlook.num_steps} steps"
     outlook.judge()
     _show(outlook, search, ended)
@@ -157,7 +157,7 @@ def _show(outlook: Outlook, search: Search, ended: str | None) -> None:
         print(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
         return
     of_all = f"the first {outlook.num_steps:,} of {outlook.total_steps:,} steps"
-    print(f"critical batch: {_scale(critical)} samples over {of_all}; it grows as the loss falls")
+    print(f"critical batch: {_scale(critical)} samples over {of_all}")
     rows = outlook.rows(search)
     advised = outlook.advise(search)
     print(f"\npredicted, to the loss of {outlook.loss:.4g}:")
@@ -186,10 +186,10 @@ def _advice(
     quickest = search.best()
     if quickest != size:
         how = "as soon, for more samples" if times[quickest] < (1 + TIE) * times[size] else "later"
-        text += f"; {quickest:,}, with the most samples/s, is there {how}"
+        text += f"\n{quickest:,}, with the most samples/s, is there {how}"
     if size != search.config.batch_size:
         text += f"\nSGD's best rate there should be {lr_ratio:.2g} times that of {search.config.batch_size:,}"
-    return f"{text}\nassumed: the best rate at every batch, and data, dropout and BatchNorm in small parts as here"
+    return f"{text}\nassumed: the best rate at every batch, and noise as in these steps: later ones have more"
 
 
 def _scale(found: Critical | None) -> str:
