@@ -81,8 +81,10 @@ def _dispatch(words: list[str]) -> int:
     name, *rest = words
     if name == "__complete":
         from ptfast.config.completion import complete
+        from ptfast.find_command import SEARCHES
 
-        print("\n".join(complete(rest, {name: sorted(command.flags) for name, command in COMMANDS.items()})))
+        flags = {name: sorted(command.flags) for name, command in COMMANDS.items()}
+        print("\n".join(complete(rest, flags, {"find": SEARCHES})))
         return EXIT_OK
     if name not in COMMANDS:
         from ptfast.config.paths import recipe_file

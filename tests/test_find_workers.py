@@ -244,8 +244,27 @@ def test_auto_the_config_and_the_rule_of_thumb_are_marked(searched: Callable[...
     assert marks[five] == "as configured"
     assert marks[five._replace(workers=3)] == "auto"
     assert marks[five._replace(workers=4)] == "4 x GPUs"
-    assert marks[PLAIN] == "best"
+    assert marks[PLAIN] == "chosen"
     assert set(marks) <= {*search.seen}
+
+
+def test_what_is_written_is_what_was_measured(
+    searched: Callable[..., Search], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (*SMALL, "dataloader.workers=5", "dataloader.read_ahead=true", "backend.worker_threads=2")
+    search = searched(Machine(fast), words=words)
+    for name, chosen in {"a": AHEAD, "b": PLAIN, "c": of(3, threads=2)}.items():
+        workers._write(Path(f"{name}.yaml"), words, search, chosen, "x")
+        _, config = read_config([f"+recipe=./{name}.yaml"])
+        assert config.dataloader.kind == chosen.kind
+        assert config.dataloader.read_ahead == chosen.read_ahead
+        assert config.model.target.kwargs["hidden"] == [8]
+        if chosen.workers:
+            assert (config.dataloader.workers, config.dataloader.prefetch) == (3, 2)
+            assert config.backend.worker_threads == 2
+        else:
+            assert config.dataloader.workers == "auto"
 
 
 # What a child measures.

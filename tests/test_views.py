@@ -89,11 +89,14 @@ COMMANDS = {"train": ["--config", "--dry-run"], "find": ["--budget"]}
         ("train +recipe=./mi", ["+recipe=./mine.yaml"]),
         ("train run.na", ["run.name="]),
         ("train batch_", ["batch_size="]),
+        ("find ", ["lr", "workers"]),
+        ("find w", ["workers"]),
+        ("find workers batch_", ["batch_size="]),
     ],
 )
 def test_completion(line: str, found: list[str]) -> None:
     write("mine.yaml", "epochs: 1\n")
-    assert completion.complete(line.split(" "), COMMANDS) == found
+    assert completion.complete(line.split(" "), COMMANDS, {"find": ["lr", "workers"]}) == found
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

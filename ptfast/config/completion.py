@@ -60,12 +60,17 @@ def script(shell: str) -> str:
     return _SCRIPTS[shell]
 
 
-def complete(words: Sequence[str], commands: Mapping[str, Iterable[str]] | None = None) -> list[str]:
+def complete(
+    words: Sequence[str],
+    commands: Mapping[str, Iterable[str]] | None = None,
+    first_words: Mapping[str, Iterable[str]] | None = None,
+) -> list[str]:
     """What the last of `words` can become.
 
     Args:
         words: what follows `ptfast` on the line, the last one being typed (`""` after a space).
         commands: the program's commands, and the flags of each.
+        first_words: what follows those commands that config does not follow at once.
     """
     commands = commands or {}
     word = words[-1] if words else ""
@@ -73,6 +78,8 @@ def complete(words: Sequence[str], commands: Mapping[str, Iterable[str]] | None 
         return [name for name in commands if name.startswith(word)]
     if word.startswith("-"):
         return sorted(flag for flag in commands.get(words[0], ()) if flag.startswith(word))
+    if len(words) == 2 and words[0] in (first_words or {}):
+        return [name for name in (first_words or {})[words[0]] if name.startswith(word)]
     if words[0] == "techniques":
         return [name for name in _techniques() if name.startswith(word)]
     try:

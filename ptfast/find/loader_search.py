@@ -35,6 +35,8 @@ NEAR = 0.9
 FINALISTS, ROUNDS = 3, 3
 HOLD_S = 60.0
 """Decoding everything once is not tried where it would take longer."""
+_REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \([^()]*:\d+\)(?=: )")
+"""What says that a line is an error, and where its key was given: a trial's was not given."""
 
 
 class Search:
@@ -70,7 +72,7 @@ class Search:
         except (PtfastError, ReportedError) as error:
             if not self.seen:
                 raise
-            self.fail(loader, re.sub(r"^ptfast: (error\[\w+\]: )?", "", str(error)))
+            self.fail(loader, _REPORTED.sub("", str(error)))
         return loader in self.seen
 
     def measure_again(self, loaders: Sequence[Loader], times: int) -> None:
@@ -88,6 +90,12 @@ class Search:
     def rate(self, loader: Loader) -> float:
         """Samples per second, the median of all times that `loader` was measured."""
         return statistics.median(result["samples_per_s"] for result in self.seen[loader])
+
+    def may_be_as_quick(self, loader: Loader, best: Loader) -> bool:
+        """Whether `loader` is near to `best`, or was now and then quicker than that now and then."""
+        high = max(result["high"] for result in self.seen[loader])
+        low = min(result["low"] for result in self.seen[best])
+        return self.rate(loader) >= NEAR * self.rate(best) or high >= low
 
     def waiting(self, loader: Loader) -> float:
         """Share of the time that the training has spent on waiting for data, or on reading it itself."""
@@ -176,7 +184,7 @@ def search_loaders(search: Search, most: int | None = None) -> None:
     plain = Loader("plain")
     if not search.measure(plain):
         limit, name = memory_limit(search.config.device)
-        what = f"{name} leaves {num_bytes(limit)} ({search.failed[plain]})"
+        what = f"{name} leaves {num_bytes(limit)}; training without workers {search.failed[plain]}"
         hint = "Try precision=amp, a smaller batch_size or a smaller model"
         raise MachineError("E002", what, key="dataloader.kind", value="plain", suggestion=hint)
     named, most = named_loaders(search), most or _limit(search)
@@ -188,14 +196,16 @@ def search_loaders(search: Search, most: int | None = None) -> None:
             search.failed[Loader(kind)] = why
         else:
             search.measure(Loader(kind))
-    _ascend(search, most, bounded=shards is not None)
+    _ascend(search, most)
     for loader in named.values():
         search.measure(loader)
     _refine(search, most)
     leaders = sorted(search.seen, key=search.rate, reverse=True)[:FINALISTS]
-    leaders = [loader for loader in leaders if search.rate(loader) >= NEAR * search.rate(leaders[0])]
+    leaders = [loader for loader in leaders if search.may_be_as_quick(loader, leaders[0])]
     if len(leaders) > 1:
         search.measure_again(leaders, ROUNDS - 1)
+    if search.best().workers == most and shards is None:
+        search.notes.append(f"more than {most} workers were not tried: --to goes further")
 
 
 def named_loaders(search: Search) -> dict[str, Loader]:
@@ -239,7 +249,7 @@ def _limit(search: Search) -> int:
     return max(LEAST_LIMIT, 4 * cores)
 
 
-def _ascend(search: Search, most: int, bounded: bool) -> None:
+def _ascend(search: Search, most: int) -> None:
     """Double the workers until that gains nothing twice, or memory ends."""
     counts = [count for power in range(16) if (count := 2**power) < most]
     useless = 0
@@ -257,8 +267,6 @@ def _ascend(search: Search, most: int, bounded: bool) -> None:
         if not search.measure(loader):
             return
         useless = 0 if search.rate(loader) > (1 + GAIN) * best else useless + 1
-    if not useless and not bounded:
-        search.notes.append(f"more than {most} workers were not tried: --to goes further")
 
 
 def _predicted(search: Search, count: int) -> float:

@@ -72,7 +72,7 @@ def _marks(search: Search, chosen: Loader) -> dict[Loader, str]:
     """What is to be said of some of the loaders."""
     named = {"configured": "as configured"}
     rule = workers(RULE, search.config)
-    marks: dict[Loader, list[str]] = {chosen: ["best"]}
+    marks: dict[Loader, list[str]] = {chosen: ["chosen"]}
     for name, loader in {**named_loaders(search), "4 x GPUs": rule}.items():
         marks.setdefault(loader, []).append(named.get(name, name))
     return {loader: ", ".join(names) for loader, names in marks.items()}
@@ -109,7 +109,7 @@ def _show(search: Search, chosen: Loader) -> None:
     for line in [*search.notes, *_remarks(search, chosen)]:
         print(line)
     settings = " ".join(f"{key}={_word(value)}" for key, value in _found(search.config, chosen).items())
-    print(f"\nbest: {settings} at {search.rate(chosen):,.0f} samples/s")
+    print(f"\nchosen: {settings} at {search.rate(chosen):,.0f} samples/s")
 
 
 def _remarks(search: Search, chosen: Loader) -> Iterator[str]:
@@ -131,10 +131,15 @@ def _remarks(search: Search, chosen: Loader) -> Iterator[str]:
 
 
 def _found(config: Config, chosen: Loader) -> dict[str, Any]:
-    """The values to set, by key: of those that `config` would have anyway, only what names the loader."""
-    loader, threads = config.dataloader, config.backend.worker_threads
-    given = {"dataloader.read_ahead": loader.read_ahead, "backend.worker_threads": threads}
-    return {key: value for key, value in chosen.values.items() if value != given.get(key)}
+    """The values to set, by key, but for a thread or threads that neither the loader nor the config has."""
+    thread, threads = "dataloader.read_ahead", "backend.worker_threads"
+    usual = {thread: False, threads: 1}
+    given = {thread: config.dataloader.read_ahead, threads: config.backend.worker_threads}
+    return {
+        key: value
+        for key, value in chosen.values.items()
+        if key not in usual or {value, given[key]} != {usual[key]}
+    }
 
 
 def _word(value: Any) -> str:
@@ -158,10 +163,8 @@ def _figures(search: Search, chosen: Loader) -> dict[str, Any]:
 def _write(file: Path, arguments: Sequence[str], search: Search, chosen: Loader, label: str) -> None:
     """A recipe of the loader; what the arguments said of loaders is not carried into it."""
     found = _found(search.config, chosen)
-    own = ("dataloader.kind=", "dataloader.workers=", "dataloader.prefetch=", "dataloader.read_ahead=")
-    others = [
-        word for word in arguments if not word.lstrip("+").startswith((*own, "backend.worker_threads="))
-    ]
+    own = tuple(f"{key}=" for key in Loader("workers", 1).values)
+    others = [word for word in arguments if not word.lstrip("+").startswith(own)]
     rate, memory = search.rate(chosen), num_bytes(search.memory(chosen))
     comment = [
         f"Loader for {label}, found by ptfast find workers",
