@@ -19,6 +19,7 @@ from ptfast.find import outlook as find_outlook
 from ptfast.find.critical import Critical, estimate
 from ptfast.find.noise import moments, noise_of
 from ptfast.find.outlook import Outlook, look_ahead
+from ptfast.find.room import SPARE, memory_to_spare
 from ptfast.find.search import Search
 from ptfast.trainer import Trainer
 
@@ -204,6 +205,24 @@ def test_flags_that_go_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert "means nothing to find lr" in capsys.readouterr().err
     assert cli.run(["find", "batch", *SMALL, "--noise", "parallel=fsdp"]) == 2
     assert "no rank has whole gradients" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_the_processor_finds(tmp_path: Path) -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        run = build_run(tmp_path / device, *SMALL, "micro_batches=4", f"device={device}")
+        found[device] = next(noise_of(run, 10, reads=1))
+    for moment in ("signal", "noise", "square", "loss"):
+        assert found["cuda"][moment] == pytest.approx(found["cpu"][moment], rel=0.02, abs=1e-4)
+
+
+@pytest.mark.gpu
+def test_memory_is_held_back_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    free, total = torch.cuda.mem_get_info(device)
+    with memory_to_spare(device):
+        assert free - torch.cuda.mem_get_info(device)[0] >= 0.9 * SPARE * total
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 
@@ -54,4 +55,11 @@ def limit_of(search: Search) -> str:
     """What there is of memory, and what was said when it was not enough."""
     assert search.too_large is not None
     limit, name = memory_limit(search.config.device)
-    return f"{name} leaves {num_bytes(limit)} ({search.too_large['no_room']})"
+    said = search.too_large["no_room"]
+    # What allocators say around it helps nobody.
+    if found := re.search(r"tried to allocate ([\d.]+) (\w+)", said, re.IGNORECASE):
+        number, unit = found.groups()
+        said = (
+            f"a tensor of {num_bytes(int(number)) if unit == 'bytes' else f'{number} {unit}'} found no room"
+        )
+    return f"{name} leaves {num_bytes(limit)} ({said})"
