@@ -209,12 +209,6 @@ CASES: dict[str, Case] = {
         f"data.decoder=nvjpeg {TYPED} nvJPEG decodes on a CUDA device, and none is used.",
         "Use data.decoder=cpu",
     ),
-    "21 crops on the device": train(
-        "augment=resized_crop dataloader=device",
-        "C011",
-        "dataloader.kind=device ",
-        "boxes of augment.resized_crop are cut on the host. Use dataloader=auto",
-    ),
     "21 crops the wrong way round": train(
         "augment=resized_crop augment.resized_ratio=[2,0.5]",
         "C011",

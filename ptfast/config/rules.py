@@ -191,7 +191,7 @@ def _benchmark_problem(config: Config) -> Problem | None:
 
 
 def _resized_crop_problem(config: Config) -> Problem | None:
-    """Two ways of cropping at once; images that are on the device in one size; ranges the wrong way round."""
+    """Two ways of cropping at once; ranges the wrong way round."""
     augment = config.augment
     for name in ("resized_crop", "resized_ratio"):
         low, high = getattr(augment, name) or (0, 0)
@@ -200,9 +200,6 @@ def _resized_crop_problem(config: Config) -> Problem | None:
             return Problem("C011", what, key=f"augment.{name}", value=[low, high], suggestion=hint)
     if augment.resized_crop is None:
         return None
-    if config.dataloader.kind == "device":
-        what, hint = "boxes of augment.resized_crop are cut on the host", "Use dataloader=auto"
-        return Problem("C011", what, key="dataloader.kind", value="device", suggestion=hint)
     if augment.crop_padding:
         what, hint = f"contradicts augment.crop_padding={augment.crop_padding}", "Set augment.crop_padding=0"
         return Problem(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data.augment import Augment
 from ptfast.data.augment.resident import ResidentImages
+from ptfast.data.crops import Sizes, box_edges, draw_boxes
+from ptfast.data.originals import HeldImages
 from ptfast.data.prepare import Prepare
-from ptfast.data.sampler import Sampler
+from ptfast.data.sampler import Indices, Sampler
 from ptfast.data.source import Source, TensorSource, as_tensor
 from ptfast.errors import ConfigError, MachineError
 from ptfast.machine import available_memory
@@ -32,12 +35,13 @@ class DeviceLoader:
     some ten to a hundred bytes a sample. From then on the host asks for kernels and copies nothing: no pixel
     crosses the bus, and the host's cores have no part in augmentation.
 
-    Draws are those of the other loaders, and pixels the same up to the rounding of turned images.
+    Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled images.
 
     Args:
         sampler: of this rank's shares.
         source: the samples, on the host; images are uint8 (samples, height, width, channels).
         reason: for this kind, for the panel.
+        sizes: heights and widths of samples as they were before they were stored, for resized crops.
 
     Cost: the memory of the samples as they are stored (images with their padding), and that of some batches.
     Source: as in Keller Jordan's airbench, which has CIFAR-10 on the device.
@@ -47,7 +51,13 @@ class DeviceLoader:
     workers = 0
 
     def __init__(
-        self, sampler: Sampler, prepare: Prepare, source: TensorSource, augment: Augment, reason: str
+        self,
+        sampler: Sampler,
+        prepare: Prepare,
+        source: TensorSource,
+        augment: Augment,
+        reason: str,
+        sizes: Callable[[Indices], tuple[Sizes, Sizes]],
     ) -> None:
         self.plan, self.reason = sampler.plan, reason
         self._sampler, self._prepare, self._augment = sampler, prepare, augment
@@ -56,6 +66,7 @@ class DeviceLoader:
         self._images = ResidentImages(inputs, augment.crop_padding) if source.images else None
         self._inputs = inputs if self._images is None else None
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
+        self._sizes = sizes
         width = 4 if source.images else inputs.element_size()
         step_bytes = max(1, sampler.batch_size * inputs[0].numel() * width)
         self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
@@ -100,12 +111,20 @@ class DeviceLoader:
         self._begins = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         augment, seed = self._augment, self._sampler.seed
         self._index = self._sent(index)
-        self._corners = (
-            [self._sent(each) for each in augment.draw(seed, epoch, index)] if augment.moves else []
-        )
-        drawn = augment.draw_changes(seed, epoch, index, self._shape)
+        self._corners = [self._sent(each) for each in self._draw(seed, epoch, index)]
+        shape = self._shape if augment.resized_crop is None else (augment.size, augment.size)
+        drawn = augment.draw_changes(seed, epoch, index, shape)
         self._drawn = {name: self._sent(value) for name, value in drawn.items()}
         self._epoch = (epoch, first)
+
+    def _draw(self, seed: int, epoch: int, index: Indices) -> Sequence[NDArray[np.int64]]:
+        """Where each image is cropped, and whether it is mirrored; nothing where neither is wanted."""
+        augment = self._augment
+        if augment.resized_crop is None:
+            return augment.draw(seed, epoch, index) if augment.moves else []
+        scale, ratio = augment.resized_crop, augment.resized_ratio
+        boxes = draw_boxes(seed, epoch, index, *self._sizes(index), scale, ratio)
+        return [*box_edges(boxes, *self._shape), augment.draw(seed, epoch, index)[2]]
 
     def _sent(self, values: np.ndarray) -> Tensor:
         return self._prepare.move(as_tensor(values))
@@ -117,8 +136,11 @@ class DeviceLoader:
         if self._images is None:
             assert self._inputs is not None
             return self._prepare.laid_out(self._inputs.index_select(0, index)), targets
-        if self._corners:
-            images = self._images.gather(index, *(each[part] for each in self._corners))
+        corners = [each[part] for each in self._corners]
+        if self._augment.resized_crop is not None:
+            images = self._images.cut(index, *corners, size=self._augment.size)
+        elif corners:
+            images = self._images.gather(index, *corners)
         else:
             images = self._images.take(index)
         if self._augment.changes:
@@ -132,10 +154,13 @@ def build_device_loader(
     """The loader of `source` once it is on `device`.
 
     Raises:
-        ConfigError: C011 for samples that are no tensors of one shape.
+        ConfigError: C011 for samples that are no tensors of one shape, or images stored in several sizes.
         MachineError: E005 where the device has no room for them.
     """
     hint = "Use dataloader=memory, whose batches are copied as they are due"
+    sizes = source.sizes
+    if isinstance(source, HeldImages):
+        source = source.in_one_size()
     if not isinstance(source, TensorSource):
         what = "only samples of one shape can lie on the device, and these are put together for each batch"
         raise ConfigError(
@@ -145,7 +170,7 @@ def build_device_loader(
     if needed > MOST_OF_MEMORY * free:
         what = f"the data takes {num_bytes(needed)} on {device.type}, which has {num_bytes(free)} free"
         raise MachineError("E005", what, key="dataloader.kind", value="device", suggestion=hint)
-    return DeviceLoader(sampler, prepare, source, augment, reason)
+    return DeviceLoader(sampler, prepare, source, augment, reason, sizes)
 
 
 def resident_bytes(source: TensorSource, augment: Augment) -> int:

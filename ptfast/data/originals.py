@@ -9,7 +9,8 @@ import torch
 
 from ptfast.data.crops import Boxes, Sizes, crop_all
 from ptfast.data.images import Pixels, fit, mixed_sizes
-from ptfast.data.source import Source, as_tensor
+from ptfast.data.source import Source, TensorSource, as_tensor
+from ptfast.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +55,19 @@ class HeldImages(Source):
 
     def originals(self, indices: Indices) -> list[Pixels]:
         return [self._pixels[i] for i in indices]
+
+    def in_one_size(self) -> TensorSource:
+        """The same as one tensor.
+
+        Raises:
+            ConfigError: C011 for images that are stored in several sizes.
+        """
+        shapes = {pixels.shape for pixels in self._pixels}
+        if len(shapes) > 1:
+            what = f"images lie on the device in one size, and these have {len(shapes):,}"
+            hint = "Use dataloader=memory, or augment.resized_crop=null"
+            raise ConfigError("C011", what, key="dataloader.kind", value="device", suggestion=hint)
+        return TensorSource(torch.from_numpy(np.stack(self._pixels)), self.targets, images=True)
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         heights, widths = self._sizes[:, indices]
