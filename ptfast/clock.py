@@ -167,9 +167,16 @@ def label(cause: str) -> str:
 
 
 def for_device(clock: Clock, device: torch.device) -> Clock:
-    """`clock`, or what goes on from it where the device works while the host goes on."""
+    """`clock`, or what goes on from it where the device works while the host goes on, and has events."""
     if device.type == "cpu":
         return clock
     import torch
 
-    return DeviceClock(clock, lambda: torch.Event(device=device, enable_timing=True))
+    def event() -> torch.Event:
+        return torch.Event(device=device, enable_timing=True)
+
+    try:
+        event().record()
+    except (RuntimeError, NotImplementedError):
+        return clock
+    return DeviceClock(clock, event)
