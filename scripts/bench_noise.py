@@ -58,14 +58,17 @@ class Bench:
     """Runs of one recipe, on data that is loaded once."""
 
     def __init__(self, recipe: str, words: Sequence[str], case: Case) -> None:
+        from ptfast.backend import resolve_device
         from ptfast.config.read import read_config
         from ptfast.distributed import Ranks
-        from ptfast.loading import load_data
+        from ptfast.loading import build_choice, load_data
 
         plain = ["optimizer=sgd", "optimizer.momentum=0", "schedule=constant", "epochs=null"]
         self.case = case
         self.words = [f"+recipe={recipe}", *plain, f"steps={case.most_steps}", *words]
-        self.data = load_data(read_config(self.words)[1], Ranks())
+        _, config = read_config(self.words)
+        choice = build_choice(config, 1, resolve_device(config.device, Ranks()), {})
+        self.data = load_data(config, Ranks(), choice)
 
     def train(self, batch: int, lr: float, seed: int, most_steps: int) -> dict[str, list[float]]:
         """Moments and losses of the steps up to the target, or up to the last step allowed."""
