@@ -4,134 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from checkpointed import CASES, MODES, assert_same, gpt, pair, resnet, saved_bytes, step
 from config_trees import check, refused
-from conftest import ROOT
 from running import build_run, same_bits, train, weights
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 from ptfast.checkpointing import (
     CheckpointedForward,
     apply_checkpointing,
-    apply_memory_budget,
     naming_mismatch,
 )
-from ptfast.compile import Compilation
 from ptfast.distributed import Ranks
 from ptfast.errors import ConfigError
-from ptfast.models.gpt import Gpt
 from ptfast.models.mlp import Mlp
-from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.panel import checkpointing_row
 from ptfast.parallel import RunningStatistics
-
-MODES = ("full", "every_n", "selective")
-SEED = 5
-
-
-class Odd(nn.Module):
-    """A block with every kind of state that a second forward pass could spoil."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.linear = spectral_norm(nn.Linear(6, 6))
-        self.norm = norm
-        self.act = nn.ReLU(inplace=True)
-        self.dropout = nn.Dropout(0.3)
-        self.register_buffer("table", torch.ones(6))
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("var", torch.ones(6))
-
-    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        x = x + self.dropout(self.act(self.norm(self.linear(x)))) * scale * self.table
-        return F.batch_norm(x, self.mean, self.var, training=self.training)
-
-
-class OddNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6, momentum=None), nn.SyncBatchNorm(6), nn.BatchNorm1d(6)]
-        self.blocks = nn.ModuleList(Odd(norm) for norm in norms)
-        self.blocks[3].norm.requires_grad_(False)
-
-    def train(self, mode: bool = True) -> OddNet:
-        super().train(mode)
-        self.blocks[3].norm.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, scale=x.new_tensor(0.5))
-        return x
-
-
-def resnet() -> nn.Module:
-    return ResNetCifar(4, 3, depth=14, width=4)
-
-
-def gpt() -> nn.Module:
-    return Gpt(11, 12, width=16, depth=3, heads=2, dropout=0.2)
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "batch norm": (resnet, lambda: torch.randn(4, 3, 8, 8)),
-    "dropout": (gpt, lambda: torch.randint(11, (2, 12))),
-    "odd": (OddNet, lambda: torch.randn(5, 6)),
-}
-
-
-def pair(make: Callable[[], nn.Module], mode: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The same model without and with checkpointing."""
-    torch.manual_seed(0)
-    plain = make().train()
-    other = copy.deepcopy(plain)
-    apply_checkpointing(other, mode, every=2, **options)
-    return plain, other
-
-
-def step(model: nn.Module, inputs: Tensor, seed: int = SEED) -> Tensor:
-    """Forward and backward of one micro-batch, seeded like the loop's."""
-    torch.manual_seed(seed)
-    loss = model(inputs).float().square().sum()
-    loss.backward()
-    return torch.stack([loss.detach(), torch.rand(())])
-
-
-def assert_same(plain: nn.Module, other: nn.Module) -> None:
-    assert same_bits(plain.state_dict(), other.state_dict())
-    for (name, one), (other_name, two) in zip(
-        plain.named_parameters(), other.named_parameters(), strict=True
-    ):
-        assert name == other_name
-        assert (one.grad is None) == (two.grad is None)
-        assert one.grad is None or torch.equal(one.grad, two.grad), name
-
-
-@contextlib.contextmanager
-def saved_bytes() -> Iterator[list[int]]:
-    """Counts the bytes that a forward pass saves for the backward pass, a storage once."""
-    found: list[int] = []
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
-    found.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -336,154 +228,6 @@ def test_contradictions(checkpointing: dict[str, Any], code: str, key: str) -> N
 
 def test_a_recipe_s_keys_of_another_mode_are_left_alone() -> None:
     check(lambda key: "mine.yaml:3", checkpointing={"mode": "none", "blocks": ["layers.*"], "every": 3})
-
-
-def test_a_budget_of_the_compiler() -> None:
-    """The partitioner that the budget steers, without the C++ compiler behind it."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.GELU())
-    inputs, counts, grads = torch.randn(64, 8), {}, {}
-    for budget in (None, 0.2):
-        apply_memory_budget(budget)
-        try:
-            compiled = copy.deepcopy(model)
-            compiled.compile(backend="aot_eager_decomp_partition")
-            with saved_bytes() as found:
-                loss = compiled(inputs).square().sum()
-            loss.backward()
-        finally:
-            apply_memory_budget(None)
-        counts[budget], grads[budget] = found[0], [p.grad for p in compiled.parameters()]
-    assert counts[0.2] < 0.7 * counts[None]
-    torch.testing.assert_close(grads[0.2], grads[None], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["batch norm", "gpt"])
-def test_a_compiled_model(case: str) -> None:
-    torch.manual_seed(0)
-    model: nn.Module = ResNetCifar(4, 3, depth=8, width=4) if case == "batch norm" else Gpt(11, 12, 16, 2, 2)
-    inputs = torch.randn(4, 3, 8, 8) if case == "batch norm" else torch.randint(11, (2, 12))
-    expected = copy.deepcopy(model)
-    expected.compile()
-    step(expected, inputs)
-    for mode in ("full", "selective", "budget"):
-        other = copy.deepcopy(model)
-        apply_checkpointing(other, mode)  # type: ignore[arg-type]
-        apply_memory_budget(0.3 if mode == "budget" else None)
-        other.compile()
-        step(other, inputs)
-        apply_memory_budget(None)
-        torch.testing.assert_close(other.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
-        for one, two in zip(other.parameters(), expected.parameters(), strict=True):
-            scale = two.grad.abs().max()
-            torch.testing.assert_close(one.grad / scale, two.grad / scale, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("compile_mode", ["pointwise", "blocks"])
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_compiled_in_parts(mode: Any, compile_mode: Any) -> None:
-    plain, other = pair(lambda: ResNetCifar(4, 3, depth=8, width=4), mode)
-    Compilation(compile_mode, "cpu").apply(other)
-    inputs = torch.randn(4, 3, 8, 8)
-    assert torch.allclose(step(plain, inputs), step(other, inputs))
-    torch.testing.assert_close(other.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
-    for one, two in zip(other.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-5 * float(two.grad.abs().max()))
-
-
-class Dropped(nn.Module):
-    """Where an output is not zero, the gradient of its weight is not, if the same draws made both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.dropout = nn.Parameter(torch.ones(500)), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.weight * x).sin().sin()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_dropout_of_a_compiled_model(mode: Any) -> None:
-    model = nn.Sequential(Dropped())
-    apply_checkpointing(model, mode, blocks="0")
-    model.compile()
-    output = model(torch.rand(500) + 0.5)
-    output.sum().backward()
-    assert 0.3 < (output != 0).float().mean() < 0.7
-    assert torch.equal(output != 0, model[0].weight.grad != 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "distilbert"])
-def test_models_of_transformers(name: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    small = {
-        "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
-        "llama": {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-        },
-        "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 16},
-    }[name]
-    config = transformers.AutoConfig.for_model(name, vocab_size=13, **small)
-    tokens = torch.randint(13, (2, 7))
-
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = transformers.AutoModel.from_config(config)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.model(input_ids=tokens).last_hidden_state
-
-    for mode in MODES:
-        plain, other = pair(Last, mode)
-        assert torch.equal(step(plain, tokens), step(other, tokens))
-        assert_same(plain, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet50", "vit_tiny_patch16_224", "convnext_atto"])
-def test_models_of_timm(name: str) -> None:
-    timm = pytest.importorskip("timm")
-    images = torch.randn(2, 3, 64, 64)
-    size = {"img_size": 64} if name.startswith("vit") else {}
-    for mode in MODES:
-        plain, other = pair(lambda: timm.create_model(name, num_classes=4, drop_path_rate=0.2, **size), mode)
-        assert torch.equal(step(plain, images), step(other, images))
-        assert_same(plain, other)
-
-
-@pytest.mark.slow
-def test_the_compiler_is_loaded_by_nothing_that_is_off() -> None:
-    code = (
-        "import sys, ptfast.runner, ptfast.checkpointing as c; from ptfast.models.gpt import Gpt;"
-        "c.apply_checkpointing(Gpt(5, 4, width=4, heads=2), 'none'); c.apply_memory_budget(None);"
-        "assert not {'torch._dynamo', 'torch._functorch.config'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
-def test_on_a_gpu(mode: str) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        for make, draw in CASES.values():
-            plain, other = pair(lambda make=make: make().cuda(), mode)
-            inputs = draw().cuda()
-            with torch.autocast("cuda", torch.bfloat16):
-                assert torch.equal(step(plain, inputs), step(other, inputs))
-            assert_same(plain, other)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 class Changing(nn.Module):
