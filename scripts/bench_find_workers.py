@@ -1,9 +1,10 @@
 """What `ptfast find workers` chooses for slow and for fast data, held to the best of all loaders.
 
 A sample of the slow data takes 20 ms to come, which are spent waiting, as for a disk or a network far away;
-one of the fast data comes at once. The network is a wide MLP, whose computing takes the cores that loading
-would have. `ptfast find workers` chooses a loader for each. Then every loader of a grid trains by itself by
-`ptfast train`, in interleaved rounds, and what was chosen is held against the best of the grid.
+one of the fast data comes at once. The network takes 40 ms a step: it waits for them, as a host waits for a
+GPU, or with `--network mlp` it computes and takes the cores that loading would have. `ptfast find workers`
+chooses a loader for each. Then every loader of a grid trains by itself by `ptfast train`, in interleaved
+rounds, and what was chosen is held against the best of the grid.
 
     python scripts/bench_find_workers.py [--rounds 3] [--seconds 3] [--workers 0 1 2 4 8 12 16] [--only slow]
 """
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench_tools import machine
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,11 +35,15 @@ WORDS = (
     "data=custom",
     "data._target_=bench_find_workers.Planted",
     "data.val=0",
-    "model=mlp",
-    "model.hidden=[2048,2048]",
     f"batch_size={BATCH_SIZE}",
     "device=cpu",
 )
+NETWORKS = {
+    "waiting": ("model=custom", "model._target_=bench_find_workers.Waiting"),
+    "mlp": ("model=mlp", "model.hidden=[4096,4096]"),
+}
+STEP_S = 0.04
+"""What a step of the network that waits takes."""
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]),
@@ -60,6 +66,19 @@ class Planted(Dataset[Any]):
         if self.read_s:
             time.sleep(self.read_s)
         return torch.full((NUM_FEATURES,), float(index % 7)), index % 2
+
+
+class Waiting(nn.Module):
+    """One linear layer, and a wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(NUM_FEATURES, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, features) to logits."""
+        time.sleep(STEP_S)
+        return self.layer(inputs)
 
 
 class Row(NamedTuple):
@@ -106,7 +125,7 @@ def rate(words: list[str], row: Row, expected: float, seconds: float, folder: Pa
 
 def compare(data: str, arguments: argparse.Namespace) -> None:
     """Choose for one of the data sets, measure the grid, and print both."""
-    words = [*WORDS, f"data.read_s={DATA[data]}"]
+    words = [*WORDS, *NETWORKS[arguments.network], f"data.read_s={DATA[data]}"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print(f"\n{data}: {1e3 * DATA[data]:g} ms a sample, batches of {BATCH_SIZE}", flush=True)
@@ -146,6 +165,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of the grid")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4, 8, 12, 16])
+    parser.add_argument("--network", choices=NETWORKS, default="waiting")
     parser.add_argument("--only", choices=DATA, help="one of the two data sets")
     arguments = parser.parse_args()
     for data in [arguments.only] if arguments.only else DATA:

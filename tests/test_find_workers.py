@@ -144,6 +144,7 @@ def test_what_no_loader_can_save_is_not_looked_for(searched: Callable[..., Searc
     machine.waiting = 0.01
     search = searched(machine)
     assert search.best() == PLAIN
+    assert machine.children == [[PLAIN], [MEMORY], [of(1)], [of(2)], [of(4)], [of(8)], [of(16)]]
     remarks = [*workers._remarks(search, PLAIN)]
     assert remarks[0].startswith("without workers 1.0% of the time goes to reading")
 

@@ -85,7 +85,7 @@ class Search:
     def fail(self, loader: Loader, why: str) -> None:
         """Note why one that was tried cannot be had."""
         self.failed[loader] = why
-        self.display.note(f"  {self.label(loader):<26}  cannot be had")
+        self.display.note(f"  {self.label(loader):<24} cannot be had")
 
     def rate(self, loader: Loader) -> float:
         """Samples per second, the median of all times that `loader` was measured."""
@@ -165,10 +165,8 @@ class Search:
     def _tell(self, result: dict[str, Any]) -> None:
         if "no_room" in result:
             return
-        rate, memory = grouped(result["samples_per_s"]), num_bytes(result["memory_bytes"])
-        label = self.label(Loader(*result["loader"]))
-        waiting = f"{result['waiting']:.0%} waiting"
-        self.display.note(f"  {label:<26}  {rate:>8} samples/s  {waiting:>12}  {memory}")
+        label, rate = self.label(Loader(*result["loader"])), grouped(result["samples_per_s"])
+        self.display.note(f"  {label:<24} {rate:>7} samples/s  {result['waiting']:>4.0%} waiting")
 
 
 def search_loaders(search: Search, most: int | None = None) -> None:
@@ -199,6 +197,8 @@ def search_loaders(search: Search, most: int | None = None) -> None:
     _ascend(search, most)
     for loader in named.values():
         search.measure(loader)
+    if search.waiting(plain) <= NOTHING:
+        return
     _refine(search, most)
     leaders = sorted(search.seen, key=search.rate, reverse=True)[:FINALISTS]
     leaders = [loader for loader in leaders if search.may_be_as_quick(loader, leaders[0])]
