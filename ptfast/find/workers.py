@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,13 +12,15 @@ from ptfast import run_folder
 from ptfast.config.compose import Composed
 from ptfast.config.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
-from ptfast.display import standard_output, table
+from ptfast.display import is_terminal, standard_output, table
 from ptfast.errors import EXIT_OK
 from ptfast.find.loader import Loader, workers
 from ptfast.find.loader_search import NOTHING, RULE, Search, named_loaders, search_loaders
 from ptfast.units import duration, num_bytes
 
 FIGURES = "workers.json"
+NARROW = 80
+"""Columns of a terminal below which the table says less."""
 
 
 def find_workers(
@@ -81,29 +84,28 @@ def _marks(search: Search, chosen: Loader) -> dict[Loader, str]:
 def _show(search: Search, chosen: Loader) -> None:
     marks = _marks(search, chosen)
     most = max(map(search.rate, search.seen))
-    kind = search.seen[chosen][0]["memory_kind"]
-    on_gpu = any("gpu_bytes" in trials[0] for trials in search.seen.values())
-    rows = []
+    stream = standard_output()
+    narrow = is_terminal(stream) and shutil.get_terminal_size().columns < NARROW
+    rows: list[dict[str, str]] = []
     for loader in sorted(search.seen, key=lambda loader: (loader.workers, loader.kind != "plain", loader)):
         trials = search.seen[loader]
         rate = search.rate(loader)
         low, high = min(trial["low"] for trial in trials), max(trial["high"] for trial in trials)
-        rows.append(
-            [
-                loader.label(search.config),
-                str(loader.workers),
-                f"{rate:,.0f}",
-                f"{low:,.0f} to {high:,.0f}",
-                f"{rate / most:.2f}",
-                f"{search.waiting(loader):.0%}",
-                num_bytes(search.memory(loader)),
-                *([num_bytes(trials[0]["gpu_bytes"])] if on_gpu else []),
-                marks.get(loader, ""),
-            ]
-        )
+        row = {
+            "loader": search.label(loader) if narrow else loader.label(search.config),
+            "workers": str(loader.workers),
+            "samples/s": f"{rate:,.0f}",
+            "spread": f"{low:,.0f} to {high:,.0f}",
+            "of the best": f"{rate / most:.2f}",
+            "waiting": f"{search.waiting(loader):.0%}",
+            f"memory ({trials[0]['memory_kind']})": num_bytes(search.memory(loader)),
+        }
+        if "gpu_bytes" in trials[0]:
+            row["on the GPU"] = num_bytes(trials[0]["gpu_bytes"])
+        rows.append(row | {"": marks.get(loader, "")})
+    headers = [name for name in rows[0] if not (narrow and name in ("workers", "spread", "of the best"))]
     print()
-    headers = ["loader", "workers", "samples/s", "spread", "of the best", "waiting", f"memory ({kind})"]
-    table([*headers, *(["on the GPU"] if on_gpu else []), ""], rows, stream=standard_output())
+    table(headers, [[row.get(name, "") for name in headers] for row in rows], stream=stream)
     for loader, why in search.failed.items():
         print(f"not measured: {search.label(loader)} ({why})")
     for line in [*search.notes, *_remarks(search, chosen)]:
