@@ -24,6 +24,7 @@ from ptfast.data.changed import Change, ChangedLoader
 from ptfast.data.choice import Choice, choose
 from ptfast.data.mix import build_mix
 from ptfast.data.sampler import smallest_micro_batch
+from ptfast.data.sharing import build_holder
 from ptfast.data.streams import Marks
 from ptfast.data.transfers import PrefetchedEvaluation, PrefetchedLoader, Side, open_side_stream
 from ptfast.distributed import Ranks, on_first_rank
@@ -61,6 +62,7 @@ def load_data(
         crops=config.augment.resized_crop is not None,
         shuffle_buffer=section.shuffle_buffer,
         once=lambda compute: on_first_rank(compute, ranks),
+        holder=build_holder(ranks),
         **saved,
     )
     return arrange(data, config)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 from running import build_run, same_bits, weights
 from torch import nn
 from toys import Lines
 
+from ptfast.data.sharing import build_holder
 from ptfast.distributed import Ranks
 from ptfast.errors import PtfastError
 from ptfast.loop import evaluate_split, fit
@@ -144,10 +148,56 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     found["stream"] = one_pass(on)
     for name in ("OfRank", "LateOfRank", "Asks", "SaysSo"):
         found[f"stream {name}"] = refusal_of_stream(on, name)
+    found["held"] = held_together(on)
     found["stream resumes"] = on.resumed("stream", *STREAM)
     for name, words in UNUSED.items():
         found[name] = on.refusal(name, *words, strategy="fsdp" if "fsdp" in name else "ddp")
     return found
+
+
+def held_together(on: Cases) -> dict[str, Any]:
+    """What two ranks train to from images in memory, held once or by each, and where the memory lies."""
+    if on.ranks.is_first:
+        for number in range(24):
+            file = Path("pictures", f"class-{number % 2}", f"{number:02d}.png")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(file)
+    torch.distributed.barrier()
+    words = ("data=imagefolder", "data.root=pictures", "model.hidden=[4]", "batch_size=8", "epochs=2")
+    words = (*words, "dataloader=memory", "augment=crop_flip", "augment.crop_padding=1")
+    found: dict[str, Any] = {}
+    for name in ("together", "without a map", "apart"):
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "without a map":
+                patch.setattr("ptfast.data.sharing._map", refuse_to_map)
+            if name == "apart":
+                patch.setattr("ptfast.loading.build_holder", lambda ranks: None)
+            run = on.build(f"held {name}", *words)
+            assert fit(run) == "finished"
+        torch.distributed.barrier()
+        found[name] = {"weights": weights(Path(f"held {name}")), "note": run.data_note}
+    holder = build_holder(on.ranks)
+    array, given = holder.fill((2, 4096), lambda array: f"by rank {fill_with(array, on.ranks.rank)}")
+    mapped = "memfd:ptfast" in Path("/proc/self/maps").read_text()
+    # What a rank writes by mistake stays its own.
+    value = int(array[1, 4095])
+    array[1, 4095] += 1 - on.ranks.is_first
+    seen: list[Any] = [None] * on.ranks.num_ranks
+    torch.distributed.all_gather_object(seen, (value, given, mapped))
+    torch.distributed.barrier()
+    found["seen"], found["kept"] = seen, int(array[1, 4095])
+    found["agree"] = [holder.agree(on.ranks.is_first), holder.agree(True)]
+    return found
+
+
+def fill_with(array: Any, rank: int) -> int:
+    array[:] = rank + 7
+    return rank
+
+
+def refuse_to_map(path: str, size: int) -> Any:
+    raise PermissionError(13, "Permission denied")
 
 
 def refusal_of_stream(on: Cases, name: str) -> str:

@@ -201,6 +201,21 @@ def test_an_epoch_gives_the_same_weights_whoever_loads(in_tmp: Path) -> None:
         assert same_bits(weights(in_tmp / name.replace(" ", "-")), weights(in_tmp / "plain")), name
 
 
+def test_ranks_of_a_machine_hold_images_once(two_ranks: dict[str, Any]) -> None:
+    held = two_ranks["held"]
+    notes = {
+        "together": "; held once for 2 ranks",
+        "without a map": "; held by each of 2 ranks (Permission denied)",
+    }
+    for name, note in notes.items():
+        assert same_bits(held[name]["weights"], held["apart"]["weights"]), name
+        assert held[name]["note"].endswith(note)
+    assert held["apart"]["note"].endswith("val")
+    assert held["seen"] == [(7, "by rank 0", True)] * 2
+    assert held["kept"] == 7
+    assert held["agree"] == [False, True]
+
+
 @pytest.mark.usefixtures("folder")
 def test_the_choice_is_written_down_with_its_reason_and_kept(
     in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from ptfast.data.loaders import build_train_loader
 from ptfast.data.normalize import Statistics, statistics
 from ptfast.data.sampler import smallest_micro_batch
 from ptfast.data.saved import as_known, check_same_data, read_info
+from ptfast.data.sharing import Holder
 from ptfast.data.source import Data, DataSet, ReadsAsKnown, Source, Splits, TensorSource
 from ptfast.data.split import split_indices
 from ptfast.errors import ConfigError
@@ -61,6 +62,7 @@ def build_data(
     choose: Callable[..., Choice] | None = None,
     crops: bool = False,
     once: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
+    holder: Holder | None = None,
 ) -> Data:
     """The splits of a run and the facts about them.
 
@@ -78,6 +80,7 @@ def build_data(
             have it decoded here. None leaves samples where they are.
         crops: whether training images are held as large as they are stored, for parts that are cut out.
         once: calls what computes the statistics, on one rank for all where there are several.
+        holder: of what is decoded into memory, which ranks may hold together; None for this process.
 
     Raises:
         ConfigError: C011 for a task that the labels are not for, and for a shuffle buffer of data that is
@@ -103,7 +106,7 @@ def build_data(
         others = [source for split, source in splits.sources.items() if split != "train"]
         choice = once(lambda: choose(splits.train, others))
         if choice.kind in HELD:
-            splits = _hold(splits, crops)
+            splits = _hold(splits, crops, holder or Holder())
     train = splits.train
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
     # Whether labels are counted must not depend on who loads: those that are held show that all count.
@@ -122,7 +125,7 @@ def build_data(
     if contents is not None:
         info = replace(info, extra={**info.extra, "contents": contents})
     note = _describe(name, splits)
-    return Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order)
+    return Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order, holder)
 
 
 def read_inputs(info: DataInfo, paths: Sequence[str], **options: Any) -> Iterator[tuple[list[str], Tensor]]:
@@ -171,7 +174,7 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
     return splits._replace(train=splits.train.take(train), val=splits.train.take(held))
 
 
-def _hold(splits: Splits, crops: bool) -> Splits:
+def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     """The same splits, decoded into memory."""
     converted = 0
     if crops and splits.train.images and not splits.train.in_memory:
@@ -180,10 +183,10 @@ def _hold(splits: Splits, crops: bool) -> Splits:
         files = splits.train
         splits = splits._replace(train=HeldImages(files))
         converted = files.num_converted
-    held = {split: s.hold() for split, s in splits.sources.items() if not s.in_memory}
+    held = {split: s.hold(holder) for split, s in splits.sources.items() if not s.in_memory}
     converted += sum(found.num_converted for found in held.values())
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
-    note = "; ".join(filter(None, [splits.note, note]))
+    note = "; ".join(filter(None, [splits.note, note, holder.note if held else ""]))
     return splits._replace(**{split: found.source for split, found in held.items()}, note=note)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ptfast.data.augment import Augment, AugmentedImages, augmented, cropped
 from ptfast.data.sampler import Share
+from ptfast.data.sharing import Holder
 from ptfast.data.source import Source, TensorSource, as_tensor
 from ptfast.errors import ConfigError
 
@@ -49,8 +50,10 @@ class AugmentedStream:
 class MemoryBatches:
     """Gathers augmented batches straight out of padded images in memory."""
 
-    def __init__(self, source: TensorSource, augment: Augment, seed: int) -> None:
-        self._images = AugmentedImages(source.inputs, augment, seed)
+    def __init__(
+        self, source: TensorSource, augment: Augment, seed: int, holder: Holder | None = None
+    ) -> None:
+        self._images = AugmentedImages(source.inputs, augment, seed, holder)
         self._targets = source.targets
 
     def __call__(self, share: Share) -> Any:

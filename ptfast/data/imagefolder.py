@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ptfast.data.sampler import Indices
+    from ptfast.data.sharing import Holder
     from ptfast.durations import Duration
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
@@ -245,10 +246,10 @@ class ImageFiles(Source):
                     self.corrupt.add(other)
         raise DataError("D005", "cannot be decoded, nor any other file", key=self.paths[index])
 
-    def hold(self) -> Held:
+    def hold(self, holder: Holder | None = None) -> Held:
         if self.skips:
             return Held(super().hold().source, self.num_converted)
-        images, num_converted = decode_all(self.decoder, self.paths, self.threads)
+        images, num_converted = decode_all(self.decoder, self.paths, self.threads, holder)
         return Held(TensorSource(images, self.targets, images=True), num_converted)
 
     def take(self, indices: Indices) -> ImageFiles:

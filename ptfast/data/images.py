@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data.crops import resize
+from ptfast.data.sharing import Holder
 from ptfast.data.tar import InTar
 from ptfast.errors import DataError
 
@@ -165,16 +167,20 @@ def read_file(path: str) -> bytes:
         raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
 
 
-def decode_all(decoder: Decoder, paths: Sequence[str], threads: int) -> tuple[Tensor, int]:
+def decode_all(
+    decoder: Decoder, paths: Sequence[str], threads: int, holder: Holder | None = None
+) -> tuple[Tensor, int]:
     """Decode files of one size into one tensor (files, height, width, 3), with `threads` threads.
+
+    Args:
+        holder: of the tensor; ranks that hold it together lend their threads to the one that decodes.
 
     Returns:
         The images, and how many were not 8-bit RGB and have been converted.
     """
-    first = decoder(paths[0]).pixels
-    images = np.empty((len(paths), *first.shape), np.uint8)
+    first, holder = decoder(paths[0]).pixels, holder or Holder()
 
-    def decode(start: int) -> int:
+    def decode(images: Pixels, start: int) -> int:
         chunk = paths[start : start + _CHUNK]
         pixels, converted = decoder.stack(chunk)
         if pixels.shape[1:] != first.shape:
@@ -182,12 +188,15 @@ def decode_all(decoder: Decoder, paths: Sequence[str], threads: int) -> tuple[Te
         images[start : start + len(chunk)] = pixels
         return converted
 
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        try:
-            converted = sum(pool.map(decode, range(0, len(paths), _CHUNK)))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    def fill(images: Pixels) -> int:
+        with ThreadPoolExecutor(max(1, threads) * holder.num_holders) as pool:
+            try:
+                return sum(pool.map(partial(decode, images), range(0, len(paths), _CHUNK)))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    images, converted = holder.fill((len(paths), *first.shape), fill)
     return torch.from_numpy(images), converted
 
 

@@ -17,6 +17,7 @@ from ptfast.data.device import build_device_loader
 from ptfast.data.iterable import IterableSource
 from ptfast.data.prepare import Prepare, build_prepare
 from ptfast.data.sampler import Sampler, Share
+from ptfast.data.sharing import Holder
 from ptfast.data.source import Data, TensorSource, as_tensor
 from ptfast.data.streams import build_stream_loader
 from ptfast.data.workers import WorkerPool
@@ -128,8 +129,10 @@ def build_train_loader(
         if not wanted and source.prepared_bytes <= STATIC_LIMIT_BYTES:
             return StaticLoader(sampler, prepare, source, reason)
         if wanted and wanted.resized_crop is None:
-            if AugmentedImages.nbytes(source.inputs, wanted) <= available_memory() // 2:
-                return StepLoader(sampler, prepare, MemoryBatches(source, wanted, seed), kind, reason)
+            holder = data.holder or Holder()
+            if holder.agree(AugmentedImages.nbytes(source.inputs, wanted) <= available_memory() // 2):
+                batches = MemoryBatches(source, wanted, seed, holder)
+                return StepLoader(sampler, prepare, batches, kind, reason)
             reason += "; no room for padded copies"
     return StepLoader(sampler, prepare, RawBatches(source, wanted, seed), kind, reason)
 

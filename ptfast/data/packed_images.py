@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ptfast.data.sampler import Indices
+    from ptfast.data.sharing import Holder
 
 
 class PackedImages(Source):
@@ -102,10 +103,10 @@ class PackedImages(Source):
 
         return torch.stack(in_threads(len(indices), crop))
 
-    def hold(self) -> Held:
+    def hold(self, holder: Holder | None = None) -> Held:
         """All images; where they are fetched as they are stored, without a copy: ranks share one memory."""
         if self._shape is None:
-            return super().hold()
+            return super().hold(holder)
         images = torch.from_numpy(self._mapped().reshape(-1, *self._shape))
         return Held(TensorSource(images, self.targets, images=True), 0)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ptfast.data.sampler import Indices
+    from ptfast.data.sharing import Holder
     from ptfast.durations import Duration
 
 
@@ -78,8 +79,11 @@ class Source:
         """Images that were not 8-bit RGB, of those fetched so far."""
         return 0
 
-    def hold(self) -> Held:
+    def hold(self, holder: Holder | None = None) -> Held:
         """Every sample, decoded once and held in memory.
+
+        Args:
+            holder: of what is decoded, which ranks may hold together; None for this process.
 
         Raises:
             DataError: D008 if they differ in shape.
@@ -185,7 +189,7 @@ class TensorSource(Source):
     def held_bytes(self) -> int:
         return self.inputs.numel() * self.inputs.element_size()
 
-    def hold(self) -> Held:
+    def hold(self, holder: Holder | None = None) -> Held:
         return Held(self, 0)
 
     def contents(self) -> list[Any]:
@@ -350,3 +354,5 @@ class Data:
     """Names the files that were left out so far; None where one that cannot be read ends the run."""
     order: Callable[[int, int], Indices | None] = lambda seed, epoch: None
     """`order` of the training data, wherever it is held."""
+    holder: Holder | None = None
+    """Where what is decoded is held; None for this process."""

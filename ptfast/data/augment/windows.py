@@ -10,6 +10,7 @@ from torch import Tensor
 from ptfast.data.augment.plan import Augment
 from ptfast.data.crops import draw_boxes
 from ptfast.data.sampler import Indices, Share
+from ptfast.data.sharing import Holder
 from ptfast.data.source import Source
 
 Bytes = NDArray[np.uint8]
@@ -59,14 +60,17 @@ class AugmentedImages:
 
     Args:
         images: uint8 (samples, height, width, channels).
+        holder: of the padded copies; None for this process.
 
     Cost: the memory of the padded images, twice if they are flipped; 1 to 2 us for an image of 32x32.
     """
 
-    def __init__(self, images: Tensor, augment: Augment, seed: int) -> None:
+    def __init__(self, images: Tensor, augment: Augment, seed: int, holder: Holder | None = None) -> None:
         pixels = images.contiguous().numpy()
         self._augment, self._seed, self._size = augment, seed, len(pixels)
-        copies = _pad(pixels, augment.crop_padding, mirrored=bool(augment.flip)) if augment.moves else pixels
+        copies = pixels
+        if augment.moves:
+            copies = _pad(pixels, augment.crop_padding, holder, mirrored=bool(augment.flip))
         self._windows = RowWindows(copies, pixels.shape[1:])
         self._epoch, self._corners = -1, np.empty(0, np.int64)
 
@@ -125,12 +129,16 @@ class RowWindows:
         return runs.view(np.uint8).reshape(len(corners), *self._shape)
 
 
-def _pad(pixels: Bytes, padding: int, *, mirrored: bool = False) -> Bytes:
+def _pad(pixels: Bytes, padding: int, holder: Holder | None = None, *, mirrored: bool = False) -> Bytes:
     samples, height, width, channels = pixels.shape
     copies = 2 if mirrored else 1
-    padded = np.zeros((copies, samples, height + 2 * padding, width + 2 * padding, channels), np.uint8)
     inside = (slice(None), slice(padding, padding + height), slice(padding, padding + width))
-    padded[0][inside] = pixels
-    if mirrored:
-        padded[1][inside] = pixels[:, :, ::-1]
+
+    def fill(padded: Bytes) -> None:
+        padded[0][inside] = pixels
+        if mirrored:
+            padded[1][inside] = pixels[:, :, ::-1]
+
+    shape = (copies, samples, height + 2 * padding, width + 2 * padding, channels)
+    padded, _ = (holder or Holder()).fill(shape, fill)
     return padded.reshape(copies * samples, *padded.shape[2:])
