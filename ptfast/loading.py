@@ -27,9 +27,10 @@ from ptfast.data.sampler import smallest_micro_batch
 from ptfast.data.sharing import build_holder
 from ptfast.data.streams import Marks
 from ptfast.data.transfers import PrefetchedEvaluation, PrefetchedLoader, Side, open_side_stream
+from ptfast.data.workers import failed
 from ptfast.distributed import Ranks, on_first_rank
 from ptfast.durations import Duration
-from ptfast.errors import ConfigError, DataError
+from ptfast.errors import ConfigError, DataError, PtfastError
 from ptfast.plan import BatchPlan, constant
 from ptfast.run import DataInfo, EvalLoader, Task, TrainLoader
 
@@ -52,8 +53,14 @@ def load_data(
     """
     section = config.data
     ranks = ranks or Ranks()
+    try:
+        source = section.target.build()
+    except Exception as error:
+        if isinstance(error, PtfastError) or section.target.path.startswith("ptfast."):
+            raise
+        raise failed(error) from error
     data = build_data(
-        section.target.build(),
+        source,
         val=section.val,
         seed=config.seed,
         task=config.task.name,

@@ -44,6 +44,18 @@ class Ignored(Good):
     def __getitem__(self, index):
         return torch.ones(4), -100
 
+class Unmade(Good):
+    def __init__(self):
+        raise RuntimeError("no such base")
+
+class Unmeasured(Good):
+    def __len__(self):
+        raise RuntimeError("nobody knows")
+
+class Named(Good):
+    def __getitem__(self, index):
+        return torch.ones(4), "cat"
+
 class Empty(Good):
     def __len__(self):
         return 0
@@ -309,6 +321,24 @@ CASES: dict[str, BadData] = {
         "C011",
         ("dataloader.kind=packed", "ptfast pack images images-packed"),
     ),
+    "a link to nothing": BadData(
+        _with(lambda path: path.with_name("z.jpg").symlink_to("nowhere")),
+        IMAGES,
+        "D005",
+        ("images/train/cat/z.jpg", "cannot be read: No such file or directory"),
+    ),
+    "labels that are no classes": BadData(
+        lambda: arrays([0, 1, 10**9] * 4),
+        ARRAYS,
+        "D004",
+        ("data.path=arrays.npz", "12 labels go up to 1,000,000,000", "Number the classes from 0"),
+    ),
+    "objects for labels": BadData(
+        lambda: np.savez("arrays.npz", x=np.zeros((9, 2)), y=np.array([None] * 9)),
+        ARRAYS,
+        "D005",
+        ("data.path=arrays.npz", "holds Python objects in place of numbers"),
+    ),
     "46 a bomb": BadData(
         _with(_bomb), IMAGES, "D005", ("cat/0.png: claims 2,500,000,000 pixels", "not decoded")
     ),
@@ -326,6 +356,13 @@ CASES: dict[str, BadData] = {
         "data=arrays data.path=arrays.npz data.val=0 model=resnet20 batch_size=4",
         "D006",
         ("batch_size=4 (command line): 13 samples leave a last micro-batch of 1", "Set dataloader.last=drop"),
+    ),
+    "a data set that cannot be made": _own(
+        "Unmade", "D008", DATA, "raised RuntimeError: no such base (", ".py:"
+    ),
+    "a data set without a length": _own("Unmeasured", "D008", DATA, "raised RuntimeError: nobody knows"),
+    "labels that are names": _own(
+        "Named", "D004", DATA, "the first one is the text 'cat'. Number the classes"
     ),
     "53 an error that no pipe carries": _own(
         "Raises", "D008", DATA, "raised Odd: no such sample", "their_sets.py:"

@@ -114,6 +114,12 @@ CASES: dict[str, BadData] = {
     "a folder without shards": BadData(
         Path("shards").mkdir, SHARDS, "D001", ("data.shards=shards (command line): holds no .tar files",)
     ),
+    "a shard that is not there": BadData(
+        lambda: (good_shard(), Path("shards/1.tar").symlink_to("nowhere")),
+        SHARDS,
+        "D001",
+        ("shards/1.tar: cannot be read: No such file or directory",),
+    ),
     "an empty shard": BadData(
         lambda: (good_shard(), shard(name="1")),
         SHARDS,

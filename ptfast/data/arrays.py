@@ -30,6 +30,8 @@ _SPLIT_NAMES = {
     "test": (("test_x", "test_y"), ("x_test", "y_test")),
 }
 _FEW_CHANNELS = (1, 3, 4)
+_MOST_CLASSES = 10_000
+"""That fewer samples than classes may tell of."""
 
 
 class Arrays:
@@ -107,6 +109,10 @@ class Arrays:
             return "regression", targets.shape[1] if targets.dim() > 1 else 1
         counted = targets[targets != IGNORE_INDEX]
         found = int(counted.max()) + 1 if len(counted) else 1
+        if self.num_classes is None and found > max(len(targets), _MOST_CLASSES):
+            what = f"{len(targets):,} labels go up to {found - 1:,}, which would be as many classes"
+            hint = "Number the classes from 0, set data.num_classes, or give figures to predict as floats"
+            raise DataError("D004", what, key="data.path", value=self.path, suggestion=hint)
         return "classification", self.num_classes or found
 
 
@@ -192,4 +198,7 @@ def _check_file(path: Path, key: str) -> None:
 
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
+    if "pickle" in str(error):
+        # numpy advises to load them, which would run whatever they say.
+        return "it holds Python objects in place of numbers, or something else than arrays"
     return lines[0] if lines else type(error).__name__

@@ -43,13 +43,22 @@ def class_parts(
     cuts = [*np.searchsorted(labels, range(len(classes))).tolist(), len(paths)]
     contents: Contents = {}
     for name, first, end in zip(classes, cuts[:-1], cuts[1:], strict=True):
-        # A Path for each of 60,000 files would take a second.
-        found = [os.stat(path) for path in paths[first:end:step]]  # noqa: PTH116
-        newest_ns = max(newest_ns, *(each.st_mtime_ns for each in found))
+        found = [size_and_time(path) for path in paths[first:end:step]]
+        newest_ns = max(newest_ns, *(time_ns for _, time_ns in found))
         names = "\n".join(path[skipped:] for path in paths[first:end])
-        sizes = np.array([each.st_size for each in found], np.int64)
+        sizes = np.array([size for size, _ in found], np.int64)
         contents[f"{split}/{name}"] = describe_part(end - first, "files", names, sizes)
     return contents, newest_ns
+
+
+def size_and_time(path: str) -> tuple[int, int]:
+    """Bytes of a file and its last change in ns; 0 for one that is not there: whoever reads it says so."""
+    try:
+        # A Path for each of 60,000 files would take a second.
+        found = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 def differing(before: Contents, now: Contents) -> dict[str, str]:

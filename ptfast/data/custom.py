@@ -134,11 +134,16 @@ def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) 
         DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no data set
             or its first sample cannot be read.
     """
-    splits = _adapt(dataset, seed, task, known)
-    for name in ("val", "test"):
-        held_out = getattr(dataset, name, None)
-        if isinstance(held_out, Dataset):
-            splits = splits._replace(**{name: _adapt(held_out, seed, task, known or splits.info).train})
+    try:
+        splits = _adapt(dataset, seed, task, known)
+        for name in ("val", "test"):
+            held_out = getattr(dataset, name, None)
+            if isinstance(held_out, Dataset):
+                splits = splits._replace(**{name: _adapt(held_out, seed, task, known or splits.info).train})
+    except PtfastError:
+        raise
+    except Exception as error:
+        raise failed(error) from error
     return splits
 
 
@@ -227,6 +232,12 @@ def _info(
         return DataInfo(
             kind="other", task=task if task != "auto" else "classification", num_classes=num_classes
         )
+    if isinstance(sample[1], str):
+        what, hint = (
+            f"labels are numbers, and the first one is the text {sample[1]!r}",
+            "Number the classes from 0",
+        )
+        raise DataError("D004", what, key="data", suggestion=hint)
     inputs, target = sample[0], torch.as_tensor(sample[1])
     known = target.reshape(1, *target.shape) if labels is None else labels
     shape = tuple(inputs.shape)

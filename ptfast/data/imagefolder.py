@@ -65,14 +65,14 @@ class ImageFolder:
         self,
         root: str,
         image_size: int | None = None,
-        threads: int | str = "auto",
+        threads: int | Literal["auto"] = "auto",
         on_corrupt: OnCorrupt = "error",
         decoder: DecodesJpeg = "cpu",
     ) -> None:
         self.decoder: DecodesJpeg = decoder
         self.root, self.image_size = Path(root).expanduser(), image_size
         self.on_corrupt: OnCorrupt = on_corrupt
-        self.threads = spare_cores(16) if threads == "auto" else int(threads)
+        self.threads = spare_cores(16) if threads == "auto" else threads
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         if (manifest := open_pack(self.root)) is not None:

@@ -44,12 +44,17 @@ def index_shard(path: Path) -> Shard:
     time of change is another.
 
     Raises:
-        DataError: D002 without samples, D005 for what is no whole tar, or a sample without an image or a
-            label.
+        DataError: D001 if it cannot be read, D002 without samples, D005 for what is no whole tar, or a sample
+            without an image or a label.
 
     Cost: 25 us for a sample, and where it is kept 0.2 us.
     """
-    found = path.stat()
+    try:
+        found = path.stat()
+        path.open("rb").close()
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        raise DataError("D001", what, key=str(path), suggestion="Leave it out, or put it back") from None
     stamp = np.array([_FORMAT, found.st_size, found.st_mtime_ns])
     key = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()[:32]
     entry = cache_folder() / "shards" / f"{key}.npz"
