@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 STEP = ("data", "transfer", "forward", "backward", "gradient_sync", "optimizer", "callbacks")
 """What a training step goes through."""
-CAUSES = ("start_up", "warm_up", *STEP, "evaluation", "saving", "logging", "closing", "unexplained")
+CAUSES = (
+    *("start_up", "warm_up", *STEP),
+    *("evaluation", "saving", "logging", "measuring", "closing", "unexplained"),
+)
 """All that the time of a run goes to, in the order in which it is shown."""
 LABELS = {"start_up": "start-up", "warm_up": "warm-up"}
 SAMPLED = 17

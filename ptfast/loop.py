@@ -6,7 +6,7 @@ import math
 import signal
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from ptfast.ema import Average
 from ptfast.errors import ConfigError
 from ptfast.flip import FlipAveraged
 from ptfast.full_size import FullSize
+from ptfast.measure.counting import StepCounter
 from ptfast.precision import Precision
 from ptfast.run import EvalLoader, Run, Task
 from ptfast.trainer import Trainer, sum_and_read
@@ -43,7 +44,8 @@ def fit(run: Run) -> str:
         DataError: D006 when iterable data ends before the last step.
     """
     progress, cadence, clock = run.progress, run.cadence, run.clock
-    trainer = Trainer(run)
+    trainer, counter = Trainer(run), StepCounter(run)
+    run.counter = counter
     if run.compilation is not None:
         run.display.note("compiling the first step ...")
     batches = clock.waiting(run.train_loader.steps(progress.step, run.total_steps))
@@ -52,6 +54,8 @@ def fit(run: Run) -> str:
     if run.compilation is not None:
         text, is_warning = run.compilation.start(clock.seconds["warm_up"])
         (run.display.warn if is_warning else run.display.note)(text)
+        with counter.uncompiled(batches) as counted:
+            batches = batches if counted is None else trainer.rehearse(counted)
     if run.watch is not None:
         batches = run.watch(batches)
     status, look_steps, first_step = _judge(run), 1, progress.step
@@ -61,9 +65,15 @@ def fit(run: Run) -> str:
                 with clock.gathering("warm_up"):
                     batches = trainer.rehearse(batches)
             start, start_s = progress.step, progress.train_s
+            stop = min(cadence.next_stop(start, run.total_steps), start + look_steps)
             # Workers start, caches fill and kernels are chosen in a process's first step, which is one alone.
-            with clock.gathering("warm_up") if start == first_step else nullcontext():
-                trainer.train(batches, min(cadence.next_stop(start, run.total_steps), start + look_steps))
+            aside: AbstractContextManager[Any] = nullcontext(batches)
+            if start == first_step:
+                aside = clock.gathering("warm_up")
+            elif counter.due(start):
+                stop, aside = start + 1, counter.counting(batches)
+            with aside as given:
+                trainer.train(given or batches, stop)
                 loss = trainer.read_loss()
             status, look_steps = _look_up(run, (progress.train_s - start_s) / (progress.step - start))
             over = progress.step >= run.total_steps

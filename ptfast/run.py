@@ -310,6 +310,8 @@ class Run:
     """The data in one line, for the panel."""
     unreadable: Callable[[], list[str]] | None = None
     """Names the files that were left out so far; None where one that cannot be read ends the run."""
+    counter: Any = None
+    """What has counted the operators of a step."""
     stop_reason: str | None = None
     """Why training ended before its last step."""
     stop_signal: int | None = None

@@ -198,7 +198,17 @@ def _close(
         status, exit_code, error_line = "failed", failure.exit_code, str(failure)
     else:
         failure = None
+    light: dict[str, Any] | None = None
+    if run is not None and run.counter is not None and error_line is None:
+        from ptfast.measure.closing import speed_of_light
+
+        try:
+            light = speed_of_light(run, config, may_measure=status in ("finished", "stopped", "paused"))
+        except Exception as error:
+            display.warn(f"the machine's limits are not told: {type(error).__name__}: {error}")
     summary = summarise(run, clock, status, exit_code, error_line)
+    if light is not None:
+        summary["speed_of_light"] = light
     summary |= {"recipe": config.recipe, "run_dir": str(folder)}
     try:
         run_folder.write_json(folder / run_folder.SUMMARY, summary)

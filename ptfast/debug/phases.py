@@ -40,6 +40,8 @@ class Phases(Callback):
 def watched(run: Run, phases: Phases) -> Iterator[None]:
     """Have `phases` told of every step of `run`, by the marks of its clock."""
     clock, to = run.clock, run.clock.to
+    # Another may be watching already.
+    around = vars(clock).get("to")
 
     def told(cause: str | None) -> None:
         to(cause)
@@ -53,4 +55,7 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
     finally:
         phases.to(None)
         run.watchers.remove(phases)
-        del vars(clock)["to"]
+        if around is None:
+            del vars(clock)["to"]
+        else:
+            vars(clock)["to"] = around

@@ -13,6 +13,8 @@ from ptfast.errors import one_line
 from ptfast.units import clock, duration, figure, grouped, labelled, listed, num_bytes
 
 Rows = Sequence[tuple[str, str]]
+LIGHT_ROWS = {"line": "speed of light", "floors": "at least", "next": "next switch"}
+"""What the closing summary says of the machine's limits."""
 
 
 class Display:
@@ -194,6 +196,8 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
             step = (summary.get(name) or {}).get("step")
             rows.append((name, listed(figures) + (f"  at step {step}" if step is not None else "")))
     rows += ledger(summary.get("time_budget") or {})
+    light = summary.get("speed_of_light") or {}
+    rows += [(name, light[key]) for key, name in LIGHT_ROWS.items() if light.get(key)]
     if summary.get("run_dir"):
         rows.append(("run", str(summary["run_dir"])))
     title = str(summary.get("status", "finished"))

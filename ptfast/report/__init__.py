@@ -11,7 +11,7 @@ from ptfast.clock import CAUSES, label
 from ptfast.errors import MachineError
 from ptfast.report.charts import Series, line_chart, stacked_bar
 from ptfast.report.page import facts, header, html_table, page, tiles
-from ptfast.report.runs import RunFiles, read_run
+from ptfast.report.runs import RunFiles, is_finite, read_run
 from ptfast.units import duration, figure, grouped, num_bytes
 
 __all__ = ["chart_order", "headline", "write_report"]
@@ -30,6 +30,7 @@ CAUSE_COLORS = {
     "evaluation": "c6",
     "saving": "c5",
     "logging": "c5 pale",
+    "measuring": "c6 pale",
     "closing": "c7 pale",
 }
 """The same in every report, so that two can be laid side by side."""
@@ -57,7 +58,7 @@ def _render(run: RunFiles) -> str:
         body += ["<h2>Figures</h2>", table]
     if charts := _charts(run):
         body += ["<h2>Curves</h2>", f'<div class="grid2">{charts}</div>']
-    body += [_time_budget(run), _settings(run)]
+    body += [_time_budget(run), _speed_of_light(run), _settings(run)]
     return page(f"{title} ({run.status})", "\n".join(filter(None, body)))
 
 
@@ -140,6 +141,31 @@ def _time_budget(run: RunFiles) -> str:
     rows.append(["all", duration(total_s), ""])
     table = html_table(["cause", "time", "share"], rows, colors)
     return f"<h2>Where the time went</h2>{stacked_bar(parts, colors)}{table}"
+
+
+def _speed_of_light(run: RunFiles) -> str:
+    """What a step took beside the machine's limits, and which switches promise something."""
+    light = run.summary.get("speed_of_light")
+    if not isinstance(light, dict) or not light.get("line"):
+        return ""
+    body = [f"<h2>The machine's limits</h2><p>{escape(str(light['line']))}</p>"]
+    step_s, floors, waits = light.get("step_s"), light.get("floors_s"), light.get("waits_s")
+    if isinstance(floors, dict) and isinstance(waits, dict) and is_finite(step_s) and step_s > 0:
+        named = {f"{name}, at least": s for name, s in floors.items()}
+        named |= {f"wait for {label(name)}": s for name, s in waits.items() if s}
+        rows = [[name, f"{s * 1e3:,.3g} ms", f"{s / step_s:.1%}"] for name, s in named.items()]
+        rows.append(["a step took", f"{step_s * 1e3:,.3g} ms", ""])
+        body.append(html_table(["", "time", "share"], rows))
+    suggestions = light.get("suggestions")
+    if isinstance(suggestions, list) and suggestions:
+        cells = [
+            [str(row["switch"]), f"{row['up_to']:.2f}x", str(row["class"]), str(row["why"])]
+            for row in suggestions
+        ]
+        body.append("<h2>Switches to try</h2>" + html_table(["switch", "up to", "class", "why"], cells))
+    elif light.get("next"):
+        body.append(f"<p>Next switch: {escape(str(light['next']))}</p>")
+    return "".join(body)
 
 
 def _settings(run: RunFiles) -> str:
