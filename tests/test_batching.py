@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from resuming import Armed, arm, assert_same_run, train_in_child
 from running import build_run, summary, train
-from test_resume import Armed, arm, assert_same_run, train_in_child
 
 from ptfast.batching import has_many_lengths
 from ptfast.config.read import read_config

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from resuming import Armed, arm, assert_same_run, train_in_child
 from running import build_run, records, same_bits, summary, train
-from test_resume import Armed, arm, assert_same_run, train_in_child
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
@@ -264,7 +264,7 @@ def test_growing_batches_take_a_stream_in_order(tmp_path: Path) -> None:
 def test_a_run_killed_amid_its_stages_ends_with_the_same_bits(in_tmp: Path, words: tuple[str, ...]) -> None:
     rhythm = ("steps=16", "saving.every=4steps", "eval.every=8steps", "log_every=2", "run.resume=auto")
     base = ("model=resnet_digits", "model.width=4", "batch_size=64", *rhythm)
-    base = (*base, "callbacks=[{_target_: test_resume.Armed, step: 6}]", *words)
+    base = (*base, "callbacks=[{_target_: resuming.Armed, step: 6}]", *words)
     assert train(*base, "run.dir=whole") == 0
     arm("SIGKILL")
     assert train_in_child(*base, "run.dir=killed") == -signal.SIGKILL

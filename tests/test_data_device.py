@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from resuming import Armed, arm, assert_same_run, train_in_child
 from running import build_run, train
 from test_augment import EVERYTHING
 from test_data_loaders import BOTH, NONE, colour, loader, same
-from test_resume import Armed, arm, assert_same_run, train_in_child
 
 from ptfast.data import Data, device
 from ptfast.data.source import Source, TensorSource
@@ -145,7 +145,7 @@ def test_samples_of_many_shapes_are_refused():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path) -> None:
-    armed = "callbacks=[{_target_: test_resume.Armed, step: 22}]"
+    armed = "callbacks=[{_target_: resuming.Armed, step: 22}]"
     words = (*EVERYTHING, *SMALL, armed, "run.resume=auto", "dataloader=device")
     assert train(*words, "run.dir=whole") == 0
     arm("SIGKILL")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from resuming import Armed, arm, assert_same_run, train_in_child
 from running import build_run, same_bits, train
-from test_resume import Armed, arm, assert_same_run, train_in_child
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -260,7 +260,7 @@ def test_every_loader_and_cut_of_the_ranks_mixes_alike(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path) -> None:
-    words = (*MIXED, *SMALL, "callbacks=[{_target_: test_resume.Armed, step: 10}]", "run.resume=auto")
+    words = (*MIXED, *SMALL, "callbacks=[{_target_: resuming.Armed, step: 10}]", "run.resume=auto")
     assert train(*words, "run.dir=whole") == 0
     arm("SIGKILL")
     assert train_in_child(*words, "run.dir=killed") == -signal.SIGKILL

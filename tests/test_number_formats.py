@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from optimizers import LAYERWISE
+from resuming import assert_same_run
 from running import build_run, same_bits, summary, train, weights
-from test_resume import assert_same_run
 from torch import Tensor, nn
 
 from ptfast import cli
@@ -55,7 +55,7 @@ def test_a_step_whose_gradients_overflow_changes_nothing(tmp_path: Path, name: s
 @pytest.mark.parametrize(("mode", "name"), [("amp_fp16", "adamw"), ("bf16_true", "lamb")])
 def test_a_stopped_run_goes_on_to_the_same_bits(in_tmp: Path, mode: str, name: str) -> None:
     words = (*SMALL, f"precision={mode}", f"optimizer={name}", "ema=ema", "ema.decay=0.9", "epochs=1")
-    words = (*words, "gradients.clip_norm=1", "callbacks=[{_target_: test_resume.Armed, step: 13}]")
+    words = (*words, "gradients.clip_norm=1", "callbacks=[{_target_: resuming.Armed, step: 13}]")
     assert train(*words, "run.dir=whole") == 0
     Path("armed").write_text("SIGTERM")
     assert train(*words, "run.dir=stopped") == 75

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from resuming import arm, assert_same_run, train_in_child
 from running import build_run, same_bits, summary, train
 from test_batching import Armed, text, texts_of
-from test_resume import arm, assert_same_run, train_in_child
 from torch.nn import functional as F
 from trials import merged
 
