@@ -90,10 +90,14 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `slow` or `gpu` unless `-m` asks for them, and `gpu` without a CUDA device."""
     asked = set(re.findall(r"\w+", config.getoption("-m")))
     for item in items:
+        if "two_ranks" in getattr(item, "fixturenames", ()):
+            # In one process, or each would have two ranks of its own go through all cases.
+            item.add_marker(pytest.mark.xdist_group("two_ranks"))
         if item.get_closest_marker("slow") and "slow" not in asked:
             item.add_marker(pytest.mark.skip(reason="takes minutes; run with -m slow"))
         if item.get_closest_marker("gpu"):
