@@ -6,7 +6,7 @@ GPU, or with `--network mlp` it computes and takes the cores that loading would 
 chooses a loader for each. Then every loader of a grid trains by itself by `ptfast train`, in interleaved
 rounds, and what was chosen is held against the best of the grid.
 
-    python scripts/bench_find_workers.py [--rounds 3] [--seconds 3] [--workers 0 1 2 4 8 12 16] [--only slow]
+    python scripts/bench_find_workers.py [--rounds 3] [--seconds 6] [--workers 0 1 2 4 8 12 16] [--only slow]
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of the grid")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement of the grid")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4, 8, 12, 16])
     parser.add_argument("--network", choices=NETWORKS, default="waiting")
     parser.add_argument("--only", choices=DATA, help="one of the two data sets")
