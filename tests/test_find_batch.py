@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -193,7 +194,7 @@ def test_it_survives_running_out_of_memory(tmp_path: Path) -> None:
         ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "do not fit: ulimit -v leaves" in done.stdout
+    assert re.search("do not fit( with room to spare)?: ulimit -v leaves", done.stdout)
     facts = json.loads((tmp_path / "out" / "batch.json").read_text())
     assert facts["chosen"] < facts["too_large"]["size"]
 

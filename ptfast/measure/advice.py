@@ -221,7 +221,7 @@ def _launches(run: Situation) -> Iterator[Suggestion]:
             compile={"mode": "reduce_overhead"},
         )
     yield from _switch("compiled model", "compile=model", calling, why, compile={"mode": "model"})
-    if run.step.bound == "overhead":
+    if run.step.bound in ("overhead", "operators"):
         yield Suggestion(None, "ptfast find batch", calling / 2, f"{why}, for twice the samples", {})
 
 

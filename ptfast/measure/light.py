@@ -63,10 +63,10 @@ class Step:
         """What holds it back the most: a limit of the machine, or something that it waits for."""
         waits = {"data": "data", "transfer": "transfer", "gradient_sync": "sync"}
         candidates = {name: self.rows.get(row, 0.0) for row, name in waits.items()}
-        candidates |= {name: self.floors[name] for name in ("compute", "memory")}
+        candidates |= {name: self.floors[name] for name in ("compute", "memory", "overhead")}
         largest = max(candidates, key=candidates.__getitem__)
-        # What is left is around and between the operators.
-        return largest if candidates[largest] >= SMALL * self.seconds else "overhead"
+        # None of them: small operators, which reach neither of the peaks.
+        return largest if candidates[largest] >= SMALL * self.seconds else "operators"
 
     @property
     def mfu(self) -> float:
