@@ -115,6 +115,9 @@ def test_a_data_set_that_fails_is_one_line():
 
     with pytest.raises(DataError, match=r"data: the data set raised KeyError: 'column' \(.*:\d+\)"):
         load(Broken())
+    for count in ("three", 2.5, 0):
+        with pytest.raises(DataError, match="num_classes is no whole number of at least 1"):
+            load(type("Counting", (Noisy,), {"num_classes": count})())
     with pytest.raises(DataError, match="is no torch data set"):
         load(object())
     with pytest.raises(DataError, match="has no samples"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,25 @@ def _is_tokens(sample: Tensor) -> bool:
     return sample.dim() == 1 and not sample.is_floating_point()
 
 
+def _stated_classes(dataset: Any) -> int | None:
+    """The attribute `num_classes` of a user's data set, if it has one.
+
+    Raises:
+        DataError: D004 for one that is no whole number of at least 1.
+    """
+    stated = getattr(dataset, "num_classes", None)
+    if stated is None:
+        return None
+    try:
+        count = operator.index(stated)
+    except TypeError:
+        count = 0
+    if count < 1:
+        what = f"{type(dataset).__name__}.num_classes is no whole number of at least 1"
+        raise DataError("D004", what, key="data", value=stated)
+    return count
+
+
 def _info(
     dataset: Any,
     sample: Any,
@@ -228,7 +248,7 @@ def _info(
     """What can be told from one sample `(input, target)`, the labels, and the inputs where there are all."""
     learnt_classes = trained_on.num_classes if trained_on is not None else None
     if not (isinstance(sample, (tuple, list)) and len(sample) == 2 and isinstance(sample[0], Tensor)):
-        num_classes = getattr(dataset, "num_classes", None) or learnt_classes
+        num_classes = _stated_classes(dataset) or learnt_classes
         return DataInfo(
             kind="other", task=task if task != "auto" else "classification", num_classes=num_classes
         )
@@ -269,7 +289,7 @@ def _info(
     if task in ("regression", "multilabel"):
         facts["num_classes"] = known.shape[1] if known.dim() > 1 else 1
     elif kind != "tokens" or task == "token_classification":
-        stated = getattr(dataset, "num_classes", None) or (len(names) if names else learnt_classes)
+        stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
         facts["num_classes"] = stated or int(known.max()) + 1
     return DataInfo(kind=kind, task=task, class_names=names, **facts)
 
