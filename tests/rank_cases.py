@@ -60,7 +60,7 @@ UNUSED = {
     "recorded": (*FORGETFUL, "parallel.static_graph=true"),
     "unused fsdp": FORGETFUL,
 }
-STREAM = ("data=custom", "data._target_=test_streams.WithHeldOut", "model.hidden=[4]", "schedule=constant")
+STREAM = ("data=custom", "data._target_=streamed.WithHeldOut", "model.hidden=[4]", "schedule=constant")
 STREAM = (
     *STREAM,
     "batch_size=6",
@@ -201,7 +201,7 @@ def refuse_to_map(path: str, size: int) -> Any:
 
 
 def refusal_of_stream(on: Cases, name: str) -> str:
-    """What is said of a data set of `test_streams` within the first steps; empty where it is read."""
+    """What is said of a data set of `streamed` within the first steps; empty where it is read."""
     loader = None
     try:
         loader = on.build(f"of-{name}", *(word.replace("WithHeldOut", name) for word in STREAM)).train_loader

@@ -130,7 +130,7 @@ def test_an_output_that_is_not_by_sample_is_refused() -> None:
         (("eval.last=drop", "data.val=5samples"), DataError, "D006", "5 held-out samples make no batch of 8"),
         (("eval.last=pad", "task=hf"), ConfigError, "C011", "would count the stand-ins"),
         (
-            ("data=custom", "data._target_=test_streams.WithHeldOut", "eval.last=drop"),
+            ("data=custom", "data._target_=streamed.WithHeldOut", "eval.last=drop"),
             ConfigError,
             "C011",
             "the last batch of a stream is not known beforehand",
