@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from ptfast.config.schema import Config
 from ptfast.display import build_display, table
@@ -28,7 +26,7 @@ def dry_run(config: Config) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    from ptfast.loop import evaluate
+    from ptfast.loop import try_out
     from ptfast.runner import build
     from ptfast.trainer import Trainer
     from ptfast.worker import peak_memory_bytes
@@ -52,22 +50,8 @@ def dry_run(config: Config) -> int:
             trainer.train(batches, step)
             trainer.read_loss()
             seconds.append(time.perf_counter() - start)
-        for loader in run.eval_loaders.values():
-            with run.uncompiled():
-                evaluate(
-                    run.model,
-                    run.task,
-                    _Shortened(loader),
-                    device=run.device,
-                    ranks=run.ranks,
-                    precision=run.precision,
-                    average=run.ema,
-                    flip=run.flip,
-                    full_size=run.full_size,
-                )
-        run.save(run, False)
-        for loader in (run.train_loader, *run.eval_loaders.values()):
-            loader.close()
+        try_out(run)
+        run.close()
         state_bytes = sum(
             path.stat().st_size
             for path in (folder / "saved").rglob("*")
@@ -96,16 +80,3 @@ def dry_run(config: Config) -> int:
         ]
         table(["dry run", run.data_note], rows)
     return EXIT_OK
-
-
-class _Shortened:
-    """The first batch of a loader."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader, self.num_samples, self.left_out = loader, loader.num_samples, loader.left_out
-
-    def __iter__(self) -> Any:
-        return itertools.islice(iter(self.loader), 1)
-
-    def close(self) -> None:
-        self.loader.close()

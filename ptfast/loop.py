@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ptfast.flip import FlipAveraged
 from ptfast.full_size import FullSize
 from ptfast.measure.counting import StepCounter
 from ptfast.precision import Precision
-from ptfast.run import EvalLoader, Run, Task
+from ptfast.run import EvalLoader, MicroBatch, Run, Task
 from ptfast.trainer import Trainer, sum_and_read
 
 LOOK_S = 5.0
@@ -195,17 +196,34 @@ def _evaluate(
     return task.figures(total_loss / max(total_items, 1), values)
 
 
-def evaluate_split(run: Run, split: str) -> dict[str, float]:
-    """Evaluate a split, log it, tell the callbacks."""
-    step, clock = run.progress.step, run.clock
-    clock.to("evaluation")
+def try_out(run: Run) -> None:
+    """Evaluate one batch of every split and save the state: what a run does beside training."""
+    for loader in run.eval_loaders.values():
+        _evaluate_on(run, _FirstBatch(loader))
+    run.save(run, False)
+
+
+class _FirstBatch:
+    """The first batch of a loader, for a loader."""
+
+    def __init__(self, loader: EvalLoader) -> None:
+        self.loader, self.num_samples, self.left_out = loader, loader.num_samples, loader.left_out
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return islice(self.loader, 1)
+
+    def close(self) -> None:
+        """Nothing to stop: whoever has the loader does."""
+
+
+def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
     with run.uncompiled():
         if run.ema is not None:
             run.ema.settle()
-        figures = evaluate(
+        return evaluate(
             run.model,
             run.task,
-            run.eval_loaders[split],
+            loader,
             device=run.device,
             ranks=run.ranks,
             precision=run.precision,
@@ -216,6 +234,13 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
             stop_asked=lambda: run.stop_signal is not None and not run.sharded,
             sharded=run.sharded,
         )
+
+
+def evaluate_split(run: Run, split: str) -> dict[str, float]:
+    """Evaluate a split, log it, tell the callbacks."""
+    step, clock = run.progress.step, run.clock
+    clock.to("evaluation")
+    figures = _evaluate_on(run, run.eval_loaders[split])
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
     figures = run.figures[split] = broadcast_object(figures, run.ranks)
     clock.to("logging")

@@ -331,6 +331,11 @@ class Run:
         """A context in which the model runs as it was written: forward passes that train nothing."""
         return nullcontext() if self.compilation is None else self.compilation.plain()
 
+    def close(self) -> None:
+        """Stop the processes that load its data."""
+        for loader in (self.train_loader, *self.eval_loaders.values()):
+            loader.close()
+
     @property
     def epoch(self) -> float:
         """Epochs trained so far; 0 where the data has no length."""

@@ -125,8 +125,7 @@ def train(
             clock.to("closing" if run is not None else "start_up")
             with contextlib.suppress(Exception):
                 if run is not None:
-                    for loader in (run.train_loader, *run.eval_loaders.values()):
-                        loader.close()
+                    run.close()
             if ranks.is_first:
                 _close(folder, config, run, display, logger, clock, status, exit_code, error_line)
         # torchrun ends the ranks that are left as soon as one fails: none leaves before all is written.

@@ -90,8 +90,7 @@ class Bench:
                     if steps_to(found["loss"], self.case.target) is not None:
                         break
             finally:
-                for loader in (run.train_loader, *run.eval_loaders.values()):
-                    loader.close()
+                run.close()
         return found
 
     def steps(self, batch: int, lr: float, seed: int, most_steps: int) -> int | None:

@@ -200,8 +200,7 @@ def a_run(*words: str) -> Iterator[Run]:
         try:
             yield run
         finally:
-            for loader in (run.train_loader, *run.eval_loaders.values()):
-                loader.close()
+            run.close()
 
 
 @torch.no_grad()

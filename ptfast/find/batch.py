@@ -20,8 +20,6 @@ from ptfast.find.search import Search, multiple
 FIGURES = "batch.json"
 SMALLEST, LARGEST = 8, 65_536
 ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
-
-
 TRIED = ("full", "selective", "every_n")
 """Modes of activation checkpointing; a model that cannot have the first can have none."""
 WORTH = 1.02

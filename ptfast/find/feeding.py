@@ -24,10 +24,10 @@ from ptfast.distributed import Ranks, sum_over_ranks
 from ptfast.errors import DataError, PtfastError
 from ptfast.find.child import write_trial
 from ptfast.find.loader import Loader
-from ptfast.find.throughput import leave_without_room
+from ptfast.find.room import telling_of_no_room
 from ptfast.find.timing import time_steps
 from ptfast.loading import build_choice, load_data
-from ptfast.machine import is_memory_error, memory_of
+from ptfast.machine import memory_of
 from ptfast.run import Run
 from ptfast.runner import build
 
@@ -59,7 +59,7 @@ def time_loaders(
         result: dict[str, Any] = {"loader": list(loader)}
         changed = loader.on(config)
         start = time.perf_counter()
-        try:
+        with telling_of_no_room(folder, ranks, result):
             if loader.kind not in loaded:
                 facts: dict[str, Any] | None = {} if asks and not loaded else None
                 loaded[loader.kind] = _load(changed, config, ranks, facts)
@@ -70,13 +70,8 @@ def time_loaders(
             try:
                 result |= {"ready_s": time.perf_counter() - start, **_time(run, loader, seconds)}
             finally:
-                for each in (run.train_loader, *run.eval_loaders.values()):
-                    each.close()
+                run.close()
             del run
-        except (MemoryError, RuntimeError) as error:
-            if not is_memory_error(error):
-                raise
-            leave_without_room(folder, ranks, result, error)
         if ranks.is_first:
             write_trial(folder, result)
 

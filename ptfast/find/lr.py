@@ -120,8 +120,7 @@ def measure_here(
             bounds = {"lowest": keywords["lowest"], "highest": keywords["highest"]}
             trials = run_trials(run, first_trial(found), num_steps=trial_steps, **bounds) if found else {}
         finally:
-            for loader in (run.train_loader, *run.eval_loaders.values()):
-                loader.close()
+            run.close()
     finally:
         display.close()
     actual = reference_lr(run.optimizer, "initial_lr")

@@ -16,15 +16,14 @@ from ptfast.config.schema import Config
 from ptfast.config.sections import Curriculum
 from ptfast.display import Display
 from ptfast.distributed import Ranks, sum_over_ranks
-from ptfast.errors import EXIT_BUG, EXIT_OK, DataError
+from ptfast.errors import DataError
 from ptfast.find.child import write_trial
+from ptfast.find.room import telling_of_no_room
 from ptfast.find.throughput import with_mode
 from ptfast.gradients import global_norm
-from ptfast.machine import is_memory_error
 from ptfast.run import Run, StepBatch
 from ptfast.runner import build
 from ptfast.trainer import Trainer
-from ptfast.worker import leave
 
 PARTS = 4
 """Least micro-batches of a step: of two, the product of one pair would have to say what all of them share."""
@@ -62,20 +61,14 @@ def train_for_noise(
     }
     if checkpointing is not None:
         changed["checkpointing"] = with_mode(config.checkpointing, checkpointing)
-    try:
+    with telling_of_no_room(folder, ranks, {}):
         run = build(config.model_copy(update=changed), ranks=ranks, folder=folder, display=Display())
         try:
             for moments in noise_of(run, num_steps):
                 if ranks.is_first:
                     write_trial(folder, moments)
         finally:
-            for loader in (run.train_loader, *run.eval_loaders.values()):
-                loader.close()
-    except (MemoryError, RuntimeError) as error:
-        if not is_memory_error(error):
-            raise
-        write_trial(folder, {"no_room": str(error).splitlines()[0][:200]})
-        leave(EXIT_BUG if ranks.distributed else EXIT_OK)
+            run.close()
 
 
 def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str, Any]]:

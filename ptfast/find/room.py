@@ -1,4 +1,4 @@
-"""Memory that is held back while a batch size is tried, since no two runs need the same to the byte."""
+"""Trials that may run out of memory, and memory that is held back since no two runs need the same."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import mmap
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from ptfast.machine import memory_limit
-from ptfast.worker import peak_memory_bytes
+from ptfast.distributed import Ranks
+from ptfast.errors import EXIT_BUG, EXIT_OK
+from ptfast.find.child import write_trial
+from ptfast.machine import is_memory_error, memory_limit
+from ptfast.worker import leave, peak_memory_bytes
 
 SPARE = 0.05
 """Part of the memory that a run may take at most, which has to stay free."""
@@ -39,3 +44,19 @@ def memory_to_spare(device: torch.device) -> Iterator[None]:
     if held is None and peak_memory_bytes("cpu") - before > limit - spare:
         raise MemoryError(f"out of memory but for the last {SPARE:.0%}")
     del held
+
+
+@contextmanager
+def telling_of_no_room(folder: Path, ranks: Ranks, result: dict[str, Any]) -> Iterator[None]:
+    """End this process, with word of the trial that `result` is of, where memory runs out inside.
+
+    Nothing in it can be trusted any more.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory_error(error):
+            raise
+        write_trial(folder, {**result, "no_room": str(error).splitlines()[0][:200]})
+        # The other ranks may wait in a collective for this one: their parent ends them.
+        leave(EXIT_BUG if ranks.distributed else EXIT_OK)
