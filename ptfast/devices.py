@@ -1,4 +1,8 @@
-"""What the device and the tools of this machine can do. Asks torch, which is imported only for that."""
+"""What the device and the tools of this machine can do. Asks torch, which is imported only for that.
+
+What a machine lacks for a switch is one of three: it cannot run here (a `Lack`, an error before training); it
+runs, but slower (a `Lack` that `runs`, a warning); or the switch is `auto` and takes what is quick here.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,24 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-CPU_INFO = Path("/proc/cpuinfo")
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
-"""What Linux calls such instructions, the last on Arm."""
+CPU_INFO = Path(os.environ.get("PTFAST_CPUINFO", "/proc/cpuinfo"))
+"""Where Linux says what the CPU can do; the variable has ptfast take this machine for another."""
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "arm_bf16"}
+"""What Linux and torch call instructions for bfloat16, the last two on Arm."""
+FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp", "arm_fp16_arith"}
+"""And for float16."""
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 class Lack(NamedTuple):
-    """Something that cannot run here."""
+    """What this machine lacks for a switch to run, or to run well."""
 
     what: str
     """What is missing, as a clause that goes on from `key=value: `."""
     remedy: str
     """What to do about it, as a sentence without its full stop."""
+    runs: bool = False
+    """It runs all the same, only slower: the user is warned and not stopped."""
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -55,13 +64,18 @@ def lack_of_device(name: str) -> Lack | None:
 
 
 def lack_of_precision(mode: str, device: str) -> Lack | None:
-    """Why a device of that type cannot compute in a precision's `mode`."""
+    """What a device of that type lacks for a precision's `mode`; None where it computes in it natively.
+
+    `fp32` runs anywhere, and `amp` takes a format that is quick here.
+    """
     if mode == "tf32":
         return _lack_of_tf32(device)
     if mode in ("bf16", "bf16_true"):
         return _lack_of_bf16(device)
     if mode == "amp_fp16" and device not in ("cuda", "cpu"):
         return Lack(f"gradient scaling runs on CUDA and on the CPU, not on {device}", "Use precision=amp")
+    if mode == "amp_fp16" and device == "cpu" and _cpu_flags().isdisjoint(FP16_FLAGS):
+        return Lack("this CPU has no float16 instructions", "Use precision=amp", runs=True)
     return None
 
 
@@ -86,7 +100,11 @@ def lack_of_cuda_graphs(device: str) -> Lack | None:
 
 
 def multiplies_bf16(device: str) -> bool:
-    """Whether a device has instructions for bfloat16, without which it is no faster than float32."""
+    """Return True if the device has instructions for bfloat16, without which it is slower than float32.
+
+    A CPU of which neither Linux nor torch says what it can do counts as one without: float32 in place of
+    bfloat16 costs less than the reverse.
+    """
     if device == "cuda":
         import torch
 
@@ -95,8 +113,19 @@ def multiplies_bf16(device: str) -> bool:
         import torch
 
         return torch.backends.mps.is_macos_or_newer(14, 0)
-    flags = _cpu_flags()
-    return not flags or not flags.isdisjoint(BF16_FLAGS)
+    return not _cpu_flags().isdisjoint(BF16_FLAGS)
+
+
+def cpu_facts(*names: str) -> list[str]:
+    """The values that Linux gives the first of `names` it knows, for each processor; empty elsewhere."""
+    try:
+        lines = CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
+    facts = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
+    return next(
+        filter(None, ([value for key, value in facts if key == name and value] for name in names)), []
+    )
 
 
 def _lack_of_tf32(device: str) -> Lack | None:
@@ -117,19 +146,23 @@ def _lack_of_bf16(device: str) -> Lack | None:
         return None
     if device == "mps":
         return Lack("bf16 needs macOS 14 on an Apple GPU", "Use precision=fp32")
+    if device == "cpu":
+        return Lack("this CPU has no bf16 instructions", "Use precision=amp, which is fp32 here", runs=True)
     import torch
 
-    return Lack(f"{torch.cuda.get_device_name()} has no bf16", "Use precision=amp")
+    name, hint = torch.cuda.get_device_name(), "Use precision=amp, which is fp16 here"
+    return Lack(f"{name} has no bf16", hint, runs=torch.cuda.is_bf16_supported(including_emulation=True))
 
 
 def _cpu_flags() -> set[str]:
-    """What the CPU can do, in Linux's words; empty where it does not say."""
-    try:
-        lines = CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return set()
-    found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return set(next(found, "").split())
+    """What the CPU can do, in Linux's words, or in torch's where there is no Linux."""
+    if flags := cpu_facts("flags", "Features"):
+        return set(flags[0].split())
+    import torch
+
+    # Not before torch 2.10.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return {name for name, has in capabilities.items() if has is True}
 
 
 def _has_triton() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -75,9 +75,10 @@ def build_precision(
 
     Args:
         mode: `fp32`; `tf32`: float32 whose products and convolutions round their inputs to 10 bits, on NVIDIA
-            GPUs; `bf16` autocast; `amp_fp16`, fp16 autocast with a gradient scaler; `amp`: `amp_fp16` on
-            CUDA and `bf16` elsewhere, or `fp32` on a CPU that has no bf16; `bf16_true`: weights in bf16 and
-            no autocast, see `apply_half_weights`.
+            GPUs; `bf16` autocast, on hardware without it too, slowly and with a warning; `amp_fp16`, fp16
+            autocast with a gradient scaler; `amp`: what is quick here, which is `bf16` where the device
+            multiplies it, else `amp_fp16` on CUDA and `fp32` on a CPU; `bf16_true`: weights in bf16 and no
+            autocast, see `apply_half_weights`.
         device: where the model is.
         matmul: torch's setting for float32 products; `auto` takes the quickest that errs no more than
             float32 does, found by trying on the first rank. What is not `highest` is tried in any case, and
@@ -88,45 +89,64 @@ def build_precision(
         MachineError: E005 where the device cannot run `mode`.
     """
     lack = lack_of_precision(mode, device.type)
-    if lack is not None:
+    if lack is not None and not lack.runs:
         raise MachineError("E005", lack.what, key="precision", value=mode, suggestion=lack.remedy)
+    ranks = ranks or Ranks()
     if matmul == "auto" and mode == "tf32":
         matmul = "high"
     elif matmul == "auto" and mode != "fp32":
         # Autocast and bf16 weights leave no float32 products worth mentioning.
         matmul = "highest"
-    chosen, note = on_first_rank(lambda: _choose_matmul(matmul, device), ranks or Ranks())
+    chosen, note = on_first_rank(lambda: _choose_matmul(matmul, device), ranks)
     _apply_switches(chosen, tf32_convolutions=mode == "tf32")
+    half: torch.dtype | None = {"bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(mode)
+    text = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}.get(mode, "")
     if mode == "amp":
-        return _build_amp(device, chosen, note)
-    if mode == "amp_fp16":
-        return _fp16_autocast(device, chosen, note)
-    if mode == "bf16":
-        return _bf16_autocast(device, chosen, f"bf16 autocast{note}")
-    texts = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}
-    return Precision(False, None, nullcontext(), texts[mode] + note, mode == "bf16_true", chosen)
-
-
-def _build_amp(device: torch.device, matmul: Matmul, note: str) -> Precision:
-    if device.type == "cuda":
-        return _fp16_autocast(device, matmul, note)
-    if device.type == "cpu" and not multiplies_bf16("cpu"):
-        text = "fp32 (amp: this CPU has no bf16 instructions)"
-        return Precision(False, None, nullcontext(), text + note, matmul=matmul)
-    return _bf16_autocast(device, matmul, f"bf16 autocast (amp on {device.type}){note}")
-
-
-def _fp16_autocast(device: torch.device, matmul: Matmul, note: str) -> Precision:
+        half = _quick_half(device.type)
+        text = "" if half else f"fp32 (amp: this {device.type.upper()} has no bf16 instructions)"
+    context: AbstractContextManager[object] = nullcontext()
+    scaler = None
+    if half is not None:
+        context = torch.autocast(device.type, dtype=half)
+        text = "bf16 autocast" if half == torch.bfloat16 else "fp16 autocast with gradient scaling"
+        text += f" (amp on {device.type})" if mode == "amp" else ""
+        scaler = torch.amp.GradScaler(device.type) if half == torch.float16 else None
     warning = None
-    if device.type == "cpu":
-        warning = "precision=amp_fp16 is slow on a CPU, few of which have float16; bf16 is theirs"
-    context = torch.autocast(device.type, dtype=torch.float16)
-    text = f"fp16 autocast with gradient scaling{note}"
-    return Precision(True, torch.amp.GradScaler(device.type), context, text, matmul=matmul, warning=warning)
+    if lack is not None:
+        slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
+        warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
+    halves_weights = mode == "bf16_true"
+    return Precision(half is not None, scaler, context, text + note, halves_weights, chosen, warning)
 
 
-def _bf16_autocast(device: torch.device, matmul: Matmul, text: str) -> Precision:
-    return Precision(True, None, torch.autocast(device.type, dtype=torch.bfloat16), text, matmul=matmul)
+def _quick_half(device: str) -> torch.dtype | None:
+    """The half-width type that a device of that type is quick in."""
+    if multiplies_bf16(device):
+        return torch.bfloat16
+    return torch.float16 if device == "cuda" else None
+
+
+def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
+    """What a matrix product and a convolution cost in `dtype` beside float32 on `device`, in words.
+
+    Cost: some 0.1 s, more where the device has to emulate `dtype`.
+    """
+    draws = torch.Generator().manual_seed(0)
+    size = PROBE_SIZE.get(device.type, 512)
+    sides = [torch.randn(size, size, generator=draws).to(device) for _ in range(2)]
+    images = torch.randn(8, 32, 32, 32, generator=draws).to(device, memory_format=torch.channels_last)
+    kernels = torch.randn(32, 32, 3, 3, generator=draws).to(device)
+    found = {}
+    for name, operation, inputs in (
+        ("matrix products", torch.mm, sides),
+        ("convolutions", torch.conv2d, (images, kernels)),
+    ):
+        seconds: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
+        for _ in range(rounds):
+            for kind, times in seconds.items():
+                times.append(_timed(operation, *(value.to(kind) for value in inputs))[1])
+        found[name] = min(seconds[dtype]) / min(seconds[torch.float32])
+    return " and ".join(f"{name} take {ratio:.1f}x" for name, ratio in found.items()) + " as long as in fp32"
 
 
 class Trial(NamedTuple):
@@ -160,7 +180,7 @@ def try_matmuls(settings: tuple[Matmul, ...], device: torch.device, rounds: int 
     for _ in range(rounds):
         for name, times in seconds.items():
             _set_matmul(name)
-            product, took = _timed(left, right)
+            product, took = _timed(torch.mm, left, right)
             times.append(took)
             if name not in errors:
                 errors[name] = float((product.to(exact_on).double() - exact).norm() / exact.norm())
@@ -168,13 +188,13 @@ def try_matmuls(settings: tuple[Matmul, ...], device: torch.device, rounds: int 
     return {name: Trial(name, fastest["highest"] / fastest[name], errors[name]) for name in settings}
 
 
-def _timed(left: Tensor, right: Tensor) -> tuple[Tensor, float]:
-    torch.mm(left, right)
+def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, float]:
+    operation(left, right)
     _synchronise(left.device)
     start = time.perf_counter()
-    product = torch.mm(left, right)
+    result = operation(left, right)
     _synchronise(left.device)
-    return product, time.perf_counter() - start
+    return result, time.perf_counter() - start
 
 
 def _synchronise(device: torch.device) -> None:

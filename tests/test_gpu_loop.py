@@ -12,14 +12,14 @@ from ptfast.trainer import Trainer
 
 SETTINGS = {
     "fp32": ("optimizer=sgd_cifar", "precision=fp32"),
-    "fp16 with a scaler": ("optimizer=adamw", "precision=amp"),
+    "fp16 with a scaler": ("optimizer=adamw", "precision=amp_fp16"),
     "bf16, clipped": ("optimizer=adamw", "precision=bf16", "gradients=clip"),
     "onecycle, averaged": ("optimizer=adamw", "schedule=onecycle", "ema=ema"),
     "accumulated": ("optimizer=sgd", "gradients.accumulate=4"),
     "clipped by unit, norm logged": ("optimizer=adamw", "gradients=adaptive", "gradients.log_norm=true"),
     "groups under a scaler": (
         "optimizer=sgd",
-        "precision=amp",
+        "precision=amp_fp16",
         "gradients.log_norm=true",
         'optimizer.groups=[{match: "*.bias", lr_scale: 2, clip_norm: 1}, {match: "norm*", trains_until: 0}]',
     ),
@@ -27,7 +27,7 @@ SETTINGS = {
         *("model.drop_path=0.1", "augment.mixup=0.2", "augment.cutmix=1", "task.label_smoothing=0.1"),
         *("curriculum=image_size", "curriculum.batch_size_from=16", "curriculum.over=20steps"),
     ),
-    "LAMB": ("optimizer=lamb", "precision=amp"),
+    "LAMB": ("optimizer=lamb", "precision=amp_fp16"),
 }
 
 

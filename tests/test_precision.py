@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,33 +27,78 @@ def test_fp32_enters_nothing():
     assert precision.describe() == "fp32"
 
 
-@pytest.mark.parametrize("mode", ["bf16", "amp"])
-def test_cpu_runs_bf16(mode, monkeypatch):
-    monkeypatch.setattr(devices, "CPU_INFO", devices.CPU_INFO / "nowhere")
-    precision = build_precision(mode, CPU)
-    assert precision.enabled
-    assert precision.scaler is None
-    with precision.autocast():
-        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
-    assert not torch.is_autocast_enabled("cpu")
-    assert "bf16" in precision.describe()
+@pytest.fixture
+def cpu(monkeypatch, tmp_path):
+    """Have ptfast take this machine's CPU for one that is described so."""
+
+    def describe(text):
+        (tmp_path / "cpuinfo").write_text(text)
+        monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+
+    return describe
 
 
-def test_amp_on_cpu_says_what_it_became(monkeypatch, tmp_path):
-    cpu_info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(devices, "CPU_INFO", cpu_info)
-    notes = []
-    for flags in (
-        "flags\t\t: fpu avx512_bf16",
-        "Features\t: asimd bf16",
-        "processor: 0",
-        "flags\t\t: fpu avx2",
-    ):
-        cpu_info.write_text(f"model name: bf16\n{flags}\n")
-        precision = build_precision("amp", CPU)
-        notes.append(precision.describe())
-        assert precision.enabled is ("bf16 autocast" in notes[-1])
-    assert notes == ["bf16 autocast (amp on cpu)"] * 3 + ["fp32 (amp: this CPU has no bf16 instructions)"]
+def test_bf16_computes_in_it_on_any_cpu(cpu):
+    for flags in ("avx2", "avx2 avx512_bf16"):
+        cpu(f"flags\t\t: {flags}\n")
+        precision = build_precision("bf16", CPU)
+        assert precision.scaler is None
+        with precision.autocast():
+            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+        assert not torch.is_autocast_enabled("cpu")
+        assert precision.describe() == "bf16 autocast"
+
+
+@pytest.mark.parametrize(
+    ("mode", "native", "remedy"),
+    [
+        ("bf16", "avx512_bf16", "Use precision=amp, which is fp32 here"),
+        ("bf16_true", "amx_bf16", "Use precision=amp, which is fp32 here"),
+        ("amp_fp16", "avx512_fp16", "Use precision=amp"),
+    ],
+)
+def test_a_cpu_without_the_instructions_is_warned_of_with_the_cost(cpu, mode, native, remedy):
+    cpu(f"flags\t\t: avx2 {native}\n")
+    assert build_precision(mode, CPU).warning is None
+    cpu("flags\t\t: fpu avx2 fma f16c\n")
+    name = "float16" if mode == "amp_fp16" else "bf16"
+    expected = (
+        rf"precision={mode}: this CPU has no {name} instructions: matrix products take \d+\.\dx and "
+        rf"convolutions take \d+\.\dx as long as in fp32\. {remedy}"
+    )
+    assert re.fullmatch(expected, build_precision(mode, CPU).warning)
+
+
+@pytest.mark.parametrize(
+    ("text", "has_bf16"),
+    [
+        ("model name: bf16\nflags\t\t: fpu avx512_bf16\n", True),
+        ("flags\t\t: fpu amx_tile amx_bf16\nflags\t\t: fpu\n", True),
+        ("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd svebf16 i8mm bf16\nCPU part\t: 0xd40\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd evtstrm crc32\nCPU implementer\t: 0x41\n", False),
+        ("model name: bf16\nflags\t\t: fpu avx2\n", False),
+    ],
+)
+def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
+    cpu(text)
+    precision = build_precision("amp", CPU)
+    assert precision.enabled is has_bf16
+    assert precision.warning is None
+    fp32 = "fp32 (amp: this CPU has no bf16 instructions)"
+    assert precision.describe() == ("bf16 autocast (amp on cpu)" if has_bf16 else fp32)
+
+
+@pytest.mark.parametrize("text", [None, "", "flags\t\t:\n", "\0\xff: :\n:\n", "no colon at all"])
+def test_where_linux_says_nothing_torch_is_asked(monkeypatch, tmp_path, text):
+    monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text, encoding="latin-1")
+    for capabilities in ({"arm_bf16": True}, {"avx2": True, "avx512_bf16": False, "num_sockets": 1}, None):
+        if capabilities is None:
+            monkeypatch.delattr(torch.cpu, "get_capabilities")
+        else:
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda c=capabilities: c, raising=False)
+        assert build_precision("amp", CPU).enabled is ("arm_bf16" in (capabilities or ()))
 
 
 def test_one_context_serves_every_step():
@@ -86,18 +132,38 @@ def test_what_a_device_has_not(mode, device):
     assert caught.value.code == "E005"
 
 
-def test_fp16_on_a_cpu_runs_and_is_warned_of():
+def test_fp16_on_a_cpu_scales_its_loss():
     precision = build_precision("amp_fp16", CPU)
     with precision.autocast():
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float16
     assert precision.scaler is not None
-    assert "slow on a CPU" in (precision.warning or "")
-    assert build_precision("bf16", CPU).warning is None
 
 
-def test_bf16_needs_hardware_on_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_amp_on_cuda_is_bf16_where_the_gpu_multiplies_it(monkeypatch, native, dtype):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: device)
+    monkeypatch.setattr(torch, "autocast", lambda device, dtype: SimpleNamespace(fast_dtype=dtype))
+    precision = build_precision("amp", torch.device("cuda"))
+    assert precision.half_type is dtype
+    assert precision.scaler == (None if native else "cuda")
+    name = "bf16 autocast" if native else "fp16 autocast with gradient scaling"
+    assert precision.describe() == f"{name} (amp on cuda)"
+
+
+@pytest.mark.parametrize("emulates", [True, False])
+def test_bf16_on_an_older_gpu_is_emulated_or_refused(monkeypatch, emulates):
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation and emulates
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch, "autocast", lambda device, dtype: SimpleNamespace(fast_dtype=dtype))
+    monkeypatch.setattr(precision_module, "try_half", lambda dtype, device: f"{dtype} crawls")
+    if emulates:
+        warning = build_precision("bf16", torch.device("cuda")).warning
+        remedy = "Use precision=amp, which is fp16 here"
+        assert warning == f"precision=bf16: Tesla T4 has no bf16: torch.bfloat16 crawls. {remedy}"
+        return
     with pytest.raises(MachineError, match=r"Tesla T4 has no bf16\. Use precision=amp") as caught:
         build_precision("bf16", torch.device("cuda"))
     assert caught.value.code == "E005"
@@ -108,7 +174,7 @@ def hardware(monkeypatch):
     """A machine whose `high` is fp32 in 2/3 of the time, and whose `medium` is bf16 in a third of it."""
     seconds = {"highest": 3.0, "high": 2.0, "medium": 1.0}
 
-    def timed(left, right):
+    def timed(operation, left, right):
         setting = torch.get_float32_matmul_precision()
         product = left.bfloat16() @ right.bfloat16() if setting == "medium" else left @ right
         return product.float(), seconds[setting]
@@ -181,14 +247,16 @@ def test_tf32_rounds_products_and_convolutions():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["amp", "amp_fp16"])
-def test_cuda_amp_is_fp16_with_a_scaler(mode):
-    precision = build_precision(mode, torch.device("cuda"))
-    assert precision.scaler is not None
-    layer = nn.Linear(8, 8).cuda()
+def test_half_width_on_cuda(mode):
+    precision, layer = build_precision(mode, torch.device("cuda")), nn.Linear(8, 8).cuda()
     with precision.autocast():
-        loss = layer(torch.ones(2, 8, device="cuda"))
-        assert loss.dtype is torch.float16
-    precision.scaler.scale(loss.float().sum()).backward()
+        outputs = layer(torch.ones(2, 8, device="cuda"))
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert outputs.dtype is (torch.bfloat16 if mode == "amp" and native else torch.float16)
+    assert (precision.scaler is None) == (outputs.dtype is torch.bfloat16)
+    if precision.scaler is None:
+        return
+    precision.scaler.scale(outputs.float().sum()).backward()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
     precision.scaler.step(optimizer)
     precision.scaler.update()

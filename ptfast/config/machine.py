@@ -38,6 +38,7 @@ def _too_many_ranks(config: Config) -> Problem | None:
 def _no_precision(config: Config) -> Problem | None:
     mode = config.precision.mode
     if mode in ("fp32", "amp"):
+        # They run anywhere: torch need not be imported to tell.
         return None
     return _problem(devices.lack_of_precision(mode, _device_of(config)), "precision", mode)
 
@@ -88,6 +89,6 @@ def _device_of(config: Config) -> str:
 
 
 def _problem(lack: devices.Lack | None, key: str, value: str) -> Problem | None:
-    if lack is None:
+    if lack is None or lack.runs:
         return None
     return Problem("E005", lack.what, key=key, value=value, suggestion=lack.remedy)

@@ -222,7 +222,7 @@ class Precision(Section):
     """The number format that forward and backward compute in."""
 
     mode: Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"] = "fp32"
-    """`amp` chooses by device: float16 with a gradient scaler on CUDA, bfloat16 elsewhere."""
+    """`amp` chooses by device: native bfloat16, else float16 with a gradient scaler on CUDA, else float32."""
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "highest"
     """Of float32 matrix products, measured before use; `auto` is the quickest as exact as float32."""
 

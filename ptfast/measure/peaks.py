@@ -96,11 +96,7 @@ def device_name(device: torch.device) -> str:
     """What tells this device from others, as its maker calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = devices.cpu_facts("model name", "CPU part")
     return f"{device.type} {next(iter(names), '')} of {os.cpu_count()} cores"
 
 
