@@ -76,13 +76,16 @@ def fit(run: Run) -> str:
             with aside as given:
                 trainer.train(given or batches, stop)
                 loss = trainer.read_loss()
-            status, look_steps = _look_up(run, (progress.train_s - start_s) / (progress.step - start))
+            step_s = (progress.train_s - start_s) / (progress.step - start)
+            status, look_steps = _look_up(run, step_s)
             over = progress.step >= run.total_steps
             progress.evaluation_due = over or progress.step in cadence.eval_steps
             if progress.evaluation_due or progress.step in cadence.log_steps:
                 trainer.log(loss)
-                if run.compilation is not None and (advice := run.compilation.complaint()):
-                    run.display.warn(advice)
+                if run.compilation is not None:
+                    advice = run.compilation.complaint(step_s, run.total_steps - first_step)
+                    if advice:
+                        run.display.warn(advice)
         step, is_best = progress.step, False
         if progress.evaluation_due and status in ("finished", "paused"):
             try:

@@ -133,7 +133,7 @@ class TestRun:
         loop.fit(run)
         assert list(run.model.state_dict()) == names
         assert run.compilation.report() == {"mode": "blocks", "graphs": 1, "recompiled": 1}
-        assert run.compilation.complaint() is None
+        assert run.compilation.complaint(1.0, 100) is None
         assert display.notes[-1].startswith("compiled 1 graph in ")
         assert run.clock.seconds["warm_up"] > 0
 
@@ -168,12 +168,21 @@ class TestRun:
         model(torch.randn(9, 64))
         compilation.start(1.0)
         for length in (8, 7, 6):
-            assert compilation.complaint() is None
+            assert compilation.complaint(1.0, 100) is None
             model(torch.randn(length, 64))
         text = "3 graphs compiled again while training: shapes or settings change; set compile.dynamic=true"
-        assert (compilation.complaint() or "").startswith(text)
-        assert compilation.complaint() is None
+        assert (compilation.complaint(1.0, 100) or "").startswith(text)
+        assert compilation.complaint(1.0, 100) is None
         assert compilation.report()["advice"].startswith(text)
+
+    def test_a_run_too_short_to_repay_it_is_warned_of_once(self) -> None:
+        compilation = Compilation("model", "cpu")
+        compilation.start(31.0)
+        assert compilation.complaint(0.1, 400) is None
+        assert (compilation.complaint(0.1, 60) or "").startswith(
+            "compiling took 31 s, and all 60 steps take about 6 s: unless they are more than twice as fast"
+        )
+        assert compilation.complaint(0.1, 60) is None
 
     def test_dynamic_takes_any_length(self) -> None:
         compilation = Compilation("model", "cpu", dynamic=True)

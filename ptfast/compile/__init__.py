@@ -75,7 +75,8 @@ class Compilation:
             self.options["mode"] = "max-autotune" + "-no-cudagraphs" * accumulates
         self._before = _num_graphs()
         self._at_start: int | None = None
-        self._has_complained = False
+        self._start_s = 0.0
+        self._said: set[str] = set()
 
     def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
         """Compile `model` in place: what wraps it for its ranks, later, calls the compiled form.
@@ -136,10 +137,11 @@ class Compilation:
 
     def start(self, seconds: float) -> tuple[str, bool]:
         """Note that the first step is compiled; say what it took, and whether that is a warning."""
-        self._at_start = _num_graphs()
+        self._at_start, self._start_s = _num_graphs(), seconds
         if self.fusion is None:
             return f"compiled {_counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
         if not self.fusion.num_chains:
+            self._said.add("length")
             return "compile=pointwise has found nothing to fuse; use compile=none or compile=model", True
         chains, operations = self.fusion.num_chains, self.fusion.num_operations
         fused = f"fused {operations} elementwise operations into {_counted(chains, 'kernel')}"
@@ -159,12 +161,26 @@ class Compilation:
     def _too_often(self) -> bool:
         return self.num_recompiled >= MANY_SHAPES * max(self.num_graphs, 1)
 
-    def complaint(self) -> str | None:
-        """What to do about shapes that change often, said once."""
-        if self._has_complained or not self._too_often:
-            return None
-        self._has_complained = True
-        return self._advice()
+    def complaint(self, step_s: float, num_steps: int) -> str | None:
+        """What to do about shapes that change often, or a run too short to repay compiling; each said once.
+
+        Args:
+            step_s: seconds that a step takes by now.
+            num_steps: that this process trains.
+        """
+        advice = {"shapes": self._advice() if self._too_often else "", "length": ""}
+        trained_s = step_s * num_steps
+        if self._start_s > trained_s:
+            advice["length"] = (
+                f"compiling took {self._start_s:.0f} s, and all {num_steps:,} steps take about "
+                f"{trained_s:.0f} s: unless they are more than twice as fast for it, it costs more than it "
+                "gives; use compile=none for runs this short"
+            )
+        for name, text in advice.items():
+            if text and name not in self._said:
+                self._said.add(name)
+                return text
+        return None
 
     def _advice(self) -> str:
         hint = "pad inputs to few shapes" if self.options["dynamic"] else "set compile.dynamic=true"
