@@ -4,6 +4,11 @@ import os
 import sys
 import time
 
+WAITING = {"GOMP_SPINCOUNT": "100000", "KMP_BLOCKTIME": "1"}
+"""How OpenMP's threads wait for each other: they spin for about a millisecond, then sleep; for GNU's and for
+LLVM's runtime. Sleeping at once wastes the time of waking up on a quiet machine, and spinning longer that of a
+core beside busy neighbours (scripts/bench_waiting.py, docs/waiting.md)."""
+
 
 def main() -> None:
     """Run the command line and exit with its code."""
@@ -11,8 +16,9 @@ def main() -> None:
 
     # The wall time of a run counts from there, the interpreter's own start and all imports included.
     os.environ.setdefault("PTFAST_STARTED", repr(time.time() - process_age_s()))
-    # Read when torch is imported. Threads that spin while they wait stand still beside a busy neighbour.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read when torch is imported.
+    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING)):
+        os.environ.update(WAITING)
     from ptfast.cli import run
 
     sys.exit(run(sys.argv[1:]))

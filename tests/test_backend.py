@@ -14,6 +14,7 @@ from running import build_run
 from torch import nn
 
 from ptfast import runner
+from ptfast.__main__ import WAITING, main
 from ptfast.backend import apply_backend, resolve_threads, usable_cores, watch_shapes
 from ptfast.debug import debugging
 from ptfast.errors import NumericsError
@@ -45,6 +46,22 @@ def test_ranks_share_the_cores(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("ptfast.backend.usable_cores", lambda: 6)
     assert [resolve_threads(ranks) for ranks in (1, 2, 4, 12)] == [6, 3, 1, 1]
+
+
+@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
+def test_threads_spin_a_little_before_they_sleep_unless_the_user_says_how(monkeypatch, own):
+    for name in ("OMP_WAIT_POLICY", *WAITING):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    seen = {}
+    monkeypatch.setattr("ptfast.cli.run", lambda arguments: seen.update(os.environ) or 0)
+    with pytest.raises(SystemExit):
+        main()
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    names = ("OMP_WAIT_POLICY", *WAITING)
+    assert {name: seen[name] for name in names if name in seen} == (own or WAITING)
 
 
 @pytest.mark.usefixtures("restore_backend")
