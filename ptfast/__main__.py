@@ -5,9 +5,10 @@ import sys
 import time
 
 WAITING = {"GOMP_SPINCOUNT": "100000", "KMP_BLOCKTIME": "1"}
-"""How OpenMP's threads wait for each other: they spin for about a millisecond, then sleep; for GNU's and for
-LLVM's runtime. Sleeping at once wastes the time of waking up on a quiet machine, and spinning longer that of a
-core beside busy neighbours (scripts/bench_waiting.py, docs/waiting.md)."""
+"""How threads wait for each other: they spin for some milliseconds, then sleep (GNU's OpenMP and LLVM's).
+
+Sleeping at once costs the time of waking up on a quiet machine, and spinning on costs a core that busy
+neighbours would use (scripts/bench_waiting.py, docs/waiting.md)."""
 
 
 def main() -> None:
