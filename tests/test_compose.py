@@ -23,7 +23,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write(file: str, text: str) -> str:
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return file
 
 
@@ -254,6 +254,12 @@ def test_bad_yaml_is_named_by_line(text: str, place: str, what: str) -> None:
     assert error.place is not None
     assert error.place.endswith(place)
     assert what in str(error)
+
+
+def test_places_count_lines_as_editors_do() -> None:
+    write("mine.yaml", 'run:\n  name: "x\u2028y\x85z"\nseed: 3\n')
+    composed = compose(["+recipe=./mine.yaml"])
+    assert composed.place("seed") == "mine.yaml:3"
 
 
 def test_a_file_that_is_no_text() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,10 @@ _FLOAT = re.compile(
     |\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$""",
     re.VERBOSE,
 )
+_ODD_SPACE = re.compile(
+    r"""(?: *|[^#"']*?[:,\[{-])([\xa0\u1680\u2000-\u200b\u202f\u205f\u3000])|[^"']*?([\x85\u2028\u2029])"""
+)
+"""Looks like a space that indents a line or ends a key, and is none; or ends a line where nobody sees it."""
 _BOOL, _INT, _STR = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:str"
 
 
@@ -51,6 +57,52 @@ class YamlFile:
     places: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def defaults(self) -> list[Any]:
+        """The entries of its defaults list, if it has one."""
+        entries = self.data.get("defaults")
+        return entries if isinstance(entries, list) else []
+
+
+class _Text:
+    """A file's text, and its lines as editors count them.
+
+    YAML ends a line at U+0085, U+2028 and U+2029 too, where editors end none.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.lines = name, text.split("\n")
+        self._starts = [0, *(match.end() for match in re.finditer("\n", text))]
+
+    def place(self, mark: Any) -> str:
+        """`file:line` of a mark of the parser."""
+        return f"{self.name}:{self._line(mark) + 1}"
+
+    def error(self, mark: Any, problem: str) -> ConfigError:
+        """What is wrong at a mark, with its column and the line there."""
+        if mark is None:
+            return ConfigError("C007", problem, place=self.name)
+        line = self._line(mark)
+        return self._error(line, mark.index - self._starts[line], problem)
+
+    def odd_space(self, mark: Any) -> ConfigError | None:
+        """What is wrong if it is a space that YAML does not know, in the line or the last one with text."""
+        for line in range(self._line(mark), -1, -1):
+            if found := _ODD_SPACE.match(self.lines[line]):
+                character = self.lines[line][found.end() - 1]
+                called = f"U+{ord(character):04X} ({unicodedata.name(character, 'next line').lower()})"
+                return self._error(line, found.end() - 1, f"YAML does not take {called} for a space")
+            if line < self._line(mark) and self.lines[line].partition("#")[0].strip():
+                break
+        return None
+
+    def _line(self, mark: Any) -> int:
+        return bisect_right(self._starts, mark.index) - 1
+
+    def _error(self, line: int, column: int, problem: str) -> ConfigError:
+        place = f"{self.name}:{line + 1}:{column + 1}"
+        return ConfigError("C007", f"{problem}: `{shorten(self.lines[line].rstrip())}`", place=place)
+
 
 def read_yaml(path: Path) -> YamlFile:
     """Read a file that holds one mapping.
@@ -60,27 +112,29 @@ def read_yaml(path: Path) -> YamlFile:
     """
     name = shown(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError("C007", "not a UTF-8 text file", place=name) from None
     except OSError as error:
         raise ConfigError("C007", f"cannot be read: {error.strerror}", place=name) from None
+    text = _Text(name, content)
     try:
-        loader = _Loader(text)
+        loader = _Loader(content)
         node = loader.get_single_node()
         if node is None:
             raise ConfigError("C007", "the file is empty", place=name)
         if not isinstance(node, yaml.MappingNode):
-            raise _at(name, text, node.start_mark, "expected `key: value` lines")
-        file = YamlFile(path, text, {})
-        for key, key_node, value_node in _walk(node, "", name, text, [MAX_NODES]):
-            file.places[key] = f"{name}:{key_node.start_mark.line + 1}"
+            mark = node.start_mark
+            raise text.odd_space(mark) or text.error(mark, "expected `key: value` lines")
+        file = YamlFile(path, content, {})
+        for key, key_node, value_node in _walk(node, "", text, [MAX_NODES]):
+            file.places[key] = text.place(key_node.start_mark)
             surprise = _surprise(value_node)
             if surprise:
                 file.warnings.append(f"{key}={value_node.value} ({file.places[key]}): {surprise}")
         file.data.update(loader.construct_document(node))
     except yaml.MarkedYAMLError as error:
-        raise _unreadable(name, text, error) from None
+        raise _unreadable(text, error) from None
     except RecursionError:
         raise ConfigError("C007", "nested too deeply, or in itself", place=name) from None
     except (yaml.YAMLError, ValueError) as error:
@@ -89,28 +143,28 @@ def read_yaml(path: Path) -> YamlFile:
 
 
 def _walk(
-    node: yaml.Node, prefix: str, name: str, text: str, budget: list[int]
+    node: yaml.Node, prefix: str, text: _Text, budget: list[int]
 ) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
     """Yield (dotted key, key node, value node) of all below `node`; refuse what a mapping would hide."""
     budget[0] -= 1
     if budget[0] < 0:
-        raise ConfigError("C007", "too large, or anchors that multiply it", place=name)
+        raise ConfigError("C007", "too large, or anchors that multiply it", place=text.name)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             key = f"{prefix}{index}"
             yield key, item, item
-            yield from _walk(item, f"{key}.", name, text, budget)
+            yield from _walk(item, f"{key}.", text, budget)
     elif isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key_node, value_node in node.value:
             label = str(key_node.value)
             if key_node.tag in (_BOOL, "tag:yaml.org,2002:null"):
-                raise _at(name, text, key_node.start_mark, f"the key `{label}` is not read as text; quote it")
+                raise text.error(key_node.start_mark, f"the key `{label}` is not read as text; quote it")
             if label in seen and label != "<<":
-                raise _at(name, text, key_node.start_mark, f"the key `{label}` is given twice")
+                raise text.error(key_node.start_mark, f"the key `{label}` is given twice")
             seen.add(label)
             yield f"{prefix}{label}", key_node, value_node
-            yield from _walk(value_node, f"{prefix}{label}.", name, text, budget)
+            yield from _walk(value_node, f"{prefix}{label}.", text, budget)
 
 
 def _surprise(node: yaml.Node) -> str | None:
@@ -134,19 +188,12 @@ def _surprise(node: yaml.Node) -> str | None:
     return None
 
 
-def _unreadable(name: str, text: str, error: yaml.MarkedYAMLError) -> ConfigError:
-    problem = error.problem or "cannot be read as YAML"
-    mark = error.problem_mark or error.context_mark
-    if error.context and "flow" in error.context and error.context_mark:
-        # Where the bracket opens says more than where the parser gave up.
-        mark, problem = error.context_mark, "a bracket that is not closed, or a missing comma"
-    return _at(name, text, mark, problem.replace("\t", "\\t"))
-
-
-def _at(name: str, text: str, mark: Any, problem: str) -> ConfigError:
-    lines = text.splitlines()
-    if mark is None:
-        return ConfigError("C007", problem, place=name)
-    line = lines[mark.line] if mark.line < len(lines) else ""
-    place = f"{name}:{mark.line + 1}:{mark.column + 1}"
-    return ConfigError("C007", f"{problem}: `{shorten(line.rstrip())}`", place=place)
+def _unreadable(text: _Text, error: yaml.MarkedYAMLError) -> ConfigError:
+    problem = (error.problem or "cannot be read as YAML").replace("\t", "\\t")
+    mark, context = error.problem_mark or error.context_mark, error.context or ""
+    if error.context_mark and ("flow" in context or "simple key" in context):
+        # Where the bracket opens, or the line with no colon is, says more than where the parser gave up.
+        mark = error.context_mark
+        if "flow" in context:
+            problem = "a bracket that is not closed, or a missing comma"
+    return (text.odd_space(mark) if mark else None) or text.error(mark, problem)
