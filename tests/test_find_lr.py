@@ -15,6 +15,7 @@ import torch
 from running import build_run, same_bits, train
 
 from ptfast import cli
+from ptfast.config.overlay import write_overlay
 from ptfast.config.read import read_config
 from ptfast.display.chart import chart
 from ptfast.find.lr import measure
@@ -110,7 +111,8 @@ def test_the_command_writes_a_recipe_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [*SMALL, "schedule=onecycle", "+recipe=resnet_digits", "run.name=x"]
+    Path("mine.yaml").write_text("defaults:\n  - resnet_digits\n  - override /schedule: onecycle\n")
+    words = [*SMALL, "+recipe=./mine.yaml", "run.name=x"]
     assert cli.run(["find", "lr", *words, "--write", "found.yaml", "--out", "out"]) == 0
     out = capsys.readouterr().out
     facts = json.loads(Path("out/lr.json").read_text())
@@ -120,6 +122,7 @@ def test_the_command_writes_a_recipe_that_trains(
     _, config = read_config(["+recipe=./found.yaml"])
     assert config.optimizer.target.kwargs["lr"] == pytest.approx(facts["chosen"], rel=0.01)
     assert config.model.target.path.endswith("Mlp")
+    assert config.schedule.target.path.endswith("OneCycle")
     assert config.run.name is None
     assert train("+recipe=./found.yaml", "epochs=null", "steps=3", "run.dir=run") == 0
     assert cli.run(["find", "lr", *words, "--write", "found.yaml"]) == 4
@@ -161,6 +164,45 @@ def test_a_config_that_never_learns(
 def test_bad_flags(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_is_found_for_a_recipe_of_ones_own_builds_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file inherits the one before it wherever both lie, and whoever asks."""
+    (tmp_path / "of mine").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "of mine")
+    Path("a.yaml").write_text("defaults:\n  - override /model: mlp\nmodel: {hidden: [8]}\nbatch_size: 32\n")
+    found = {"b": {"optimizer.lr": 0.25}, "c": {"batch_size": 64}, "d": {"dataloader.kind": "plain"}}
+    given = "+recipe=./a.yaml"
+    for name, values in found.items():
+        given = f"+recipe={write_overlay(Path(f'{name}.yaml'), [given, 'seed=3'], values, ['Found'])}"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert write_overlay(Path("e.yaml"), ["+recipe=../of mine/d.yaml"], {"epochs": 2}, []) == "./e.yaml"
+    for name in ("./e.yaml", str(tmp_path / "elsewhere" / "e.yaml")):
+        _, config = read_config([f"+recipe={name}"])
+        assert config.optimizer.target.kwargs["lr"] == 0.25
+        assert config.model.target.kwargs["hidden"] == [8]
+        assert (config.batch_size, config.dataloader.kind) == (64, "plain")
+        assert (config.epochs, config.seed, config.recipe) == (2, 3, "e")
+
+
+@pytest.mark.slow
+def test_rate_batch_and_loader_are_found_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("defaults:\n  - override /model: mlp\nmodel: {hidden: [8]}\nbatch_size: 32\n")
+    lr = ["find", "lr", "+recipe=./a.yaml", "--write", "b.yaml"]
+    batch = ["find", "batch", "+recipe=./b.yaml", "--write", "c.yaml", "--to", "128", "--seconds", "0.1"]
+    workers = ["find", "workers", "+recipe=./c.yaml", "--write", "d.yaml", "--to", "1", "--seconds", "0.1"]
+    for command in (lr, batch, workers):
+        assert cli.run(command) == 0
+    assert train("+recipe=./d.yaml", "epochs=null", "steps=3", "run.dir=run") == 0
+    _, config = read_config(["+recipe=./d.yaml"])
+    _, of_batch = read_config(["+recipe=./c.yaml"])
+    assert (config.batch_size, config.optimizer) == (of_batch.batch_size, of_batch.optimizer)
+    assert config.model.target.kwargs["hidden"] == [8]
+    assert config.dataloader.kind != "auto"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from ptfast.config import paths
@@ -49,9 +50,9 @@ def check_option(group: str, option: Any, groups: Iterable[str], place: str | No
         )
 
 
-def check_recipe(name: str, place: str | None) -> None:
-    """Refuse a recipe, given by name or path, that does not exist (C003)."""
-    if paths.recipe_file(name) is None:
+def check_recipe(name: str, place: str | None, folder: Path | None = None) -> None:
+    """Refuse a recipe, given by name or path, that does not exist (C003); `folder` as in `recipe_file`."""
+    if paths.recipe_file(name, folder) is None:
         known = list(paths.options(paths.RECIPES))
         is_path = name.endswith(".yaml") or "/" in name
         everything = f"Recipes: {', '.join(known)}"
@@ -59,7 +60,7 @@ def check_recipe(name: str, place: str | None) -> None:
         raise ConfigError(
             "C003",
             "no such recipe file" if is_path else "no such recipe",
-            key="+recipe",
+            key="+recipe" if folder is None else "defaults",
             value=name,
             place=place,
             suggestion=f"{hint} {everything}" if hint else everything,

@@ -124,6 +124,7 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
 
 def known_keys(arguments: Sequence[str] = ()) -> list[str]:
     """Every dotted key of the config that `arguments` choose, read from the option files alone."""
+    from ptfast.config.lineage import lineage
     from ptfast.config.yaml_file import read_yaml
 
     primary = read_yaml(paths.builtin_root().conf / "config.yaml").data
@@ -132,8 +133,8 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
         chosen |= entry if isinstance(entry, dict) else {}
     given = dict(a.lstrip("+").split("=", 1) for a in arguments if "=" in a)
     recipe = paths.recipe_file(given.get(paths.RECIPES, ""))
-    if recipe:
-        for entry in read_yaml(recipe).data.get("defaults", []):
+    for content in lineage(paths.RECIPES, recipe) if recipe else []:
+        for entry in content.defaults:
             if isinstance(entry, dict):
                 chosen |= {str(k).removeprefix("override ").lstrip("/ "): str(v) for k, v in entry.items()}
     chosen |= {group: option for group, option in given.items() if group in chosen}
@@ -143,16 +144,11 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
 
 def _option(group: str, option: str) -> dict[str, Any]:
     """An option's own keys and those of the options that it inherits."""
-    from ptfast.config.yaml_file import read_yaml
+    from ptfast.config.lineage import lineage
 
     file = paths.options(group).get(option)
-    data = read_yaml(file).data if file else {}
-    inherited = [
-        _option(group, base)
-        for base in data.pop("defaults", [])
-        if isinstance(base, str) and base != "_self_"
-    ]
-    return {key: value for layer in [*inherited, data] for key, value in layer.items()}
+    layers = [content.data for content in lineage(group, file)] if file else []
+    return {key: value for layer in layers for key, value in layer.items() if key != "defaults"}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str) -> Iterable[str]:

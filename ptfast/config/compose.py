@@ -248,6 +248,8 @@ def _load(loader: Loader, overrides: list[str], mode: RunMode) -> DictConfig:
         raise
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError) as error:
         raise translate(error) from error
+    except RecursionError as error:
+        raise ConfigError("C007", "option files whose defaults choose each other, without end") from error
 
 
 def translate(error: BaseException) -> ConfigError:
@@ -301,6 +303,6 @@ def _delete(tree: dict[Any, Any], key: str) -> None:
 def _recipe_name(arguments: list[Argument]) -> str | None:
     for argument in arguments:
         if argument.kind == "recipe":
-            file = paths.recipe_file(argument.values[0].strip("'\""))
+            file = paths.recipe_file(argument.option)
             return file.stem if file else None
     return None

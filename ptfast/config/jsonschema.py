@@ -11,12 +11,12 @@ from ptfast.config.docs import argument_docs, field_docs
 from ptfast.config.help import entries
 from ptfast.config.json_types import REFERENCE, Schema, json_type
 from ptfast.config.kinds import own_parameters
+from ptfast.config.lineage import lineage
 from ptfast.config.paths import PRESETS, groups, options
 from ptfast.config.problem import Problem
 from ptfast.config.schema import Config, entry_of, section_of
 from ptfast.config.sections import Section, Task
 from ptfast.config.targets import locate, swallows_keywords
-from ptfast.config.yaml_file import read_yaml
 from ptfast.durations import Duration
 from ptfast.run import TASKS
 
@@ -187,12 +187,8 @@ def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
 
 def _target_of(group: str, file: Path) -> str | None:
     """The target that an option file names, or the option that it inherits from."""
-    data = read_yaml(file).data
-    if "_target_" in data:
-        return data["_target_"]
-    known = options(group)
-    inherited = [name for name in data.get("defaults", []) if name in known]
-    return _target_of(group, known[inherited[-1]]) if inherited else None
+    named = [content.data["_target_"] for content in lineage(group, file) if "_target_" in content.data]
+    return named[-1] if named else None
 
 
 def _task(doc: str | None) -> Schema:

@@ -72,16 +72,12 @@ def write_overlay(
     values = OmegaConf.create()
     parser = OverridesParser.create()
     for argument in parse(arguments):
-        value = argument.values[0].strip("'\"")
         if argument.kind == "recipe":
             # A path means the folder that the command was given in.
-            known = value in paths.options(paths.RECIPES)
-            recipe = paths.recipe_file(value)
-            defaults.insert(0, value if known or recipe is None else str(recipe))
-        elif argument.kind == "group" and argument.key == paths.PRESETS:
-            OmegaConf.update(values, argument.key, value)
+            known = argument.option in paths.options(paths.RECIPES)
+            defaults.insert(0, argument.option if known else str(paths.recipe_file(argument.option)))
         elif argument.kind == "group":
-            defaults.append({f"override /{argument.key}": value})
+            defaults.append({f"override /{argument.key}": argument.option})
         elif (
             argument.kind == "value" and argument.key.split(".")[0] not in OWN and not is_secret(argument.key)
         ):

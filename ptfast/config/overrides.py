@@ -39,6 +39,11 @@ class Argument:
         """Whether it is swept over without naming its points, which only some sweepers can do."""
         return self.is_sweep and self.values == (self.text.partition("=")[2],)
 
+    @property
+    def option(self) -> str:
+        """The first value as plain text: the name of an option, the name or the path of a recipe."""
+        return _plain(self.values[0])
+
     def at(self, value: str) -> str:
         """The argument with one of its `values`."""
         return f"{self.text.partition('=')[0]}={value}"
@@ -102,7 +107,7 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
     if override.is_delete():
         return Argument("delete", key, ("deleted",), False, text)
     is_sweep = override.is_sweep_override()
-    plain = [_unquoted(v) for v in values]
+    plain = [_plain(v) for v in values]
     if key == paths.RECIPES:
         for name in plain:
             check_recipe(name, COMMAND_LINE)
@@ -209,10 +214,11 @@ def _points(override: Override, written: str) -> tuple[str, ...]:
     return tuple(points)
 
 
-def _unquoted(value: str) -> str:
+def _plain(value: str) -> str:
+    """A value without the quotes that Hydra's grammar wants, or the backslashes before spaces and colons."""
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
         return value[1:-1]
-    return value
+    return re.sub(r"\\(\W)", r"\1", value)
 
 
 def _malformed(written: str, what: str, hint: str | None = None) -> ConfigError:

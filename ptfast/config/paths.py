@@ -56,14 +56,21 @@ def options(group: str) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def recipe_file(name: str) -> Path | None:
-    """The file of a recipe given by name (`resnet_cifar`) or by path (`./mine.yaml`), or None."""
+def recipe_file(name: str, folder: Path | None = None) -> Path | None:
+    """The file of a recipe given by name (`resnet_cifar`) or by path (`./mine.yaml`), or None.
+
+    Args:
+        folder: that of a recipe which inherits it, where paths begin and bare names are looked for too; None
+            for what was typed, in the working folder.
+    """
     if name in (known := options(RECIPES)):
         return known[name]
-    if name.endswith(".yaml") or "/" in name:
-        file = Path(name).expanduser()
+    if folder is not None or name.endswith(".yaml") or "/" in name:
+        file = (folder or Path.cwd()) / Path(name).expanduser()
         file = file if file.suffix == ".yaml" else file.with_name(file.name + ".yaml")
-        return file.absolute() if file.is_file() else None
+        # What is typed keeps its name, which is the run's; of what is inherited only the place is shown.
+        file = file if folder is None else file.resolve()
+        return file if file.is_file() else None
     return None
 
 

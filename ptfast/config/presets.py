@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from ptfast.config import paths
 from ptfast.config.choices import check_option
+from ptfast.config.lineage import lineage
 from ptfast.config.overrides import Argument
 from ptfast.config.yaml_file import read_yaml
 from ptfast.errors import ConfigError
@@ -26,7 +27,7 @@ def expand(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str
     given = {a.key: a for a in arguments}
     taken = set(given)
     if paths.PRESETS in given:
-        name = given[paths.PRESETS].values[0]
+        name = given[paths.PRESETS].option
     elif paths.RECIPES in given:
         name, recipe_keys = _of_recipe(given[paths.RECIPES])
         taken |= recipe_keys
@@ -42,16 +43,15 @@ def expand(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str
 
 
 def _of_recipe(recipe: Argument) -> tuple[str | None, set[str]]:
-    """The preset that a recipe names, and what the recipe sets itself."""
-    file = paths.recipe_file(recipe.values[0].strip("'\""))
-    if file is None:
-        return None, set()
-    content = read_yaml(file)
-    name = content.data.get(paths.PRESETS)
-    if name is None:
-        return None, set()
-    check_option(paths.PRESETS, name, [paths.PRESETS], content.places[paths.PRESETS])
-    return name, set(content.places) | set(_chosen_groups(content.data.get("defaults", [])))
+    """The preset that a recipe names, or one that it inherits, and what all of these set themselves."""
+    file = paths.recipe_file(recipe.option)
+    name, taken = None, set[str]()
+    for content in lineage(paths.RECIPES, file) if file else []:
+        if (own := content.data.get(paths.PRESETS)) is not None:
+            check_option(paths.PRESETS, own, [paths.PRESETS], content.places[paths.PRESETS])
+            name = own
+        taken |= {*content.places, *_chosen_groups(content.defaults)}
+    return (name, taken) if name is not None else (None, set())
 
 
 def _chosen_groups(defaults: Iterable[Any]) -> list[str]:

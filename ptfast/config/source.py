@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from ptfast.config import paths
 from ptfast.config.choices import check_option
+from ptfast.config.lineage import SELF, base_file, lineage
 from ptfast.config.yaml_file import YamlFile, read_yaml
 
 PRIMARY = "config"
@@ -36,7 +37,11 @@ class PtfastSource(ConfigSource):
         content = read_yaml(file)
         header = self._get_header_dict(content.text)
         data = with_sections(content.data)
-        if _is_recipe(config_path):
+        group = paths.RECIPES if _is_recipe(config_path) else config_path.rpartition("/")[0]
+        if "defaults" in data:
+            # Files that inherit each other would keep Hydra going round.
+            lineage(group, file)
+        if group == paths.RECIPES:
             header["package"] = "_global_"
             data = data | {"defaults": _recipe_defaults(content)}
         return ConfigResult(
@@ -116,7 +121,11 @@ def _is_recipe(config_path: str) -> bool:
 
 
 def _recipe_defaults(content: YamlFile) -> list[Any]:
-    """A recipe's choices of options as overrides of the primary config's, so that `data: cifar10` will do."""
+    """A recipe's defaults in words that mean the same to Hydra wherever the recipe lies.
+
+    Choices of options become overrides of the primary config's, so that `data: cifar10` will do, and recipes
+    that it inherits are named from the root: `./mine.yaml` would else lie in a group, and `/` begin one.
+    """
     defaults = content.data.get("defaults", [])
     if not isinstance(defaults, list):
         return defaults
@@ -132,5 +141,9 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
             place = content.places.get(f"defaults.{index}")
             check_option(group, option, groups, place)
             entry = {f"override /{group}": option}
+        elif isinstance(entry, str) and entry != SELF:
+            file = base_file(paths.RECIPES, entry, content)
+            # In a list Hydra takes a name as it is, and finds no package behind an `@`.
+            entry = {f"/{paths.RECIPES}": [str(file)]}
         result.append(entry)
     return result
