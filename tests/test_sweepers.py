@@ -76,6 +76,25 @@ def test_what_no_sweep_can_do_is_refused_before_its_first_job(
     assert list(in_tmp.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("launcher=submitit_slurm", "Install it with pip install 'ptfast[slurm]' (hydra-submitit-launcher)."),
+        ("launcher=submitit_local", "Install it with pip install 'ptfast[slurm]' (hydra-submitit-launcher)."),
+        ("launcher=joblib", "pip install hydra-joblib-launcher."),
+        ("sweeper=optuna", "pip install hydra-optuna-sweeper."),
+        ("job_logging=colorlog", "pip install hydra-colorlog."),
+        ("launcher=slurm", "Did you mean submitit_slurm?"),
+        ("launcher=optuna", "Options of hydra/launcher: basic."),
+    ],
+)
+def test_plugins_that_are_not_there_are_named_by_their_package(word: str, hint: str, in_tmp: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        multirun.sweep([f"hydra/{word}", "seed=0,1"], lambda c, n: 0.0, Path("s"))
+    assert (caught.value.code, caught.value.key) == ("C003", f"hydra/{word.partition('=')[0]}")
+    assert str(caught.value).endswith(hint)
+
+
 def test_a_sweep_runs_every_point_and_survives_a_failure(tmp_path: Path) -> None:
     seen: list[tuple[int, float, str]] = []
     checked: list[tuple[float, str]] = []

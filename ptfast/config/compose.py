@@ -28,10 +28,25 @@ from ptfast.config.paths import shown
 from ptfast.config.resolve import resolve
 from ptfast.config.schema import flatten
 from ptfast.config.source import PRIMARY, PtfastSource, search_path
+from ptfast.config.suggest import did_you_mean
 from ptfast.config.yaml_file import YamlFile, read_yaml
 from ptfast.errors import COMMAND_LINE, ConfigError, PtfastError
 
 HYDRA_VERSION = "1.3"
+_PLUGINS = {
+    ("hydra/launcher", "submitit_slurm"): "'ptfast[slurm]' (hydra-submitit-launcher)",
+    ("hydra/launcher", "submitit_local"): "'ptfast[slurm]' (hydra-submitit-launcher)",
+    ("hydra/launcher", "joblib"): "hydra-joblib-launcher",
+    ("hydra/launcher", "ray"): "hydra-ray-launcher",
+    ("hydra/launcher", "ray_aws"): "hydra-ray-launcher",
+    ("hydra/launcher", "rq"): "hydra-rq-launcher",
+    ("hydra/sweeper", "optuna"): "hydra-optuna-sweeper",
+    ("hydra/sweeper", "ax"): "hydra-ax-sweeper",
+    ("hydra/sweeper", "nevergrad"): "hydra-nevergrad-sweeper",
+    ("hydra/job_logging", "colorlog"): "hydra-colorlog",
+    ("hydra/hydra_logging", "colorlog"): "hydra-colorlog",
+}
+"""What to install for the options that Hydra's own plugins bring (hydra.cc/docs/plugins)."""
 
 
 @dataclass(frozen=True)
@@ -262,18 +277,21 @@ def translate(error: BaseException) -> ConfigError:
     deleted = re.search(r"Could not delete (?:from config\. )?'([^']+)'", message)
     if deleted:
         return ConfigError("C002", "there is nothing to delete", key=f"~{deleted[1]}", place=COMMAND_LINE)
-    plugin = re.search(r"Could not find '(hydra/\w+)/(\w+)'", message)
-    if plugin:
-        hint = f"Install the package that brings it, such as hydra-{plugin[2]}-{plugin[1].partition('/')[2]}"
-        return ConfigError(
-            "C003",
-            "there is no such plugin",
-            key=plugin[1],
-            value=plugin[2],
-            place=COMMAND_LINE,
-            suggestion=hint,
-        )
+    if plugin := re.search(r"Could not find '(hydra/\w+)/(\w+)'", message):
+        return _no_plugin(plugin[1], plugin[2], re.findall(r"^\t(\w+)$", str(cause), re.MULTILINE))
     return ConfigError("C001", message, key=key, place=COMMAND_LINE if key else None)
+
+
+def _no_plugin(group: str, name: str, there: Sequence[str]) -> ConfigError:
+    """A launcher, a sweeper or the like that is not among those `there`."""
+    brought = {option: package for (of, option), package in _PLUGINS.items() if of == group}
+    if name in brought:
+        hint = f"Install it with pip install {brought[name]}"
+    else:
+        hint = did_you_mean(name, [*there, *brought]) or f"Options of {group}: {', '.join(there)}"
+    return ConfigError(
+        "C003", "there is no such plugin", key=group, value=name, place=COMMAND_LINE, suggestion=hint
+    )
 
 
 def _set_place(places: dict[str, str], key: str, place: str) -> None:
