@@ -9,6 +9,7 @@ import yaml
 
 from ptfast.config.compose import compose
 from ptfast.config.freeze import freeze, load, redact
+from ptfast.config.multirun import show_config
 from ptfast.errors import ConfigError, is_secret
 
 HARD_VALUES = [
@@ -107,6 +108,30 @@ def test_values_from_the_environment_stay_references(monkeypatch: pytest.MonkeyP
         ConfigError, match=r"config\.yaml:\d+\): the environment variable SOMEWHERE is not set"
     ):
         load(Path("config.yaml"))
+
+
+def test_what_cfg_prints_reads_back_as_what_was_given() -> None:
+    words = [
+        "optimizer.lr=${batch_size}",
+        r"device='a\${b}'",
+        "run.root=${oc.env:UNSET_ONE}/runs",
+        "run.name=${nowhere}",
+        "data=imagefolder",
+        "logger=wandb",
+        "logger.api_key=hush",
+        "steps=5",
+    ]
+    text = show_config("job", words)
+    assert "hush" not in text
+    Path("config.yaml").write_text(text)
+    given = compose(words, complete=False).tree
+    again = load(Path("config.yaml"), ["logger.api_key=hush"], complete=False)
+    assert again.tree == given | {"epochs": None}
+    assert show_config("job", [], Path("config.yaml")) == text
+    ok = show_config("job", ["optimizer.lr=${batch_size}", r"device='a\${b}'"])
+    Path("config.yaml").write_text(ok)
+    tree = load(Path("config.yaml")).tree
+    assert (tree["optimizer"]["lr"], tree["device"]) == (64, "a${b}")
 
 
 def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

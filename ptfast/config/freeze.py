@@ -56,8 +56,12 @@ def check_no_secrets(composed: Composed) -> None:
         raise ConfigError("C011", what, key=key, value=SECRET, place=composed.place(key), suggestion=hint)
 
 
-def frozen_tree(composed: Composed) -> tuple[dict[str, Any], list[str]]:
-    """What `freeze` writes, and the keys of the secrets that it leaves out."""
+def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """What `freeze` writes, and the keys of the secrets that it leaves out.
+
+    Args:
+        resolved: False keeps interpolations, those that fail included.
+    """
     hidden: list[str] = []
 
     def hide(key: str, value: Any) -> Any:
@@ -68,10 +72,12 @@ def frozen_tree(composed: Composed) -> tuple[dict[str, Any], list[str]]:
         hidden.append(key)
         return SECRET
 
-    tree = resolve_keeping_env(composed.tree, composed.tree_unresolved)
+    tree = composed.tree_unresolved
+    if resolved:
+        tree = resolve_keeping_env(composed.tree, tree)
     if tree.get("epochs") is not None and tree.get("steps") is not None:
         # Once in one file, it no longer shows which of the two was meant.
-        tree |= {loser: None} if (loser := losing_length(composed.place)) else {}
+        tree = {**tree, loser: None} if (loser := losing_length(composed.place)) else tree
     return _map(copy.deepcopy(tree), "", hide), hidden
 
 

@@ -151,7 +151,7 @@ def sample_points(given: Sequence[Argument]) -> Iterator[list[str]]:
 
 
 def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -> str:
-    """The YAML that `--cfg job`, `--cfg hydra` or `--cfg all` prints, secrets hidden.
+    """The YAML that `--cfg job`, `--cfg hydra` or `--cfg all` prints, interpolations kept and secrets hidden.
 
     Args:
         file: a whole config to lay the arguments over, in place of the default.
@@ -166,7 +166,7 @@ def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -
     sections: list[str] = []
     if kind in ("job", "all"):
         composed = load(file, arguments, complete=False) if file else compose(arguments, complete=False)
-        tree, _ = frozen_tree(composed)
+        tree, _ = frozen_tree(composed, resolved=False)
         sections.append(OmegaConf.to_yaml(OmegaConf.create(tree)))
     if kind in ("hydra", "all"):
         with _translated():
