@@ -1,23 +1,41 @@
-"""Durations in any unit (`100steps`, `2epochs`, `10%`, `1h30m`) and what they are in optimizer steps."""
+"""Numbers in texts, and durations in any unit (`100steps`, `10%`, `1h30m`), also in optimizer steps."""
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 Unit = Literal["steps", "epochs", "samples", "percent", "seconds"]
 UNITS: tuple[Unit, ...] = get_args(Unit)
 
-_NUMBER = r"\d+(?:_\d+)*(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?"
-_LENGTH = re.compile(rf"({_NUMBER})\s*(steps?|epochs?|samples?|percent|%)?", re.IGNORECASE)
+NUMBER = r"[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+(?:e[+-]?[0-9]+)?"
+"""A number without a sign, wherever one is read from text; also in JavaScript's regular expressions."""
+_SIGNED = re.compile(rf"[+-]?(?:{NUMBER})", re.IGNORECASE | re.ASCII)
+_LENGTH = re.compile(rf"({NUMBER})\s*(steps?|epochs?|samples?|percent|%)", re.IGNORECASE | re.ASCII)
 _TIME = re.compile(
-    rf"(?:({_NUMBER})\s*(?:days?|d))?\s*(?:({_NUMBER})\s*(?:hours?|hrs?|h))?\s*"
-    rf"(?:({_NUMBER})\s*(?:minutes?|mins?|m))?\s*(?:({_NUMBER})\s*(?:seconds?|secs?|s))?",
-    re.IGNORECASE,
+    rf"(?:({NUMBER})\s*(?:days?|d))?\s*(?:({NUMBER})\s*(?:hours?|hrs?|h))?\s*"
+    rf"(?:({NUMBER})\s*(?:minutes?|mins?|m))?\s*(?:({NUMBER})\s*(?:seconds?|secs?|s))?",
+    re.IGNORECASE | re.ASCII,
 )
 _TIME_FACTORS = (86400, 3600, 60, 1)
+
+
+def read_number(text: str) -> float | None:
+    """The number that a text such as `3`, `-1_000` or `1e-3` is, whole ones as `int`; None if it is none."""
+    text = text.strip()
+    if not _SIGNED.fullmatch(text):
+        return None
+    # Whole numbers of thousands of digits are too long for int().
+    is_whole = text.lstrip("+-").replace("_", "").isdigit() and len(text) < 100
+    return int(text) if is_whole else float(text)
+
+
+def is_finite(number: float) -> bool:
+    """Return True if a number is one of those that a float can hold, as no whole number of 400 digits is."""
+    return abs(number) <= sys.float_info.max
 
 
 class DurationRangeError(ValueError):
@@ -39,9 +57,9 @@ class Duration:
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
             raise ValueError(f"unknown unit {self.unit!r}, expected one of {', '.join(UNITS)}")
-        object.__setattr__(self, "value", float(self.value))
-        if not math.isfinite(self.value):
+        if not is_finite(self.value):
             raise DurationRangeError("a duration must be finite")
+        object.__setattr__(self, "value", float(self.value))
         if self.value < 0:
             raise DurationRangeError("a duration cannot be negative")
         if self.unit == "percent" and self.value > 100:
@@ -67,10 +85,12 @@ class Duration:
             raise ValueError(f"expected a duration such as {_example(default_unit)}")
         if isinstance(text, (int, float)):
             return cls(text, default_unit)
+        if (number := read_number(text)) is not None:
+            return cls(number, default_unit)
         stripped = text.strip()
-        if stripped.startswith("-") and _read(stripped[1:].strip(), default_unit):
+        if stripped.startswith("-") and _read(stripped[1:].strip()):
             raise DurationRangeError("a duration cannot be negative")
-        found = _read(stripped, default_unit)
+        found = _read(stripped)
         if found is None:
             raise ValueError(f"expected a duration such as {_example(default_unit)}")
         return cls(*found)
@@ -127,11 +147,11 @@ class Duration:
         return number + {"percent": "%", "seconds": "s"}.get(self.unit, self.unit)
 
 
-def _read(text: str, default_unit: Unit) -> tuple[float, Unit] | None:
-    """Value and unit of a text without a sign, or None if it is no duration."""
+def _read(text: str) -> tuple[float, Unit] | None:
+    """Value and unit of a text without a sign that names its unit, or None if it is no duration."""
     if match := _LENGTH.fullmatch(text):
         number, unit = match.groups()
-        return float(number), _full_unit(unit) if unit else default_unit
+        return float(number), _full_unit(unit)
     match = _TIME.fullmatch(text)
     if match and any(match.groups()):
         parts = zip(match.groups(), _TIME_FACTORS, strict=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ptfast.config.suggest import did_you_mean
+from ptfast.durations import is_finite, read_number
 from ptfast.errors import COMMAND_LINE, ConfigError
 
 FLAGS: dict[str, dict[str, tuple[str, float]]] = {
@@ -86,11 +86,8 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
 
 
 def _number(flag: str, text: str, least: float = 0.0) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value <= 0 or value < least:
+    value = read_number(text)
+    if value is None or not is_finite(value) or value <= 0 or value < least:
         what = f"not a number of at least {least:g}" if least else "not a number above 0"
         raise ConfigError("C005", what, key=flag, value=text, place=COMMAND_LINE)
     return value

@@ -14,6 +14,9 @@ from ptfast.config.validate import TASKS, validate
 from ptfast.durations import Duration
 from ptfast.errors import render
 
+NUMBERS = ("optimizer__lr", "epochs", "eval__every", "run__max_time")
+"""Keys of a number, a whole number, a duration and a wall time."""
+
 
 def test_values_come_out_typed() -> None:
     config = check(epochs=1e3, eval__every="500 steps", stop__patience=3, run__max_time="1h30m", data__val=0)
@@ -26,6 +29,13 @@ def test_values_come_out_typed() -> None:
     assert config.schedule.warmup == Duration(5, "percent")
     assert config.logger.target is None
     assert config.parallel.timeout.seconds == 600
+
+
+def test_numbers_are_read_from_text_in_one_way() -> None:
+    config = check(**dict.fromkeys(NUMBERS, " +1_0 "))
+    assert (config.epochs, config.optimizer.target.kwargs["lr"]) == (10, 10)
+    assert config.eval.every.value == 10
+    assert config.run.max_time == Duration(10, "seconds")
 
 
 def test_the_tree_is_not_changed_and_the_config_cannot_be() -> None:
@@ -112,6 +122,9 @@ def test_unknown_keys_come_first_and_the_place_is_the_keys_own() -> None:
         ("optimizer__lr", float("nan"), "C005"),
         ("optimizer__lr", float("inf"), "C005"),
         ("optimizer__lr", -1, "C005"),
+        *((key, text, "C004") for key in NUMBERS for text in ("\uff13", "3_", "3__0", "0x3", "\u0663")),
+        *((key, huge, "C005") for key in NUMBERS for huge in (10**400, "1" * 5000, "1e400")),
+        ("eval__every", "\uff13epochs", "C004"),
         ("epochs", 3.5, "C004"),
         ("epochs", True, "C004"),
         ("epochs", "many", "C004"),

@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ptfast.config.problem import Problem
 from ptfast.config.suggest import did_you_mean
-from ptfast.durations import Duration, DurationRangeError, Unit
+from ptfast.durations import Duration, DurationRangeError, Unit, is_finite, read_number
 
 EMPTY: Any = inspect.Parameter.empty
-_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 SEQUENCES = (
     list,
     tuple,
@@ -199,10 +198,8 @@ def _to_int(value: Any) -> int:
 
 
 def _to_number(value: Any, expected: str = "a number") -> float:
-    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-        value = (
-            float(value) if re.search(r"[.eE]", value) else int(value)
-        )  # from ${oc.env:...}, which is always text
+    if isinstance(value, str) and (number := read_number(value)) is not None:
+        value = number  # from ${oc.env:...}, which is always text
     if isinstance(value, str) and value.strip().lower().lstrip("+-") in (
         "nan",
         ".nan",
@@ -321,7 +318,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _refuse_not_finite(value: Any) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, (int, float)) and not is_finite(value):
         raise Problem("C005", "must be a finite number")
     if isinstance(value, (list, tuple)):
         for item in value:

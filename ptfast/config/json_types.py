@@ -18,7 +18,7 @@ from ptfast.config.coerce import (
     units_of,
 )
 from ptfast.config.targets import Target
-from ptfast.durations import Duration, Unit
+from ptfast.durations import NUMBER, Duration, Unit
 
 Schema = dict[str, Any]
 
@@ -29,7 +29,6 @@ REFERENCE: Schema = {
 }
 TARGET: Schema = {"type": "object", "required": ["_target_"]}
 
-_NUMBER = r"(\d[\d_]*(\.\d*)?|\.\d+)(e[+-]?\d+)?"
 _NAMES: dict[Unit, str] = {
     "steps": "steps?",
     "epochs": "epochs?",
@@ -106,7 +105,7 @@ def _limits(bounds: Range | None) -> Schema:
 def _pattern(units: tuple[Unit, ...]) -> str:
     """A regular expression, in JavaScript's grammar, of durations in these units."""
     if units == ("seconds",):
-        parts = r"\s*".join(f"({_NUMBER}\\s*({names}))?" for names in _TIMES)
-        return rf"^\s*(?=\S)({_NUMBER}|{parts})\s*$"
+        parts = r"\s*".join(f"(({NUMBER})\\s*({names}))?" for names in _TIMES)
+        return rf"^\s*(?=\S)({NUMBER}|{parts})\s*$"
     names = "|".join(_NAMES[unit] for unit in units if unit in _NAMES)
-    return rf"^\s*{_NUMBER}\s*({names})?\s*$"
+    return rf"^\s*({NUMBER})\s*({names})?\s*$"
