@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from running import WITH_TESTS, build_run, same_bits
+from torch.overrides import TorchFunctionMode
 
 from ptfast import cli
 from ptfast.config.read import read_config
 from ptfast.find import outlook as find_outlook
 from ptfast.find.critical import Critical, estimate
-from ptfast.find.noise import moments, noise_of
+from ptfast.find.noise import NoiseTrainer, moments, noise_of
 from ptfast.find.outlook import Outlook, look_ahead
 from ptfast.find.room import SPARE, memory_to_spare
 from ptfast.find.search import Search
@@ -127,6 +128,41 @@ def test_it_trains_as_training_does(precision: str, tmp_path: Path) -> None:
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(watched.model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
     assert same_bits(plain.progress.samples, watched.progress.samples)
+
+
+def test_steps_make_no_tensor_on_the_host(tmp_path: Path) -> None:
+    """Its copy to the device would make the host wait, out of memory that is not pinned."""
+    made: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.tensor, torch.as_tensor, torch.from_numpy):
+                made.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    trainer = NoiseTrainer(build_run(tmp_path, *SMALL, "micro_batches=4"))
+    batches = trainer.run.train_loader.steps(0, 6)
+    trainer.train(batches, 3)
+    prepared = [*batches]
+    with Watch():
+        trainer.train(iter(prepared), 6)
+    assert made == []
+    assert len(trainer.read()["noise"]) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
+def test_steps_never_wait_for_a_gpu(precision: str, tmp_path: Path) -> None:
+    words = ("+recipe=resnet_digits", "micro_batches=4", "device=cuda", f"precision={precision}")
+    trainer = NoiseTrainer(build_run(tmp_path, *words))
+    batches = trainer.run.train_loader.steps(0, 20)
+    trainer.train(batches, 5)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.train(batches, 20)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(trainer.read()["noise"]) == 20
 
 
 def test_a_loss_that_comes_apart_ends_it(tmp_path: Path) -> None:

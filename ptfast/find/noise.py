@@ -150,11 +150,13 @@ class NoiseTrainer(Trainer):
                 sum_over_ranks(whole, ranks).div_(ranks.num_ranks)
             parameter.grad = sums.get(parameter)
         # The weight holds the ranks that gradients are averaged over: a rank's own are too long by as much.
-        own = torch.stack([squares, weighted]) / ranks.num_ranks**2
-        sizes = torch.tensor([shares_squared, float(num_parts)]).to(run.device)
-        losses = torch.stack([self.loss_sum - loss_before, zero + (self.num_items - items_before)])
-        row = torch.cat([own, sizes, losses.to(torch.float32)])
-        self.rows.append((torch.cat([row, zero[None] + batch.num_samples / ranks.num_ranks]), self._square()))
+        figures = (
+            *(squares / ranks.num_ranks**2, weighted / ranks.num_ranks**2, shares_squared, num_parts),
+            *(self.loss_sum - loss_before, self.num_items - items_before),
+            batch.num_samples / ranks.num_ranks,
+        )
+        # A number goes to the device as an argument of the sum; a tensor of it would be copied there.
+        self.rows.append((torch.stack([(zero + figure).float() for figure in figures]), self._square()))
 
     def read(self) -> dict[str, list[float]]:
         """Moments of the steps since the last call, over all ranks; makes the host wait for the device."""
