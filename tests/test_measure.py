@@ -276,6 +276,10 @@ def planted() -> dict[str, tuple[advice.Situation, str | None, float]]:
             situation("precision=bf16", work=replace(HALF, pointwise_bytes=4e8)),
             *("compile=pointwise", 1 / (1 - 0.2)),
         ),
+        "elementwise, for nothing": (
+            situation("precision=bf16", work=replace(HALF, pointwise_bytes=8e7)),
+            *(None, 1.0),
+        ),
         "gradients": (
             situation("precision=bf16", "parallel=ddp", rows={"gradient_sync": 0.04}, num_ranks=2, **bf16),
             *("parallel.compression=bf16", 1 / (1 - 0.2)),

@@ -12,8 +12,8 @@ from ptfast.config.schema import Config
 from ptfast.measure.light import Step
 from ptfast.techniques import CATALOGUE, Need, Technique
 
-WORTH = 1.03
-"""A smaller gain is not worth a change."""
+WORTH = 1.05
+"""What gains no more than this at best is not worth a change; in two digits it would read as no gain."""
 _MOST = 0.9
 """The largest part of a step that anything is said to save."""
 _LOOSE = 4
@@ -61,7 +61,7 @@ class Suggestion:
 
 
 def suggest(situation: Situation) -> list[Suggestion]:
-    """Switches that are off, apply, and could gain more than 3 %, the largest gain first.
+    """Switches that are off, apply, and could gain more than 5 %, the largest gain first.
 
     A debugging aid spoils the figures: then there are none.
     """
@@ -88,7 +88,7 @@ def describe(suggestions: list[Suggestion], step_s: float) -> dict[str, Any]:
         }
         for suggestion in suggestions
     ]
-    line = "none: no switch promises more than 3 %"
+    line = "none: no switch promises more than 5 %"
     if rows:
         first = rows[0]
         line = f"{first['switch']}, up to {first['up_to']:.2g}x: {first['why']}"
