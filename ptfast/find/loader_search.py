@@ -97,6 +97,14 @@ class Search:
         low = min(result["low"] for result in self.seen[best])
         return self.rate(loader) >= NEAR * self.rate(best) or high >= low
 
+    def interval(self, loader: Loader) -> tuple[float, float]:
+        """Least and most samples per second of its windows, the two extremes of each trial left out.
+
+        A neighbour's burst spoils one of them.
+        """
+        kept = [rate for result in self.seen[loader] for rate in sorted(result["rates"])[1:-1]]
+        return min(kept), max(kept)
+
     def waiting(self, loader: Loader) -> float:
         """Share of the time that the training has spent on waiting for data, or on reading it itself."""
         return statistics.median(result["waiting"] for result in self.seen[loader])
@@ -129,6 +137,14 @@ class Search:
             )
 
         return min(quick, key=cost)
+
+    def chosen(self) -> Loader:
+        """The best, or what `auto` takes where that was quicker or, with intervals that overlap, may be."""
+        best = self.best()
+        auto = named_loaders(self).get("auto", best)
+        if auto in self.seen and self.interval(auto)[1] >= self.interval(best)[0]:
+            return auto
+        return best
 
     def label(self, loader: Loader) -> str:
         """What it is called in lines of text."""
@@ -201,6 +217,9 @@ def search_loaders(search: Search, most: int | None = None) -> None:
         return
     _refine(search, most)
     leaders = sorted(search.seen, key=search.rate, reverse=True)[:FINALISTS]
+    auto = named.get("auto", leaders[0])
+    if auto in search.seen and auto not in leaders:
+        leaders.append(auto)
     leaders = [loader for loader in leaders if search.may_be_as_quick(loader, leaders[0])]
     if len(leaders) > 1:
         search.measure_again(leaders, ROUNDS - 1)

@@ -28,8 +28,8 @@ def time_steps(
         look: called when all is measured and workers are still there; adds to what is returned.
 
     Returns:
-        `samples_per_s` over all ranks with `low` and `high` of the windows, `step_s`, and the share of the
-        time that ranks spent `waiting` for their next batch.
+        `samples_per_s` over all ranks with the `rates` of the windows, their `low` and `high`, `step_s`, and
+        the share of the time that ranks spent `waiting` for their next batch.
     """
     trainer, progress, clock = Trainer(run), run.progress, run.clock
     run.total_steps = ENDLESS
@@ -55,6 +55,7 @@ def time_steps(
     total_s = sum(took_s for _, took_s in windows)
     return {
         "samples_per_s": statistics.median(rates),
+        "rates": rates,
         "low": min(rates),
         "high": max(rates),
         "step_s": statistics.median(took_s for _, took_s in windows) / window_steps,

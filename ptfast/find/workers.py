@@ -16,7 +16,7 @@ from ptfast.display import is_terminal, standard_output, table
 from ptfast.errors import EXIT_OK
 from ptfast.find.loader import Loader, workers
 from ptfast.find.loader_search import NOTHING, RULE, Search, named_loaders, search_loaders
-from ptfast.units import duration, num_bytes
+from ptfast.units import duration, grouped, num_bytes
 
 FIGURES = "workers.json"
 NARROW = 80
@@ -59,7 +59,7 @@ def find_workers(
         search = Search(composed, config, Path(name), seconds)
         print(f"measuring loaders beside the training, {seconds:g} s each")
         search_loaders(search, most)
-    chosen = search.best()
+    chosen = search.chosen()
     _show(search, chosen)
     label = config.recipe or config.run.name or "train"
     folder = out or run_folder.new_folder(Path(config.run.root), f"find-workers-{label}")
@@ -116,6 +116,15 @@ def _show(search: Search, chosen: Loader) -> None:
 
 def _remarks(search: Search, chosen: Loader) -> Iterator[str]:
     """What to know of the figures."""
+    if (best := search.best()) != chosen:
+        seen = [
+            "{} ({} to {})".format(*map(grouped, (search.rate(loader), *search.interval(loader))))
+            for loader in (best, chosen)
+        ]
+        yield (
+            f"{search.label(best)}, at {seen[0]} samples/s without the extremes, cannot be told from what "
+            f"auto takes, at {seen[1]}: that is kept; a longer --seconds tells more"
+        )
     if search.num_ranks > 1:
         yield f"workers of each of {search.num_ranks} ranks; samples and memory of all together"
     plain = Loader("plain")
