@@ -152,7 +152,8 @@ def _prepared(place: Place, composed: Composed, arguments: list[str]) -> Iterato
             for name in (run_folder.FAILURE, run_folder.SUMMARY):
                 (place.folder / name).unlink(missing_ok=True)
             if place.state_folder is None:
-                (place.folder / run_folder.RESOLVED).unlink(missing_ok=True)
+                for name in (run_folder.RESOLVED, run_folder.WANDB):
+                    (place.folder / name).unlink(missing_ok=True)
             for warning in freeze(composed, place.folder / run_folder.CONFIG):
                 print(f"ptfast: warning: {warning}", file=sys.stderr)
             command_line = ["ptfast", "train", *redact(arguments)]

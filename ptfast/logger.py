@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import queue
+import secrets
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,12 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ptfast import run_folder
 from ptfast.errors import MachineError, shorten
 
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 PLACE = ("step", "epoch", "split")
 """Keys of a record that say where it was taken; all others are figures."""
+RESOURCES = ("step_s", "peak_memory_bytes", "padding_share")
+"""Figures of what a run takes, which are logged and neither shown nor drawn."""
 
 
 @runtime_checkable
@@ -174,12 +178,12 @@ class Tensorboard:
 
 
 class Wandb:
-    """Weights & Biases, with the run directory's name as its run, which a resumed run goes on with.
+    """Weights & Biases. Each run has an id of its own there, with which it goes on when it is resumed.
 
     Args:
         project: project the run belongs to.
         entity: user or team; the account's default if not given.
-        name: what the run is called; the run directory's name if not given.
+        name: what the run is called; the last two parts of the run directory's path if not given.
         tags: labels to find it by.
         mode: `online`, `offline` or `disabled`; what WANDB_MODE says if not given.
     """
@@ -204,9 +208,10 @@ class Wandb:
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         import wandb
 
-        name = self._name or run_dir.name
-        # Ids are letters, digits and dashes only.
-        run_id = "".join(c if c.isalnum() else "-" for c in run_dir.name)
+        name = self._name or "/".join(run_dir.absolute().parts[-2:])
+        # Names of folders recur: those of a sweep's jobs are 0, 1, ... in every sweep.
+        run_id = run_folder.read_json(run_dir / run_folder.WANDB).get("id") or secrets.token_hex(8)
+        run_folder.write_json(run_dir / run_folder.WANDB, {"id": run_id})
         self._run: Any = wandb.init(
             **self._options, name=name, id=run_id, resume="allow", dir=str(run_dir), config=config
         )

@@ -24,6 +24,7 @@ SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 RESOLVED = "resolved.json"
 ENVIRONMENT = "environment.json"
+WANDB = "wandb.json"
 FAILURE = ".failure.json"
 
 

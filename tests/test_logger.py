@@ -175,22 +175,30 @@ def test_tensorboard_tags_by_split_and_hides_what_a_resumed_run_repeats(
     assert calls == [("open", folder, 5), ("text", "config"), ("val/loss", 0.5, 5), ("close",)]
 
 
-def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: dict[str, Any] = {}
+def test_a_run_has_an_id_of_its_own_in_wandb_and_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jobs of two sweeps have folders of one name."""
+    started: list[dict[str, Any]] = []
     logged: list[dict[str, Any]] = []
     run = types.SimpleNamespace(
         define_metric=lambda *args, **kwargs: None, log=logged.append, finish=lambda: logged.append({})
     )
     fake = types.ModuleType("wandb")
-    fake.init = lambda **options: started.update(options) or run  # pyright: ignore[reportAttributeAccessIssue]
+    fake.init = lambda **options: started.append(options) or run  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("ptfast.logger.find_spec", lambda name: object())
-    logger = Wandb(project="mine")
-    logger.open(tmp_path / "20261120-101112_ab12", {"epochs": 1})
-    logger.log(train(3, loss=0.5))
+    for sweep in ("20261120-ab12", "20261121-cd34", "20261120-ab12"):
+        (tmp_path / sweep / "0").mkdir(parents=True, exist_ok=True)
+        logger = Wandb(project="mine")
+        logger.open(tmp_path / sweep / "0", {"epochs": 1})
+    logger.log(train(3, loss=0.5, step_s=0.25))
     logger.close()
-    assert (started["project"], started["id"], started["resume"]) == ("mine", "20261120-101112-ab12", "allow")
-    assert logged == [{"step": 3, "train/loss": 0.5}, {}]
+    first, other, resumed = started
+    assert first["id"] == resumed["id"] != other["id"]
+    assert first["id"].isalnum()
+    assert (first["project"], first["name"], first["resume"]) == ("mine", "20261120-ab12/0", "allow")
+    assert logged == [{"step": 3, "train/loss": 0.5, "train/step_s": 0.25}, {}]
 
 
 def test_the_background_logger_writes_everything_elsewhere() -> None:
