@@ -80,7 +80,7 @@ def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
         here = verdict(technique, machine)
         switch = " ".join(technique.on) or ALWAYS_ON
         row = [technique.family, technique.name, technique.kind, switch, here.text]
-        rows.append(row + [technique.claim] * wide)
+        rows.append(row + [f"{technique.claim} {technique.measured}".rstrip()] * wide)
         if not here.applies:
             muted.add(number)
     table(headers, rows, grouped=True, muted=muted)
@@ -106,6 +106,8 @@ def _show_one(technique: Technique, machine: ThisMachine) -> None:
         "why": technique.why,
         "worth": technique.claim,
         "source": technique.source,
+        "measured": technique.measured,
+        "command": technique.command,
         "when not": technique.avoid,
         "lacking if": technique.audit,
         "drift": f"at most {technique.drift:g} of the loss over ten steps" if technique.drift else "",

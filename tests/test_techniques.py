@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from trials import (
     NUM_STEPS,
@@ -37,6 +39,8 @@ from ptfast.trainer import Trainer
 BY_NAME = {technique.name: technique for technique in CATALOGUE}
 SWITCHED = [technique for technique in CATALOGUE if technique.on]
 
+PUBLICATION = re.compile(r"\b(19|20)\d\d\b|\w/\w|documentation|tutorial|Guide|data sheet")
+"""What a source says where figures can be looked up: a year, a repository, documentation."""
 NO_TECHNIQUES = {
     "data": "what is trained on",
     "model": "what is trained",
@@ -98,6 +102,7 @@ def test_names_are_unique() -> None:
 def test_a_record_is_complete(technique: Technique) -> None:
     for text in (technique.why, technique.claim, technique.avoid, technique.audit):
         assert text.endswith(".")
+    assert technique.measured.endswith(".") or not technique.measured
     assert technique.source
     assert technique.name == technique.name.strip()
     assert technique.kind in PROMISES
@@ -108,6 +113,28 @@ def test_a_record_is_complete(technique: Technique) -> None:
         file, _, function = ALWAYS_ON[technique.name].partition("::")
         tree = ast.parse((Path(__file__).parent / file).read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", text))
+
+
+@pytest.mark.parametrize("technique", CATALOGUE, ids=name_of)
+def test_every_figure_of_a_record_has_its_source(technique: Technique) -> None:
+    """Others' figures have a publication; ours have the command that measures them, and are the README's."""
+    for text in (technique.claim, technique.source):
+        assert not re.search(r"\b(here|our|measured)\b", text), text
+    if numbers(technique.claim):
+        assert PUBLICATION.search(technique.source), technique.source
+    assert bool(technique.measured) == bool(technique.command)
+    if technique.command:
+        python, script, *words = technique.command.split()
+        assert python == "python"
+        code, readme = (ROOT / script).read_text(), (ROOT / "README.md").read_text()
+        assert all(f'"{word}"' in code for word in words if word.startswith("--"))
+        beside = " ".join(section for section in readme.split("\n## ") if script in section)
+        assert all(word in beside for word in words)
+        assert numbers(technique.measured) <= numbers(beside)
 
 
 @pytest.mark.parametrize("technique", SWITCHED, ids=name_of)

@@ -55,6 +55,14 @@ def test_one_in_full(words: list[str], capsys: Capture) -> None:
     assert "dataloader.pin=false" in out
 
 
+def test_what_was_measured_stands_beside_its_command(capsys: Capture) -> None:
+    assert run(["techniques", "data in a pack"]) == 0
+    out = capsys.readouterr().out
+    (technique,) = (technique for technique in CATALOGUE if technique.name == "data in a pack")
+    assert technique.measured in out
+    assert "python scripts/bench_data.py jpeg" in out
+
+
 def test_what_excludes_it_is_named(capsys: Capture) -> None:
     assert run(["techniques", "worker processes"]) == 0
     assert "instead of  data in memory" in capsys.readouterr().out

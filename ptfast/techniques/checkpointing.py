@@ -15,9 +15,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         off=("checkpointing=none",),
         why="Blocks keep their input alone, which makes room for a larger batch or model, or for doing "
         "without accumulation.",
-        claim="A forward pass more, about a third of a step, for memory that grows with the number of blocks "
-        "and the size of the largest instead of with all layers.",
+        claim="A residual network of 1,000 layers on ImageNet in 7 GB instead of 48, for 30 % more time.",
         source="Chen, Xu, Zhang, Guestrin 2016, arXiv:1604.06174; torch.utils.checkpoint.",
+        measured="ResNet-110 keeps 134 MiB instead of 513 for its backward pass, in 1.41 times the time.",
+        command="python scripts/bench_memory.py resnet110",
         avoid="Memory is not what limits the batch: then it only costs time.",
         audit="Memory runs out, or limits the batch, while activations take most of it.",
         options=("checkpointing/full",),
@@ -31,8 +32,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("checkpointing=every_n",),
         off=("checkpointing=none",),
         why="Only as much is computed again as memory asks for.",
-        claim="With every second block, about half of what `full` saves for half of what it costs.",
+        claim="A choice between all blocks and none; no figure is given.",
         source="torchtitan, activation checkpointing of every n-th layer.",
+        measured="With every second block ResNet-110 keeps 324 MiB instead of 513, in 1.21 times the time.",
+        command="python scripts/bench_memory.py resnet110",
         avoid="Memory fits without it, or does not fit with it.",
         audit="Memory is short by a part of what `full` saves.",
         options=("checkpointing/every_n",),
@@ -47,10 +50,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         off=("checkpointing=none",),
         why="Norms, activations and dropout take much of the memory and little of the arithmetic: their "
         "results alone are computed again.",
-        claim="In large transformers on A100s, choosing what is computed again saves over 90 % of the time "
-        "that whole layers take.",
+        claim="Large transformers on A100s, with sequence parallelism beside it: a fifth of the memory of"
+        " activations, at over 90 % less than the time that computing whole layers again takes.",
         source="Korthikanti et al. 2022, arXiv:2205.05198; the choice by operation is that of torch.utils."
         "checkpoint.create_selective_checkpoint_contexts.",
+        measured="ResNet-110 keeps 386 MiB instead of 513 for its backward pass, in 1.19 times the time.",
+        command="python scripts/bench_memory.py resnet110",
         avoid="Launches or Python bound the step: every operation of a block passes through Python twice.",
         audit="Checkpointing of whole blocks where matrix products make up most of the forward pass.",
         options=("checkpointing/selective",),
@@ -65,8 +70,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         off=("checkpointing=none",),
         why="The compiler sees the whole graph, and computes again what costs least for the memory it frees, "
         "within fused kernels.",
-        claim="In a transformer, computing pointwise operations again halves the memory of activations.",
+        claim="A transformer takes 50 % less memory by computing pointwise operations alone again.",
         source="PyTorch blog, March 2025, 'Current and New Activation Checkpointing Techniques in PyTorch'.",
+        measured="A compiled GPT of 12 blocks keeps 209 MiB instead of 418 at a budget of 0.5, in 0.98 of "
+        "the time.",
+        command="python scripts/bench_memory.py gpt --compile --batch-size 4",
         avoid="The model is not compiled, or its graph breaks inside blocks.",
         audit="A compiled model whose memory limits the batch.",
         options=("checkpointing/budget",),

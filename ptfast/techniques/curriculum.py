@@ -62,8 +62,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="Small batches make more steps out of the same samples while gradients are large against their "
         "noise, and large ones run faster once they are not.",
         claim="Batches that grow where the learning rate would fall give the same curves in fewer steps: "
-        "ResNet-50 on ImageNet to 76.1 % in under 30 minutes on a TPU pod (Smith et al.); the batch size "
-        "that is worth its samples rises in the course of training (McCandlish et al.).",
+        "ResNet-50 on ImageNet to 76.1 % in under 30 minutes (Smith et al.); the batch size that is"
+        " worth its samples rises in the course of training (McCandlish et al.).",
         source="Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish, Kaplan, Amodei and others "
         "2018, arXiv:1812.06162.",
         avoid="Batches that are small already, or of a size found to be the fastest for the machine.",

@@ -13,7 +13,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         off=(),
         why="Anomaly detection, profilers and checks of gradients look at every operation; off, they leave "
         "nothing in the loop.",
-        claim="Anomaly detection makes a step several times slower, a profiler up to twice.",
+        claim="What looking at every operation takes; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Disable debugging APIs'.",
         avoid="A loss turns NaN, or nobody knows where the time goes: debug=anomaly, debug=profiler.",
         audit="set_detect_anomaly(True), emit_nvtx, a profiler or gradcheck left in a training script.",

@@ -103,7 +103,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="Adam's step does not grow with the gradient, whose noise falls with the root of the batch: so "
         "does the rate rise, and decoupled decay with it.",
         claim="Adam's and RMSprop's course at one batch is that at another, in theory and on vision and "
-        "language models, if betas and eps are scaled too, which stay as they are here.",
+        "language models, if betas and eps are scaled too, which ptfast leaves alone.",
         source="Malladi, Lyu, Panigrahi, Arora 2022, arXiv:2205.10287; for the decay Wang, Aitchison 2024, "
         "arXiv:2405.13698.",
         avoid="SGD, and batches so large that betas would have to change.",

@@ -51,9 +51,9 @@ class Technique:
     why: str
     """Why it is faster, or reaches the same result sooner, as one sentence."""
     claim: str
-    """What its source says it is worth, and under which conditions."""
+    """What its source says it is worth, and under which conditions; nothing that the source does not say."""
     source: str
-    """Where the idea and the claim come from."""
+    """Where the idea and the claim come from: others, never ourselves."""
     avoid: str
     """When not to use it, as one sentence."""
     audit: str
@@ -68,5 +68,9 @@ class Technique:
     """Overrides of the smallest run in which it acts, to check its promise or measure it by; `{text}` in one
     stands for the path of any text file, `{pack}` for that of a pack of images, `{images}` for that of
     class folders of JPEG files, `{shards}` for that of tar shards of images."""
+    measured: str = ""
+    """What it was found to be worth by `command`; all figures in it stand in the README beside that."""
+    command: str = ""
+    """What measures that again, such as `python scripts/bench_data.py jpeg`."""
     drift: float | None = None
     """For a reduced technique: the largest relative drift of the loss over ten steps that it stands for."""

@@ -28,9 +28,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("model.drop_path=0.1",),
         off=("model.drop_path=0",),
         why="Samples skip residual branches at random, so that gradients reach early layers by shorter ways.",
-        claim="ResNet-110 on CIFAR-10: test error from 6.41 to 5.25 % over 500 epochs, and a quarter less "
-        "training time where whole batches skip a block; drawn by sample, as here, no arithmetic is "
-        "spared.",
+        claim="ResNet-110 on CIFAR-10: test error from 6.41 to 5.25 % over 500 epochs, and a quarter less"
+        " training time where whole batches skip a block; drawn by sample, as ptfast does, no "
+        "arithmetic is spared.",
         source="Huang, Sun, Liu, Sedra, Weinberger 2016, arXiv:1603.09382.",
         avoid="Shallow networks and short runs, which underfit anyway.",
         audit="A residual network of 50 layers or more that overfits, with model.drop_path "
