@@ -50,6 +50,10 @@ class Clock:
         """Seconds since the start of the run, whatever they went to."""
         return time.perf_counter() - self._start
 
+    def pace_s(self) -> float:
+        """Seconds since the start, less what went to warming up and measuring: what a throughput goes by."""
+        return self.elapsed_s() - self.seconds["warm_up"] - self.seconds["measuring"]
+
     @contextmanager
     def gathering(self, cause: str) -> Iterator[None]:
         """Have all that goes on inside book on `cause`, whatever the marks in there say."""

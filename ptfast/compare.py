@@ -13,9 +13,11 @@ from ptfast.report import chart_order, headline
 from ptfast.report.charts import Series, figure_title, is_logarithmic, line_chart, line_color, thin
 from ptfast.report.page import header, html_table, page
 from ptfast.report.runs import RunFiles, is_finite, read_run
-from ptfast.units import better_mode, duration, figure, is_fraction
+from ptfast.units import TOO_SHORT, better_mode, duration, figure, is_fraction
 
 SPLITS = ("best", "val", "test", "train")
+COLUMNS = {"train_samples_per_s": "samples/s", "peak_memory_bytes": "peak memory", "wall_s": "wall"}
+"""What a table says of every run beside its figures, by key of summary.json, with the headers."""
 NOT_COMPARED = ("run", "sweep", "recipe", "trust")
 """Sections that say where a run lies and how it was started, not what it computes."""
 
@@ -161,22 +163,21 @@ def _table(
 ) -> tuple[list[str], list[list[str]]]:
     keys = list(dict.fromkeys(key for label in labels for key in label))
     loss = f"{metric.partition('.')[0]}.loss" if "." in metric else "best.loss"
-    others = [name for name in (loss, "train_samples_per_s", "wall_s") if name != metric]
-    titles = {"train_samples_per_s": "samples/s", "wall_s": "wall"}
-    headers = ["#", *keys, metric, *(titles.get(name, name) for name in others), "status", "run"]
+    others = [name for name in (loss, *COLUMNS) if name != metric]
+    headers = ["#", *keys, metric, *(COLUMNS.get(name, name) for name in others), "status", "run"]
     rows = []
     for index, (run, value, label) in enumerate(zip(runs, values, labels, strict=True)):
         row = ["" if value is None else str(index + 1), *(label.get(key, "-") for key in keys)]
-        row += [_shown(metric, value), *(_shown(name, _value(run, name)) for name in others)]
+        row += [_shown(run, metric, value), *(_shown(run, name, _value(run, name)) for name in others)]
         error = run.summary.get("error")
         row += [f"{run.status}: {shorten(error, 60)}" if error else run.status, run.run_dir.name]
         rows.append(row)
     return headers, rows
 
 
-def _shown(metric: str, value: float | None) -> str:
+def _shown(run: RunFiles, metric: str, value: float | None) -> str:
     if value is None:
-        return "-"
+        return TOO_SHORT if metric == "train_samples_per_s" and metric in run.summary else "-"
     name = metric.rpartition(".")[2]
     return duration(value) if name.endswith("_s") and not name.endswith("_per_s") else figure(name, value)
 

@@ -27,9 +27,9 @@ def dry_run(config: Config) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     from ptfast.loop import try_out
+    from ptfast.machine import peak_memory_bytes
     from ptfast.runner import build
     from ptfast.trainer import Trainer
-    from ptfast.worker import peak_memory_bytes
 
     display = build_display()
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:

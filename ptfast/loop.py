@@ -65,18 +65,23 @@ def fit(run: Run) -> str:
             if trainer.switch():
                 with clock.gathering("warm_up"):
                     batches = trainer.rehearse(batches)
-            start, start_s = progress.step, progress.train_s
+            start, start_s = progress.step, clock.elapsed_s()
+            samples, paced_s = progress.samples, clock.pace_s()
             stop = min(cadence.next_stop(start, run.total_steps), start + look_steps)
             # Workers start, caches fill and kernels are chosen in a process's first step, which is one alone.
-            aside: AbstractContextManager[Any] = nullcontext(batches)
+            aside: AbstractContextManager[Any] | None = None
             if start == first_step:
                 aside = clock.gathering("warm_up")
             elif counter.due(start):
                 stop, aside = start + 1, counter.counting(batches)
-            with aside as given:
+            with aside or nullcontext() as given:
                 trainer.train(given or batches, stop)
                 loss = trainer.read_loss()
-            step_s = (progress.train_s - start_s) / (progress.step - start)
+            if aside is None:
+                progress.timed_steps += progress.step - start
+                progress.timed_samples += progress.samples - samples
+                progress.timed_s += clock.pace_s() - paced_s
+            step_s = (clock.elapsed_s() - start_s) / (progress.step - start)
             status, look_steps = _look_up(run, step_s)
             over = progress.step >= run.total_steps
             progress.evaluation_due = over or progress.step in cadence.eval_steps

@@ -103,12 +103,20 @@ def memory_of(pids: Iterable[int]) -> tuple[int, str]:
         return sum(shares), "PSS"
     whole = sum(_kilobytes(pid, "status", "VmRSS:") for pid in pids)
     if not whole and sys.platform != "win32":
-        import resource
-
-        # Without /proc only the peak of this very process is known.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        whole = peak if sys.platform == "darwin" else peak * 1024
+        whole = peak_memory_bytes("cpu")  # without /proc only this very process is known
     return whole, "RSS"
+
+
+def peak_memory_bytes(device_type: str) -> int:
+    """Most memory taken so far: on the GPU where there is one, of this process otherwise."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _kilobytes(pid: int, name: str, row: str) -> int:

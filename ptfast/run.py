@@ -199,6 +199,10 @@ class Callback:
         """After an evaluation of `split` with its `figures`."""
 
 
+TELLING_STEPS, TELLING_S = 5, 2.0
+"""Of fewer steps or seconds after the warm-up no throughput is told: a neighbour's burst would make it."""
+
+
 @dataclass
 class Progress:
     """Where a run stands; saved with the weights and restored with them."""
@@ -208,8 +212,11 @@ class Progress:
     best_value: float | None = None
     best_step: int | None = None
     evaluations_without_gain: int = 0
-    train_s: float = 0.0
-    """Seconds of training over all attempts, for throughput."""
+    timed_steps: int = 0
+    """Steps that tell how fast the run trains, over all attempts: none that warm up or that are measured."""
+    timed_samples: int = 0
+    timed_s: float = 0.0
+    """Seconds that those steps took."""
     window_loss: float = 0.0
     """Sum of the item losses since the last log line, so that a resumed run logs the same figure."""
     window_items: float = 0.0
@@ -218,6 +225,12 @@ class Progress:
     epoch_items: float = 0.0
     evaluation_due: bool = False
     """Whether the evaluation of this step is still to be made."""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Training samples a second, warm-up left out; None where the run was too short to tell."""
+        told = self.timed_steps >= TELLING_STEPS and self.timed_s >= TELLING_S
+        return self.timed_samples / self.timed_s if told else None
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -108,7 +108,8 @@ def restore_training(run: Run, state: State) -> None:
     for callback, callback_state in zip(callbacks, state.training["callbacks"], strict=True):
         if callback_state is not None:
             callback.load_state_dict(callback_state)
-    run.progress = Progress(**state.facts["progress"])
+    known = {each.name for each in fields(Progress)}
+    run.progress = Progress(**{k: v for k, v in state.facts["progress"].items() if k in known})
     if run.marks is not None and (stream := state.facts.get("stream")) is not None:
         run.resumed_note = run.marks.load(stream, run.progress.step)
     run.best_figures = state.facts["best_figures"]

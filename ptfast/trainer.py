@@ -17,6 +17,7 @@ from ptfast import devices
 from ptfast.distributed import Ranks, sum_over_ranks
 from ptfast.errors import DataError, NumericsError
 from ptfast.gradients import global_norm
+from ptfast.machine import peak_memory_bytes
 from ptfast.optim import apply_lr, build_step, reference_lr
 from ptfast.parallel import RunningStatistics, unwrap
 from ptfast.run import Run, StepBatch
@@ -45,8 +46,7 @@ class Trainer:
         restored = (run.progress.window_loss, run.progress.window_items) if run.ranks.is_first else (0.0, 0.0)
         self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=self.dtype)
         self.num_items: Any = int(restored[1])
-        self.logged_samples, self.logged_s, self.logged_step = run.progress.samples, run.progress.train_s, -1
-        self.began_s: float | None = None
+        self.logged_pace, self.logged_step = self._pace(), -1
         self.grad_norm: Tensor | None = None
         self.read_norm: list[float] = []
         self.unreached: set[str] | None = None
@@ -108,8 +108,6 @@ class Trainer:
         inspected_step = last_step - 1 if inspects else -1
         skipped = None
         run.forward.train()
-        if self.began_s is None:
-            self.began_s = run.clock.elapsed_s()
         for index, batch in enumerate(islice(batches, last_step - first_step)):
             self._accumulate_gradients(batch, first_step + index)
             if statistics is not None:
@@ -238,15 +236,12 @@ class Trainer:
         Raises:
             NumericsError: N001 when it is not finite, or when fp16 gradients overflow step after step.
         """
-        run, progress, clock = self.run, self.run.progress, self.run.clock
-        clock.to("logging")
+        run, progress = self.run, self.run.progress
+        run.clock.to("logging")
         norm = [] if self.grad_norm is None else [self.grad_norm / run.ranks.num_ranks]
         sums = sum_and_read([self.loss_sum, self.num_items, *norm], run.device, run.ranks)
         progress.window_loss, progress.window_items, *self.read_norm = sums
         in_a_row = int(self.skipped_in_a_row) if run.precision.scaler is not None else 0
-        if self.began_s is not None:
-            progress.train_s += clock.elapsed_s() - self.began_s
-            self.began_s = None
         loss = progress.window_loss / max(progress.window_items, 1)
         if math.isfinite(loss) and in_a_row < MOST_SKIPPED:
             return loss if progress.window_items or not in_a_row else math.nan
@@ -262,19 +257,17 @@ class Trainer:
         run, progress = self.run, self.run.progress
         if self.logged_step == progress.step:
             return
-        seconds = progress.train_s - self.logged_s
-        figures = {
-            "loss": loss,
-            "lr": reference_lr(run.optimizer),
-            "samples_per_s": (progress.samples - self.logged_samples) / seconds if seconds > 0 else 0.0,
-        }
+        figures, resources = {"loss": loss, "lr": reference_lr(run.optimizer)}, self._resources()
+        if "samples_per_s" in resources:
+            figures["samples_per_s"] = resources["samples_per_s"]
         if run.precision.scaler is not None and (skipped := int(self.skipped)):
             figures["skipped_steps"] = skipped
             self.skipped = torch.zeros_like(self.skipped)
         # A norm that overflowed is that of a step left out.
         if self.read_norm and math.isfinite(self.read_norm[0]):
             figures["grad_norm"] = self.read_norm[0]
-        run.logger.log({"step": progress.step, "epoch": round(run.epoch, 4), "split": "train", **figures})
+        place = {"step": progress.step, "epoch": round(run.epoch, 4), "split": "train"}
+        run.logger.log(place | figures | resources)
         run.display.progress(progress.step, run.epoch, figures)
         run.figures["train"] = figures
         if self.seeks_unreached:
@@ -284,12 +277,24 @@ class Trainer:
         progress.window_loss = progress.window_items = 0.0
         self.loss_sum.zero_()
         self.num_items = 0
-        self.logged_samples, self.logged_s, self.logged_step = (
-            progress.samples,
-            progress.train_s,
-            progress.step,
-        )
+        self.logged_pace, self.logged_step = self._pace(), progress.step
         run.clock.to(None)
+
+    def _pace(self) -> tuple[int, int, float]:
+        progress = self.run.progress
+        return progress.timed_steps, progress.timed_samples, progress.timed_s
+
+    def _resources(self) -> dict[str, float]:
+        """What training takes of the machine: speed since the last log line, warm-up left out, and memory."""
+        now, then = self._pace(), self.logged_pace
+        steps, samples, seconds = (b - a for a, b in zip(then, now, strict=True))
+        resources: dict[str, float] = {}
+        if steps and seconds > 0:
+            resources |= {"samples_per_s": samples / seconds, "step_s": seconds / steps}
+        resources["peak_memory_bytes"] = peak_memory_bytes(self.run.device.type)
+        if (share := self.run.resolved["padding_share"]) is not None:
+            resources["padding_share"] = share
+        return resources
 
     def _tell_unreached(self) -> None:
         """Say once which parameters have had no gradient: setting gradients to None leaves those alone."""

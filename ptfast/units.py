@@ -7,15 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+TOO_SHORT = "too short"
+"""Stands for the throughput of a run that was too short to tell."""
 NUMBER = re.compile(
     r"[-+]?\d[\d,.]*(e[-+]?\d+)?( ?(%|x|k|M|B|T|[KMGT]iB|s|m \d\ds|h \d\dm|d \d\dh))?|[-+]?(nan|inf)|-|"
+    + TOO_SHORT
 )
 """What counts as a number in a table: with its unit, or a stand-in for one that is missing."""
 
 FRACTIONS = ("accuracy", "precision", "recall", "f1")
 """Figures between 0 and 1 that read best as a percentage, alone or as the last word of a longer name."""
 
-LOWER_IS_BETTER = ("loss", "perplexity", "bits", "error", "mae", "mse", "rmse", "bytes", "s")
+LOWER_IS_BETTER = ("loss", "perplexity", "bits", "error", "mae", "mse", "rmse", "bytes", "s", "padding")
 """Words in the names of figures that are better when smaller, but for rates (`samples_per_s`)."""
 
 

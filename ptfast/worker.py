@@ -242,8 +242,8 @@ def summarise(
         summary |= {
             "steps": progress.step,
             "samples": progress.samples,
-            "train_samples_per_s": progress.samples / progress.train_s if progress.train_s else 0.0,
-            "peak_memory_bytes": peak_memory_bytes(run.device.type),
+            "train_samples_per_s": progress.samples_per_s,
+            "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
             **run.figures,
         }
         if (share := run.resolved["padding_share"]) is not None:
@@ -261,18 +261,6 @@ def summarise(
     budget = clock.ledger()
     summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
     return summary
-
-
-def peak_memory_bytes(device_type: str) -> int:
-    """Most memory taken so far: on the GPU where there is one, of this process otherwise."""
-    if device_type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def report_failure(folder: Path, error: BaseException) -> bool:

@@ -63,9 +63,9 @@ def child(words: list[str]) -> None:
     from ptfast.display.plain import Display
     from ptfast.distributed import Ranks
     from ptfast.errors import PtfastError
+    from ptfast.machine import peak_memory_bytes
     from ptfast.runner import build
     from ptfast.trainer import Trainer
-    from ptfast.worker import peak_memory_bytes
 
     with tempfile.TemporaryDirectory() as folder, silence():
         try:

@@ -19,7 +19,7 @@ from ptfast.runner import build
 
 WITH_TESTS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 """Environment of a command that imports classes from the tests."""
-FREE = ("samples_per_s",)
+FREE = ("samples_per_s", "step_s", "peak_memory_bytes")
 """Figures that no two runs share."""
 
 

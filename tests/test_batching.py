@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from resuming import Armed, arm, assert_same_run, train_in_child
-from running import build_run, summary, train
+from running import build_run, records, summary, train
 
 from ptfast.batching import has_many_lengths
 from ptfast.config.read import read_config
@@ -232,7 +232,8 @@ def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path) -> None:
     assert train_in_child(*words, "run.dir=killed") < 0
     assert train(*words, "run.dir=killed") == 0
     assert_same_run(Path("whole"), Path("killed"))
-    assert 0 < summary(Path("whole"))["padding_share"] < 0.2
+    assert 0 < (share := summary(Path("whole"))["padding_share"]) < 0.2
+    assert {line["padding_share"] for line in records(Path("whole")) if line["split"] == "train"} == {share}
 
 
 def test_the_panel_says_how_much_is_padding(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ptfast import clock as clocks
 from ptfast.clock import CAUSES, SAMPLED, STEP, Clock, DeviceClock
 from ptfast.loop import fit
 from ptfast.run import Callback
+from ptfast.worker import summarise
 
 LATE_S = 0.02
 
@@ -215,6 +217,16 @@ class Late(nn.Module):
         return self.last(inputs.flatten(1))
 
 
+class SlowToStart(Late):
+    """A network that is very late, once."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.__dict__.setdefault("starts", True):
+            time.sleep(25 * LATE_S)
+            self.starts = False
+        return super().forward(inputs)
+
+
 class LateSgd(torch.optim.SGD):
     """An optimizer that is late."""
 
@@ -276,6 +288,33 @@ def test_what_is_late_is_booked_where_it_is_late(tmp_path: Path, planted: str) -
     assert budget["warm_up"] >= LATE_S
     assert budget[cause] >= 6 * LATE_S
     assert sum(budget[other] for other in (*STEP, "unexplained") if other != cause) < 6 * LATE_S
+
+
+def test_a_throughput_leaves_the_warm_up_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the step that is counted; of seconds it says nothing."""
+    model = ("model=custom", "model._target_=test_clock.SlowToStart")
+    run = build_run(tmp_path, *model, "batch_size=4", "steps=8", "log_every=4", "dataloader=plain")
+    lines: list[dict[str, Any]] = []
+    run.logger = SimpleNamespace(log=lines.append)
+    fit(run)
+    windows = [line for line in lines if line["split"] == "train"]
+    # 4 samples in 20 ms; with the first step it would be 16 in 580 ms.
+    assert all(40 < window["samples_per_s"] < 200 for window in windows)
+    assert [window["step_s"] for window in windows] == [
+        pytest.approx(4 / window["samples_per_s"]) for window in windows
+    ]
+    assert summarise(run, run.clock, "finished", 0, None)["train_samples_per_s"] is None
+    monkeypatch.setattr("ptfast.run.TELLING_S", 0.0)
+    assert 40 < summarise(run, run.clock, "finished", 0, None)["train_samples_per_s"] < 200
+
+
+def test_compiling_in_a_later_step_slows_no_throughput(now: list[float]) -> None:
+    clock = Clock()
+    begun_s = clock.pace_s()
+    for cause, seconds in (("forward", 1.0), ("warm_up", 8.0), ("forward", 1.0), (None, 0.0)):
+        clock.to(cause)
+        now[0] += seconds
+    assert clock.pace_s() - begun_s == 2.0
 
 
 @pytest.mark.gpu

@@ -84,6 +84,20 @@ def test_throughput_is_better_when_higher(tmp_path: Path) -> None:
     assert names(rank_runs([slow, fast], "train_samples_per_s")) == ["fast", "slow"]
 
 
+def test_runs_too_short_to_tell_a_throughput_say_so(tmp_path: Path) -> None:
+    facts = {"train_samples_per_s": None, "peak_memory_bytes": 2**30}
+    short = write_run(tmp_path / "short", 0.9, {}, **facts)
+    dead = tmp_path / "dead"
+    dead.mkdir()
+    (dead / "summary.json").write_text('{"status": "failed"}')
+    ranking = rank_runs([short, dead])
+    columns = [ranking.headers.index(name) for name in ("samples/s", "peak memory")]
+    assert [[row[column] for column in columns] for row in ranking.rows] == [
+        ["too short", "1.0 GiB"],
+        ["-", "-"],
+    ]
+
+
 def test_auto_takes_what_the_runs_follow(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one", 0.9, {}, best_metric="val.loss")
     assert rank_runs([one]).metric == "val.loss"

@@ -55,6 +55,9 @@ def test_lines_are_logged_when_they_are_due(in_tmp: Path) -> None:
     words = (*SMALL, "steps=23", "eval.every=10steps", "data.val=100samples", callback("Recorder"))
     assert train(*words, "run.dir=a") == 0
     lines = records(Path("a"))
+    written = [json.loads(line) for line in Path("a/metrics.jsonl").read_text().splitlines()]
+    assert all(line["step_s"] > 0 for line in written if line["split"] == "train")
+    assert all(line["peak_memory_bytes"] > 2**20 for line in written if line["split"] == "train")
     assert [line["step"] for line in lines if line["split"] == "train"] == [5, 10, 15, 20, 23]
     assert [line["step"] for line in lines if line["split"] == "val"] == [10, 20, 23]
     steps = [event for event in Recorder.events if event[0] == "step"]

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ptfast.clock import label
 from ptfast.errors import one_line
-from ptfast.units import clock, duration, figure, grouped, labelled, listed, num_bytes
+from ptfast.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
 
 Rows = Sequence[tuple[str, str]]
 LIGHT_ROWS = {"line": "speed of light", "floors": "at least", "next": "next switch"}
@@ -179,8 +179,10 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     """Title, rows and warnings of the closing summary; what is not known is left out."""
     rows: list[tuple[str, str]] = []
     pace = [f"{grouped(summary['steps'])} steps"] if summary.get("steps") is not None else []
-    if summary.get("train_samples_per_s"):
-        pace.append(f"{figure('samples_per_s', summary['train_samples_per_s'])} samples/s")
+    if (rate := summary.get("train_samples_per_s")) is not None:
+        pace.append(f"{figure('samples_per_s', rate)} samples/s")
+    elif "train_samples_per_s" in summary:
+        pace.append(f"{TOO_SHORT} to tell samples/s")
     if summary.get("peak_memory_bytes"):
         pace.append(f"{num_bytes(summary['peak_memory_bytes'])} peak memory")
     if pace:

@@ -14,8 +14,8 @@ import torch
 from ptfast.distributed import Ranks
 from ptfast.errors import EXIT_BUG, EXIT_OK
 from ptfast.find.child import write_trial
-from ptfast.machine import is_memory_error, memory_limit
-from ptfast.worker import leave, peak_memory_bytes
+from ptfast.machine import is_memory_error, memory_limit, peak_memory_bytes
+from ptfast.worker import leave
 
 SPARE = 0.05
 """Part of the memory that a run may take at most, which has to stay free."""

@@ -18,9 +18,9 @@ from ptfast.find.child import write_trial
 from ptfast.find.room import memory_to_spare, telling_of_no_room
 from ptfast.find.timing import time_steps
 from ptfast.loop import try_out
+from ptfast.machine import peak_memory_bytes
 from ptfast.run import Run
 from ptfast.runner import build
-from ptfast.worker import peak_memory_bytes
 
 
 def time_batches(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ptfast.debug.phases import Phases, watched
 from ptfast.distributed import sum_over_ranks
-from ptfast.machine import available_memory
+from ptfast.machine import available_memory, peak_memory_bytes
 from ptfast.measure.operators import Operator, Operators, tensors_in
 from ptfast.run import Run, StepBatch
 
@@ -106,13 +106,11 @@ class StepCounter:
     def _has_room(self) -> bool:
         """Whether there is as much memory again as was ever taken; all ranks agree."""
         device = self.run.device
+        taken = peak_memory_bytes(device.type)
         if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            lacks = 2 * torch.cuda.max_memory_allocated(device) > total
+            lacks = 2 * taken > torch.cuda.get_device_properties(device).total_memory
         else:
-            import resource
-
-            lacks = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > available_memory()
+            lacks = taken > available_memory()
         return not sum_over_ranks(torch.tensor(float(lacks), device=device), self.run.ranks)
 
 

@@ -12,7 +12,7 @@ from ptfast.errors import MachineError
 from ptfast.report.charts import Series, line_chart, stacked_bar
 from ptfast.report.page import facts, header, html_table, page, tiles
 from ptfast.report.runs import RunFiles, is_finite, read_run
-from ptfast.units import duration, figure, grouped, num_bytes
+from ptfast.units import TOO_SHORT, duration, figure, grouped, num_bytes
 
 __all__ = ["chart_order", "headline", "write_report"]
 
@@ -78,8 +78,9 @@ def _key_figures(run: RunFiles) -> list[tuple[str, str]]:
             shown.append((f"{label} {name.replace('_', ' ')}", figure(name, run.figures(split)[name])))
     if summary.get("wall_s") is not None:
         shown.append(("wall time", duration(summary["wall_s"])))
-    if summary.get("train_samples_per_s") is not None:
-        shown.append(("samples/s", figure("samples_per_s", summary["train_samples_per_s"])))
+    if "train_samples_per_s" in summary:
+        rate = summary["train_samples_per_s"]
+        shown.append(("samples/s", TOO_SHORT if rate is None else figure("samples_per_s", rate)))
     if summary.get("steps") is not None:
         shown.append(("steps", grouped(summary["steps"])))
     if summary.get("peak_memory_bytes"):

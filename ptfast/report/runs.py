@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ptfast.logger import METRICS_FILE, PLACE, Record, read_records
+from ptfast.logger import METRICS_FILE, PLACE, RESOURCES, Record, read_records
 
 Points = list[tuple[float, float]]
 
@@ -53,7 +53,7 @@ class RunFiles:
         for record in self.records:
             step, split = record.get("step"), str(record.get("split", "train"))
             for name, value in record.items():
-                if name not in PLACE and is_finite(value) and is_finite(step):
+                if name not in (*PLACE, *RESOURCES) and is_finite(value) and is_finite(step):
                     curves.setdefault(name, {}).setdefault(split, []).append((step, value))
         for splits in curves.values():
             for points in splits.values():
@@ -71,7 +71,7 @@ class RunFiles:
         if isinstance(in_summary, dict) and in_summary:
             return in_summary
         latest = next((r for r in reversed(self.records) if r.get("split") == split), {})
-        return {name: value for name, value in latest.items() if name not in PLACE}
+        return {name: value for name, value in latest.items() if name not in (*PLACE, *RESOURCES)}
 
 
 def read_run(run_dir: Path) -> RunFiles:
