@@ -82,7 +82,9 @@ def test_a_run_goes_on_from_the_state_named(in_tmp: Path) -> None:
     assert train(*words, "run.resume=a/saved/step-12") == 75
     assert [path.name for path in list_states(Path("a/saved"))][:2] == ["step-17", "step-16"]
     assert max(record["step"] for record in records(Path("a"))) == 15
+    Path("a/wandb.json").write_text('{"id": "its own"}')
     assert train(*words, "run.resume=a") == 0
+    assert Path("a/wandb.json").exists()
     assert_same_run(Path("whole"), Path("a"))
     # Into another directory: the figures up to there stay behind.
     assert train(*words, "run.resume=a/saved/step-12", "run.dir=b") == 0
@@ -103,8 +105,10 @@ def test_a_run_that_saved_nothing_starts_clean(in_tmp: Path, monkeypatch: pytest
         patch.setattr(Armed, "on_step", lambda self, run, step: 1 // (9 - step))
         assert train(*words) == 1
     assert [record["step"] for record in records(Path("a"))] == list(range(1, 9))
-    # Nothing binds it to the config it had.
+    # Nothing binds it to the config it had, nor to its place in Weights & Biases.
+    Path("a/wandb.json").write_text('{"id": "of the run before"}')
     assert train(*words, "seed=5") == 0
+    assert not Path("a/wandb.json").exists()
     steps = [record["step"] for record in records(Path("a")) if record["split"] == "train"]
     assert steps == list(range(1, 27))
 
