@@ -119,8 +119,8 @@ def rate(words: list[str], row: Row, expected: float, seconds: float, folder: Pa
     with tempfile.TemporaryDirectory(dir=folder) as name:
         subprocess.run(command, cwd=name, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
         lines = (Path(name) / "run" / "metrics.jsonl").read_text().splitlines()
-    rates = [r["samples_per_s"] for r in map(json.loads, lines) if r["split"] == "train"]
-    return statistics.harmonic_mean(rates[1:])
+    stretches = [record for record in map(json.loads, lines) if record["split"] == "train"]
+    return statistics.harmonic_mean(record["samples_per_s"] for record in stretches[1:])
 
 
 def compare(data: str, arguments: argparse.Namespace) -> None:
