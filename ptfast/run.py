@@ -225,6 +225,12 @@ class Progress:
     epoch_items: float = 0.0
     evaluation_due: bool = False
     """Whether the evaluation of this step is still to be made."""
+    skipped_steps: int = 0
+    """Steps that were left out because fp16 gradients overflowed."""
+    skipped_before: int = 0
+    """The same before the last step: how far the schedule is behind in the next one."""
+    skipped_logged: int = 0
+    """The same at the last log line."""
 
     @property
     def samples_per_s(self) -> float | None:

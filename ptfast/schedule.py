@@ -316,6 +316,8 @@ class Cyclic(Shape):
 class Schedule:
     """Learning-rate factors and momenta of a run, by step counted from 0.
 
+    Steps that fp16 leaves out are none: who asks counts those that were taken.
+
     Args:
         factor: factor on every group's base rate, without warm-up.
         momentum: momentum by step, or None.

@@ -21,6 +21,7 @@ from ptfast.machine import peak_memory_bytes
 from ptfast.optim import apply_lr, build_step, reference_lr
 from ptfast.parallel import RunningStatistics, unwrap
 from ptfast.run import Run, StepBatch
+from ptfast.scaling import ScaledSteps
 
 MOST_SKIPPED = 30
 """Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""
@@ -52,10 +53,10 @@ class Trainer:
         self.unreached: set[str] | None = None
         self.seeks_unreached = True
         self.statistics = RunningStatistics(run.model, run.ranks) if run.ranks.distributed else None
-        if run.precision.scaler is not None:
-            self.one = torch.ones((), device=run.device)
-            self.scale = run.precision.scaler.scale(self.one)
-            self.skipped = self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=run.device)
+        scaler = run.precision.scaler
+        self.scaled: ScaledSteps | None = None
+        if scaler is not None:
+            self.scaled = ScaledSteps(scaler, run.optimizer, run.device, run.progress)
 
     def switch(self) -> bool:
         """Freeze and thaw what the step to come asks for; say whether anything changed."""
@@ -98,11 +99,13 @@ class Trainer:
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
         """Take optimizer steps up to `last_step`, or up to a signal."""
         run, progress, optimizer, to = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
-        scaler, clip, ema = run.precision.scaler, run.clip, run.ema
+        scaled, clip, ema = self.scaled, run.clip, run.ema
         callbacks = [*run.callbacks, *run.watchers]
-        factors = run.schedule.lr_factors(progress.step, last_step)
-        momenta = run.schedule.momenta(progress.step, last_step)
         first_step, take_step, statistics = progress.step, self.take_step, self.statistics
+        # The schedule stands still over steps that fp16 leaves out.
+        held_steps = 0 if scaled is None else scaled.held_steps
+        factors = run.schedule.lr_factors(first_step - held_steps, last_step)
+        momenta = run.schedule.momenta(first_step - held_steps, last_step)
         # The last before the state may be saved.
         inspects = self.seeks_unreached or run.log_norm or run.ranks.distributed
         inspected_step = last_step - 1 if inspects else -1
@@ -116,15 +119,16 @@ class Trainer:
             to("optimizer")
             if first_step + index == inspected_step:
                 self._inspect_gradients()
-            apply_lr(optimizer, self.base_lrs, factors[index], momenta[index] if momenta else None)
+            at = index if scaled is None else index + held_steps - scaled.held_steps
+            apply_lr(optimizer, self.base_lrs, factors[at], momenta[at] if momenta else None)
             if clip is not None:
-                if scaler is not None:
-                    scaler.unscale_(optimizer)
+                if scaled is not None:
+                    scaled.unscale()
                 clip()
-            if scaler is None:
+            if scaled is None:
                 take_step()
             else:
-                skipped = self._take_scaled_step(scaler)
+                skipped = self._take_scaled_step(scaled)
             for parameter in self.parameters:
                 parameter.grad = None
             if ema is not None:
@@ -146,7 +150,7 @@ class Trainer:
         run, loss_of, precision, to = self.run, self.run.task.loss, self.run.precision, self.run.clock.to
         weight, statistics = self._item_weight(batch), self.statistics
         last = len(batch.micro_batches) - 1
-        if precision.scaler is not None:
+        if self.scaled is not None:
             self.sums_before = self.loss_sum.clone(), self.num_items
         for index, (data, num_samples) in enumerate(batch.micro_batches):
             if not num_samples and statistics is None:
@@ -186,24 +190,15 @@ class Trainer:
             run.forward.check_gradients()
         if run.log_norm:
             norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
-            self.grad_norm = norm if run.precision.scaler is None else norm / self.scale
+            self.grad_norm = norm if self.scaled is None else norm / self.scaled.scale
         if self.seeks_unreached:
             named = run.model.named_parameters()
             missing = {name for name, p in named if p.requires_grad and p.grad is None}
             self.unreached = missing if self.unreached is None else self.unreached & missing
 
-    def _take_scaled_step(self, scaler: torch.amp.GradScaler) -> Tensor:
-        """A step that is left out where the scaled gradients overflow; its loss then counts for nothing.
-
-        Returned is whether it was: read off the scale, which falls then, it stays on the device. Fused
-        optimizers are told there, too; torch's others make the host wait for it.
-        """
-        scaler.step(self.run.optimizer)
-        scaler.update()
-        scale = scaler.scale(self.one)
-        skipped, self.scale = scale < self.scale, scale
-        self.skipped = self.skipped + skipped
-        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skipped
+    def _take_scaled_step(self, scaled: ScaledSteps) -> Tensor:
+        """A step whose loss counts for nothing where it is left out; on the device, whether it was."""
+        skipped = scaled.take()
         loss_before, items_before = self.sums_before
         self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
         self.num_items = torch.where(skipped, items_before, self.num_items)
@@ -228,7 +223,7 @@ class Trainer:
         elif (weight := self.weights.get(num_items)) is None:
             value = run.ranks.num_ranks / max(num_items, 1)
             weight = self.weights[num_items] = torch.full((), value, device=run.device, dtype=self.dtype)
-        return weight if run.precision.scaler is None else run.precision.scaler.scale(weight)
+        return weight if self.scaled is None else self.scaled.scaler.scale(weight)
 
     def read_loss(self) -> float:
         """Mean item loss since the last log line, over all ranks. Makes the host wait for the device.
@@ -241,7 +236,10 @@ class Trainer:
         norm = [] if self.grad_norm is None else [self.grad_norm / run.ranks.num_ranks]
         sums = sum_and_read([self.loss_sum, self.num_items, *norm], run.device, run.ranks)
         progress.window_loss, progress.window_items, *self.read_norm = sums
-        in_a_row = int(self.skipped_in_a_row) if run.precision.scaler is not None else 0
+        in_a_row = 0
+        if self.scaled is not None:
+            in_a_row = int(self.scaled.in_a_row)
+            self.scaled.note(progress)
         loss = progress.window_loss / max(progress.window_items, 1)
         if math.isfinite(loss) and in_a_row < MOST_SKIPPED:
             return loss if progress.window_items or not in_a_row else math.nan
@@ -260,9 +258,9 @@ class Trainer:
         figures, resources = {"loss": loss, "lr": reference_lr(run.optimizer)}, self._resources()
         if "samples_per_s" in resources:
             figures["samples_per_s"] = resources["samples_per_s"]
-        if run.precision.scaler is not None and (skipped := int(self.skipped)):
+        if skipped := progress.skipped_steps - progress.skipped_logged:
             figures["skipped_steps"] = skipped
-            self.skipped = torch.zeros_like(self.skipped)
+            progress.skipped_logged = progress.skipped_steps
         # A norm that overflowed is that of a step left out.
         if self.read_norm and math.isfinite(self.read_norm[0]):
             figures["grad_norm"] = self.read_norm[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from running import build_run, records, summary, train
+from running import FREE, build_run, records, same_bits, summary, train
 from toys import (
     SMALL,
     Lines,
@@ -18,7 +19,7 @@ from toys import (
 from ptfast.errors import NumericsError
 from ptfast.loop import fit
 from ptfast.optim import start_momentum
-from ptfast.run import Run
+from ptfast.run import Callback, Run
 
 
 def test_weights_that_are_not_finite_are_not_saved(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +49,60 @@ def test_a_step_that_overflows_is_left_out_and_counted(tmp_path: Path) -> None:
     assert all(bool(p.isfinite().all()) for p in run.model.parameters())
 
 
+def cycled(folder: Path, stop: int | None = None, state_folder: Path | None = None) -> tuple[Run, Rates]:
+    """Train 12 steps in fp16, of which the 3rd, 4th and 8th overflow, up to `stop`; or on from a state."""
+    words = ("data=custom", "data._target_=toys.blobs", "data.val=0", "batch_size=10", "log_every=5")
+    model = ("model=custom", "model._target_=toys.Overflowing", "+model.calls=[3,4,8]")
+    words = (*words, *model, "optimizer=sgd", "schedule=onecycle", "precision=amp_fp16", "steps=12")
+    rates = f"callbacks=[{{_target_: test_numerics.Rates, stop: {stop or 'null'}}}]"
+    run = build_run(folder, *words, rates, state_folder=state_folder)
+    run.model.count = run.progress.step  # type: ignore[assignment] - the model's own
+    run.logger = Lines()
+    fit(run)
+    return run, run.callbacks[0]  # type: ignore[return-value] - the one named
+
+
+class Rates(Callback):
+    """Notes the rate and the momentum of every step, and ends the run after one of them."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop, self.seen = stop, list[tuple[float, float]]()
+
+    def on_step(self, run: Run, step: int) -> None:
+        (group,) = run.optimizer.param_groups
+        self.seen.append((group["lr"] / group["initial_lr"], group["momentum"]))
+        if step == self.stop:
+            run.stop_signal = signal.SIGTERM
+
+
+def test_the_schedule_stands_still_over_steps_that_are_left_out(tmp_path: Path) -> None:
+    """One step late: in a step the host knows of those before the last one."""
+    run, rates = cycled(tmp_path)
+    known = [sum(call < step for call in (3, 4, 8)) for step in range(12)]
+    assert known == [0, 0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3]
+    factors, momenta = run.schedule.lr_factors(0, 12), run.schedule.momenta(0, 12)
+    expected = [(factors[step - held], momenta[step - held]) for step, held in enumerate(known)]
+    torch.testing.assert_close(torch.tensor(rates.seen), torch.tensor(expected))
+    assert run.progress.skipped_steps == 3
+
+
+def test_a_run_goes_on_from_any_step_with_the_rates_it_would_have_had(tmp_path: Path) -> None:
+    whole, rates = cycled(tmp_path / "whole")
+    for stop in range(1, 12):
+        folder = tmp_path / str(stop)
+        stopped, before = cycled(folder, stop)
+        run, after = cycled(folder, state_folder=folder / "saved" / "last")
+        assert before.seen + after.seen == rates.seen
+        assert same_bits(dict(run.model.state_dict()), dict(whole.model.state_dict()))
+        assert run.progress.skipped_steps == 3
+        assert figures(stopped.logger) + figures(run.logger) == figures(whole.logger)
+
+
+def figures(lines: Lines) -> list[dict[str, float]]:
+    """What was logged, without what depends on the clock."""
+    return [{name: value for name, value in line.items() if name not in FREE} for line in lines]
+
+
 def test_a_window_of_nothing_but_overflows_has_no_loss(tmp_path: Path) -> None:
     run = scaled(tmp_path, [1, 2, 3, 4, 5], "steps=10")
     assert fit(run) == "finished"
@@ -57,7 +112,7 @@ def test_a_window_of_nothing_but_overflows_has_no_loss(tmp_path: Path) -> None:
 
 def test_steps_that_overflow_without_end_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(NumericsError, match="in a row"):
-        fit(scaled(tmp_path, list(range(1, 100)), "steps=100"))
+        fit(scaled(tmp_path, list(range(2, 100)), "steps=100"))
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,7 @@ class NoiseTrainer(Trainer):
         zero = torch.zeros((), dtype=torch.float32, device=run.device)
         squares, weighted, shares_squared, num_parts = zero.clone(), zero.clone(), 0.0, 0
         loss_before, items_before = self.loss_sum.clone(), self.num_items
-        if run.precision.scaler is not None:
+        if self.scaled is not None:
             self.sums_before = loss_before, items_before
         sums: dict[Tensor, Tensor] = {}
         for index, (data, num_samples) in enumerate(batch.micro_batches):
@@ -178,7 +178,7 @@ class NoiseTrainer(Trainer):
     def _square(self) -> Tensor:
         """The squared norm of the gradients that there are, without fp16's scale; on the device."""
         norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
-        return (norm if self.run.precision.scaler is None else norm / self.scale).float() ** 2
+        return (norm if self.scaled is None else norm / self.scaled.scale).float() ** 2
 
 
 def moments(

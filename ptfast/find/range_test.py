@@ -11,7 +11,7 @@ from ptfast.find.untouched import untouched
 from ptfast.optim import reference_lr
 from ptfast.run import Run
 from ptfast.schedule import Schedule
-from ptfast.trainer import Trainer, sum_and_read
+from ptfast.trainer import MOST_SKIPPED, Trainer, sum_and_read
 
 LEAST_STEPS = 10
 """Steps before which no curve is judged."""
@@ -48,20 +48,23 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
     """
     growth = (highest / lowest) ** (1 / (num_steps - 1))
     lrs = [lowest * growth**step for step in range(num_steps)]
-    losses, ended = train_at(run, lrs)
+    lrs, losses, ended = train_at(run, lrs)
     plan, first = run.train_loader.plan, _first_step(run, num_steps)
     epochs = plan.epoch_at(first + len(losses)) - plan.epoch_at(first) if plan.size is not None else None
-    return RangeTest(lrs[: len(losses)], losses, ended, epochs)
+    return RangeTest(lrs, losses, ended, epochs)
 
 
-def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], str]:
+def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], str]:
     """Train one step at each rate, up to where the loss comes apart, and leave the run as it was.
 
     Returns:
-        The mean item loss of each step, before the step changed anything, over all ranks; and why it ended.
+        The rates, and the mean item loss of each step, before the step changed anything, over all ranks; and
+        why it ended. Steps that fp16 leaves out are none: the rate is held over them.
     """
     first = _first_step(run, len(lrs))
+    taken: list[float] = []
     losses: list[float] = []
+    skipped_in_a_row = 0
     with untouched(run):
         base = reference_lr(run.optimizer, "initial_lr")
         run.schedule = Schedule(
@@ -75,23 +78,30 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], str]:
         trainer = Trainer(run)
         batches = trainer.rehearse(run.train_loader.steps(first, first + len(lrs)))
         run.display.start(0, len(lrs), None)
-        for step, lr in enumerate(lrs):
+        for step in range(len(lrs)):
             batch = next(batches, None)
             if batch is None:
-                return losses, "the data ended"
+                return taken, losses, "the data ended"
+            lr = lrs[step - (trainer.scaled.held_steps if trainer.scaled is not None else 0)]
             trainer.train(iter([batch]), first + step + 1)
             loss_sum, items = sum_and_read([trainer.loss_sum, trainer.num_items], run.device, run.ranks)
             trainer.loss_sum.zero_()
             trainer.num_items = 0
-            loss = loss_sum / max(items, 1)
+            skipped_in_a_row = 0 if items else skipped_in_a_row + 1
+            if skipped_in_a_row >= MOST_SKIPPED:
+                return taken, losses, CAME_APART
+            if not items:
+                continue
+            loss = loss_sum / items
             if not math.isfinite(loss):
-                return losses, CAME_APART
+                return taken, losses, CAME_APART
+            taken.append(lr)
             losses.append(loss)
             means = running_mean(losses)
             run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
             if step >= LEAST_STEPS and has_diverged(means):
-                return losses, CAME_APART
-    return losses, "at the highest rate"
+                return taken, losses, CAME_APART
+    return taken, losses, "at the highest rate"
 
 
 def _first_step(run: Run, num_steps: int) -> int:

@@ -36,8 +36,9 @@ def run_trials(
     """
 
     def loss_at(lr: float) -> float:
-        losses, ended = train_at(run, [lr] * num_steps)
-        loss = math.inf if ended == CAME_APART else statistics.mean(losses[-max(len(losses) // 4, 1) :])
+        _, losses, ended = train_at(run, [lr] * num_steps)
+        apart = ended == CAME_APART or not losses
+        loss = math.inf if apart else statistics.mean(losses[-max(len(losses) // 4, 1) :])
         run.display.note(f"  {lr:.2g}  {f'loss {loss:.4g}' if math.isfinite(loss) else CAME_APART}")
         return loss
 
