@@ -22,7 +22,7 @@ from ptfast.flip import FlipAveraged
 from ptfast.full_size import FullSize
 from ptfast.measure.counting import StepCounter
 from ptfast.precision import Precision
-from ptfast.run import EvalLoader, MicroBatch, Run, Task
+from ptfast.run import EvalLoader, MicroBatch, Run, Task, hooks
 from ptfast.trainer import Trainer, sum_and_read
 
 LOOK_S = 5.0
@@ -45,6 +45,7 @@ def fit(run: Run) -> str:
         DataError: D006 when iterable data ends before the last step.
     """
     progress, cadence, clock = run.progress, run.cadence, run.clock
+    run.tell("on_start")
     trainer, counter = Trainer(run), StepCounter(run)
     run.counter = counter
     if run.compilation is not None:
@@ -83,6 +84,8 @@ def fit(run: Run) -> str:
                 progress.timed_s += clock.pace_s() - paced_s
             step_s = (clock.elapsed_s() - start_s) / (progress.step - start)
             status, look_steps = _look_up(run, step_s)
+            if progress.step in cadence.epoch_steps:
+                run.tell("on_epoch", round(run.epoch))
             over = progress.step >= run.total_steps
             progress.evaluation_due = over or progress.step in cadence.eval_steps
             if progress.evaluation_due or progress.step in cadence.log_steps:
@@ -110,12 +113,15 @@ def fit(run: Run) -> str:
                     run.ema.settle()
             run.save(run, is_best)
             clock.to(None)
+            if run.ranks.is_first:
+                run.tell("on_save", step, run.folder / "saved" / f"step-{step}")
     ended = status in ("finished", "stopped", "paused")
     if ended and "test" in run.eval_loaders and "test" not in run.figures:
         try:
             evaluate_split(run, "test")
         except Abandoned:
             status, _ = _look_up(run)
+    run.tell("on_end", status)
     return status
 
 
@@ -245,19 +251,18 @@ def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
 
 
 def evaluate_split(run: Run, split: str) -> dict[str, float]:
-    """Evaluate a split, log it, tell the callbacks."""
+    """Evaluate a split, tell the callbacks, log it."""
     step, clock = run.progress.step, run.clock
     clock.to("evaluation")
     figures = _evaluate_on(run, run.eval_loaders[split])
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
-    figures = run.figures[split] = broadcast_object(figures, run.ranks)
+    figures = broadcast_object(figures, run.ranks)
+    if hooks(run.callbacks, "on_evaluation"):
+        run.tell("on_evaluation", step, split, figures)
+        figures = broadcast_object(figures, run.ranks)
+    run.figures[split] = figures
     clock.to("logging")
     run.logger.log({"step": step, "epoch": round(run.epoch, 4), "split": split, **figures})
-    if run.callbacks:
-        clock.to("callbacks")
-    for callback in run.callbacks:
-        callback.on_evaluation(run, step, split, figures)
-    clock.to("logging")
     if split != "val":
         run.display.evaluation(step, run.epoch, split, figures, False)
     return figures

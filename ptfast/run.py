@@ -185,18 +185,47 @@ class Task(Protocol):
 
 
 class Callback:
-    """A user's own code in the loop: subclass it, name it under `callbacks`, override either method.
+    """A user's own code in the loop: subclass it, name it under `callbacks`, override any of its methods.
 
     Runs on every rank, on the host, between steps: reading a tensor's value here makes the host wait for
     the device. What it remembers is saved with the run, and restored on every rank, if it has `state_dict()`
     (of tensors and plain values; asked for on the first rank) and `load_state_dict(state)`.
     """
 
+    def on_start(self, run: Any) -> None:
+        """Before the first step of this process: `run.progress.step` is above 0 where a run goes on."""
+
+    def on_epoch(self, run: Any, epoch: int) -> None:
+        """After the last step of epoch `epoch` (the first is 1), before what is due then is evaluated.
+
+        Never for data of unknown length.
+        """
+
     def on_step(self, run: Any, step: int) -> None:
         """After optimizer step `step` (the first is 1)."""
 
     def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
-        """After an evaluation of `split` with its `figures`."""
+        """After an evaluation of `split`, before it is logged: numbers added to `figures` are logged too."""
+
+    def on_save(self, run: Any, step: int, folder: Path) -> None:
+        """After the state of `step` was written to `folder`; on the first rank alone, which writes it."""
+
+    def on_end(self, run: Any, status: str) -> None:
+        """After the last evaluation and save: `finished`, `stopped`, `paused`, `preempted`, `interrupted`.
+
+        Not where an error ends the run.
+        """
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+"""The methods of callbacks that are called."""
+
+
+def hooks(callbacks: Sequence[Any], name: str) -> list[Callable[..., None]]:
+    """The methods `name` of those callbacks that have one of their own."""
+    methods = [getattr(callback, name, None) for callback in callbacks]
+    idle = getattr(Callback, name)
+    return [method for method in methods if method and getattr(method, "__func__", None) is not idle]
 
 
 TELLING_STEPS, TELLING_S = 5, 2.0
@@ -248,11 +277,16 @@ class Cadence:
     save_steps: Sequence[int]
     switch_steps: Sequence[int] = ()
     """Steps before which parameters freeze or thaw."""
+    epoch_steps: Sequence[int] = ()
+    """Steps that end an epoch, where a callback asks for them."""
 
     def next_stop(self, step: int, total_steps: int) -> int:
         """The first step after `step` at which something is due."""
         stop = total_steps
-        for steps in (self.log_steps, self.eval_steps, self.save_steps, self.switch_steps):
+        for steps in (
+            *(self.log_steps, self.eval_steps, self.save_steps),
+            *(self.switch_steps, self.epoch_steps),
+        ):
             if (index := bisect_right(steps, step)) < len(steps):
                 stop = min(stop, steps[index])
         return stop
@@ -349,6 +383,14 @@ class Run:
     def uncompiled(self) -> AbstractContextManager[Any]:
         """A context in which the model runs as it was written: forward passes that train nothing."""
         return nullcontext() if self.compilation is None else self.compilation.plain()
+
+    def tell(self, hook: str, *facts: Any) -> None:
+        """Call the method `hook` of its callbacks."""
+        if methods := hooks(self.callbacks, hook):
+            self.clock.to("callbacks")
+            for method in methods:
+                method(self, *facts)
+            self.clock.to(None)
 
     def close(self) -> None:
         """Stop the processes that load its data."""

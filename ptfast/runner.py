@@ -21,6 +21,7 @@ from ptfast.data import (
     read_info,
 )
 from ptfast.distributed import Ranks, broadcast_object
+from ptfast.durations import Duration
 from ptfast.errors import ConfigError
 from ptfast.flip import check_flip
 from ptfast.full_size import check_full_size
@@ -37,7 +38,7 @@ from ptfast.loading import (
 from ptfast.logger import NoLogger
 from ptfast.optim import build_optimizer, has_momentum, scale_for_batch, start_momentum
 from ptfast.precision import build_precision
-from ptfast.run import Cadence, Run, Task
+from ptfast.run import Cadence, Run, Task, hooks
 from ptfast.run_state import build_saver, restore_training
 from ptfast.saving import read_state
 from ptfast.schedule import build_schedule
@@ -171,6 +172,7 @@ def build(
         **backend,
     }
 
+    callbacks = [target.build() for target in config.callbacks]
     freezing = grouping.freezing(course.steps, total_steps)
     average = build_average(
         config,
@@ -187,7 +189,8 @@ def build(
     )
     stop, gradients = config.stop, config.gradients
     metric = stop.metric or (task.metric if "val" in loaders.evaluation else "loss")
-    _check_metric(stop.metric, task, "val" in loaders.evaluation)
+    if not hooks(callbacks, "on_evaluation"):
+        _check_metric(stop.metric, task, "val" in loaders.evaluation)
     run = Run(
         model=model,
         forward=forward,
@@ -219,6 +222,9 @@ def build(
             course.every("eval.every", config.eval.every),
             course.every("saving.every", config.saving.every),
             switch_steps=freezing.switch_steps if freezing is not None else (),
+            epoch_steps=plan.every(Duration(1, "epochs"), total_steps)
+            if plan.size is not None and hooks(callbacks, "on_epoch")
+            else (),
         ),
         best_metric=metric,
         best_mode=stop.mode if stop.mode != "auto" else best_mode(metric, task),
@@ -226,7 +232,7 @@ def build(
         max_time_s=config.run.max_time.seconds if config.run.max_time is not None else None,
         keep_best=config.saving.best,
         folder=folder,
-        callbacks=[target.build() for target in config.callbacks],
+        callbacks=callbacks,
         display=display,
         logger=logger or NoLogger(),
         save=build_saver(config.saving.keep),

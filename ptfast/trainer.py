@@ -20,7 +20,7 @@ from ptfast.gradients import global_norm
 from ptfast.machine import peak_memory_bytes
 from ptfast.optim import apply_lr, build_step, reference_lr
 from ptfast.parallel import RunningStatistics, unwrap
-from ptfast.run import Run, StepBatch
+from ptfast.run import Run, StepBatch, hooks
 from ptfast.scaling import ScaledSteps
 
 MOST_SKIPPED = 30
@@ -100,7 +100,7 @@ class Trainer:
         """Take optimizer steps up to `last_step`, or up to a signal."""
         run, progress, optimizer, to = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
         scaled, clip, ema = self.scaled, run.clip, run.ema
-        callbacks = [*run.callbacks, *run.watchers]
+        on_step = hooks([*run.callbacks, *run.watchers], "on_step")
         first_step, take_step, statistics = progress.step, self.take_step, self.statistics
         # The schedule stands still over steps that fp16 leaves out.
         held_steps = 0 if scaled is None else scaled.held_steps
@@ -135,10 +135,10 @@ class Trainer:
                 ema.update(progress.step + 1, skipped)
             progress.step += 1
             progress.samples += batch.num_samples
-            if callbacks:
+            if on_step:
                 to("callbacks")
-            for callback in callbacks:
-                callback.on_step(run, progress.step)
+            for method in on_step:
+                method(run, progress.step)
             if run.stop_signal is not None and not run.ranks.distributed:
                 break
         else:

@@ -162,6 +162,11 @@ class Notes:
         pass
 
 
+class Unheard(Callback):
+    def on_train_start(self, run: Any) -> None:
+        raise AssertionError
+
+
 class Broken(Callback):
     def on_step(self, run: Any, step: int) -> None:
         raise KeyError("mine")

@@ -14,7 +14,7 @@ from ptfast.config.coerce import EMPTY, coerce
 from ptfast.config.problem import Problem
 from ptfast.config.suggest import did_you_mean, nearest
 from ptfast.config.targets import Target, keywords, locate, signature, swallows_keywords
-from ptfast.run import Callback, DataInfo
+from ptfast.run import HOOKS, Callback, DataInfo
 
 Locate = Callable[[str], Any]
 SECTIONS = ("data", "model", "optimizer", "schedule", "logger")
@@ -138,8 +138,35 @@ def _check_kind(found: Any, path: str, section: str) -> None:
         raise Problem("C009", f"is a built-in function, not {_WANTED[section]}")
     if (getattr(found, "__module__", None) or "").split(".")[0] in sys.stdlib_module_names:
         raise Problem("C009", f"is part of Python's standard library, not {_WANTED[section]}")
+    if section == "callbacks" and inspect.isclass(found):
+        _check_hooks(found)
     if not _FITS[section](found):
         raise Problem("C009", f"is not {_WANTED[section]}")
+
+
+def _check_hooks(found: type) -> None:
+    """Raise a C009 `Problem` for a method that is named like a hook and never called, or not so."""
+    for name in dir(found):
+        method = inspect.getattr_static(found, name)
+        if not name.startswith("on_") or not inspect.isfunction(method):
+            continue
+        if name not in HOOKS:
+            hint = f"{did_you_mean(_in_our_words(name), HOOKS) or ''} The hooks are {', '.join(HOOKS)}"
+            raise Problem("C009", f"its method {name} would never be called", suggestion=hint.strip())
+        takes = list(inspect.signature(getattr(Callback, name)).parameters)
+        try:
+            inspect.signature(method).bind(*takes)
+        except TypeError as error:
+            called = f"{name}({', '.join(takes)})"
+            raise Problem("C009", f"its method {name} cannot be called as {called}: {error}") from error
+
+
+def _in_our_words(name: str) -> str:
+    """The name of a hook of other frameworks by what it is about, without its moment."""
+    for theirs, ours in _OTHER_HOOKS.items():
+        if theirs in name:
+            return ours
+    return name
 
 
 def _is_python_function(found: Any) -> bool:
@@ -201,7 +228,7 @@ def _fits_logger(found: Any) -> bool:
 def _fits_callback(found: Any) -> bool:
     if not inspect.isclass(found):
         return False
-    return issubclass(found, Callback) or hasattr(found, "on_step") or hasattr(found, "on_evaluation")
+    return issubclass(found, Callback) or any(hasattr(found, name) for name in HOOKS)
 
 
 def _fits_task(found: Any) -> bool:
@@ -217,6 +244,21 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "callbacks": _fits_callback,
     "task": _fits_task,
 }
+_OTHER_HOOKS = {
+    "val": "on_evaluation",
+    "test": "on_evaluation",
+    "eval": "on_evaluation",
+    "batch": "on_step",
+    "step": "on_step",
+    "optimizer": "on_step",
+    "epoch": "on_epoch",
+    "save": "on_save",
+    "checkpoint": "on_save",
+    "begin": "on_start",
+    "start": "on_start",
+    "end": "on_end",
+}
+"""Words of other frameworks' hooks, the telling ones first, and our hook of that kind."""
 _WANTED = {
     "data": "a data set (a class with __getitem__ or __iter__, or a function that returns one)",
     "model": "a torch.nn.Module, nor a function that returns one",
