@@ -175,3 +175,10 @@ def barrier(ranks: Ranks) -> None:
         import torch.distributed as dist
 
         dist.barrier()
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Return True if `error` says that another rank has left."""
+    import torch.distributed as dist
+
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))

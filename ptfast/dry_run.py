@@ -30,6 +30,7 @@ def dry_run(config: Config) -> int:
     from ptfast.machine import peak_memory_bytes
     from ptfast.runner import build
     from ptfast.trainer import Trainer
+    from ptfast.user_code import naming_user_code
 
     display = build_display()
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
@@ -41,9 +42,10 @@ def dry_run(config: Config) -> int:
         batches = run.train_loader.steps(first, run.total_steps)
         trainer = Trainer(run)
         counter = FlopCounterMode(display=False)
-        with counter:
+        with counter, naming_user_code(run):
             trainer.train(batches, first + 1)
         trainer.read_loss()
+        trainer.first_look.look_at_evaluation()
         seconds = []
         for step in range(first + 2, min(first + TIMED_STEPS + 1, run.total_steps) + 1):
             start = time.perf_counter()

@@ -31,6 +31,7 @@ CODES = {
     "C014": "a sweep that cannot be run",
     "C015": "unknown command or flag",
     "C016": "a required value that is missing",
+    "C017": "a model, loss, task or callback that fails, or gives what it should not",
     "D001": "a data path that is missing or of the wrong kind",
     "D002": "an empty data set",
     "D003": "class folders that do not fit",
@@ -197,6 +198,28 @@ def shorten(value: Any, max_chars: int = 80) -> str:
     """`value` as text of at most `max_chars` characters, without control characters."""
     text = one_line(str(value))
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
+def described(value: Any) -> str:
+    """What kind of thing `value` is, in a few words: `a Tensor of float32 (64, 10)`."""
+    kind = type(value).__name__
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        shape = ", ".join(str(size) for size in value.shape)
+        return f"a {kind} of {str(value.dtype).removeprefix('torch.')} ({shape})"
+    if isinstance(value, dict) and value:
+        return f"a {kind} with the keys {name_some([str(key) for key in value])}"
+    if isinstance(value, (tuple, list)) and value:
+        return f"a {kind} of {len(value)}, the first {shorten(described(value[0]))}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return "None" if value is None else f"the {kind} {shorten(repr(value), 40)}"
+    return f"a {kind}"
+
+
+def name_of(made: Any) -> str:
+    """The import path of a function, or of the class of anything else."""
+    made = getattr(made, "func", made)  # of a partial one
+    named = made if hasattr(made, "__qualname__") else type(made)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def name_some(names: Sequence[str], most: int = 5) -> str:

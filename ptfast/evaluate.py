@@ -28,6 +28,7 @@ from ptfast.run import DataInfo, Task
 from ptfast.run_state import restore_model
 from ptfast.saving import State, read_state
 from ptfast.tasks import build_task
+from ptfast.user_code import naming_user_code
 
 
 @dataclass
@@ -132,17 +133,18 @@ def evaluate_saved(
         hint = f"There are: {', '.join(loaders)}"
         raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
     for name in [split] if split else loaders:
-        figures = evaluate(
-            saved.model,
-            task,
-            loaders[name],
-            device=saved.device,
-            ranks=Ranks(),
-            precision=saved.precision,
-            average=saved.average,
-            flip=config.eval.flip,
-            full_size=full_size(config, data.info, saved.micro_batches),
-        )
+        with naming_user_code(saved):
+            figures = evaluate(
+                saved.model,
+                task,
+                loaders[name],
+                device=saved.device,
+                ranks=Ranks(),
+                precision=saved.precision,
+                average=saved.average,
+                flip=config.eval.flip,
+                full_size=full_size(config, data.info, saved.micro_batches),
+            )
         left_out = {"left_out": loaders[name].left_out} if loaders[name].left_out else {}
         print(json.dumps({"step": saved.step, "split": name, **figures, **left_out}))
     for loader in loaders.values():

@@ -24,6 +24,7 @@ from ptfast.measure.counting import StepCounter
 from ptfast.precision import Precision
 from ptfast.run import EvalLoader, MicroBatch, Run, Task, hooks
 from ptfast.trainer import Trainer, sum_and_read
+from ptfast.user_code import callback_states, check_figures, fitting
 
 LOOK_S = 5.0
 """About the longest time that a signal, or the end of `run.max_time`, waits for the ranks to look up."""
@@ -46,6 +47,7 @@ def fit(run: Run) -> str:
     """
     progress, cadence, clock = run.progress, run.cadence, run.clock
     run.tell("on_start")
+    callback_states(run)
     trainer, counter = Trainer(run), StepCounter(run)
     run.counter = counter
     if run.compilation is not None:
@@ -78,6 +80,9 @@ def fit(run: Run) -> str:
             with aside or nullcontext() as given:
                 trainer.train(given or batches, stop)
                 loss = trainer.read_loss()
+                if start == first_step:
+                    trainer.first_look.look_at_evaluation()
+            trainer.first_look.switches.look()
             if aside is None:
                 progress.timed_steps += progress.step - start
                 progress.timed_samples += progress.samples - samples
@@ -160,7 +165,7 @@ def evaluate(
     if full_size is not None:
         predictor = FullSize(predictor, full_size)
     figures_of_weights = partial(
-        _evaluate, predictor, task, loader, device, ranks, precision, stop_asked, sharded
+        _evaluate, predictor, model, task, loader, device, ranks, precision, stop_asked, sharded
     )
     if average is None or not average.ready:
         return figures_of_weights()
@@ -171,6 +176,7 @@ def evaluate(
 
 @torch.inference_mode()
 def _evaluate(
+    predictor: nn.Module,
     model: nn.Module,
     task: Task,
     loader: EvalLoader,
@@ -184,22 +190,23 @@ def _evaluate(
     loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
     num_items: Any = 0
     abandoned = 0
-    was_training = model.training
-    model.eval()
+    was_training = predictor.training
+    predictor.eval()
     with precision.autocast():
         # BatchNorm's are the same everywhere; a model may have others.
         broadcast_buffers(list(model.buffers()), ranks)
-        for data, num_samples in loader:
+        for index, (data, num_samples) in enumerate(loader):
             if stop_asked():
                 abandoned += 1
                 break
             if num_samples:
-                loss, count = task.evaluate(model, data, metrics)
+                looked = predictor if index else fitting(predictor, model, task, data, " in evaluation")
+                loss, count = task.evaluate(looked, data, metrics)
                 loss_sum += loss
                 num_items += count
             elif sharded:
-                task.evaluate(model, data, task.metrics().to(device))
-    model.train(was_training)
+                task.evaluate(predictor, data, task.metrics().to(device))
+    predictor.train(was_training)
     total_loss, total_items, num_abandoned = sum_and_read([loss_sum, num_items, abandoned], device, ranks)
     if num_abandoned:
         raise Abandoned
@@ -259,7 +266,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     figures = broadcast_object(figures, run.ranks)
     if hooks(run.callbacks, "on_evaluation"):
         run.tell("on_evaluation", step, split, figures)
-        figures = broadcast_object(figures, run.ranks)
+        figures = broadcast_object(check_figures(figures, run), run.ranks)
     run.figures[split] = figures
     clock.to("logging")
     run.logger.log({"step": step, "epoch": round(run.epoch, 4), "split": split, **figures})

@@ -13,6 +13,7 @@ from ptfast.data import read_inputs
 from ptfast.errors import EXIT_OK, MachineError
 from ptfast.evaluate import load_saved
 from ptfast.flip import FlipAveraged
+from ptfast.user_code import naming_user_code
 
 
 def predict_files(config: Config, state_folder: Path, paths: list[str], out: str | None = None) -> int:
@@ -32,7 +33,7 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
         saved.average.copy_to_model()
     model = FlipAveraged(saved.model) if config.eval.flip else saved.model
     lines: list[str] = []
-    with torch.inference_mode(), saved.precision.autocast():
+    with torch.inference_mode(), saved.precision.autocast(), naming_user_code(saved):
         for name, inputs in read_inputs(
             saved.info,
             paths,

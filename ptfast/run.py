@@ -338,6 +338,8 @@ class Run:
     """Where the passes over iterable data began."""
     freezing: Any | None = None
     """When which parameters train, where that changes over the run."""
+    debug: str = "none"
+    """The debugging aid that was asked for."""
     log_norm: bool = False
     """Whether the gradients' norm is logged."""
     groups_note: str | None = None

@@ -15,6 +15,7 @@ from ptfast.optim import load_optimizer
 from ptfast.run import Progress, Run
 from ptfast.saving import State, check_length, point, prune, write_state
 from ptfast.shards import gather_whole
+from ptfast.user_code import callback_states
 
 
 def build_saver(keep: int) -> Callable[[Run, bool], None]:
@@ -40,10 +41,7 @@ def build_saver(keep: int) -> Callable[[Run, bool], None]:
         if not run.ranks.is_first:
             return
         _check_finite(model, run)
-        callbacks: list[Any] = run.callbacks
-        training["callbacks"] = [
-            callback.state_dict() if hasattr(callback, "state_dict") else None for callback in callbacks
-        ]
+        training["callbacks"] = callback_states(run)
         facts = {
             "progress": asdict(run.progress),
             "best_figures": run.best_figures,

@@ -46,6 +46,7 @@ from ptfast.seeding import build_seeder, seed_everything
 from ptfast.shaping import build_plain_model, shape_model
 from ptfast.tasks import build_task
 from ptfast.units import better_mode
+from ptfast.user_code import constructing
 
 
 def build(
@@ -172,7 +173,10 @@ def build(
         **backend,
     }
 
-    callbacks = [target.build() for target in config.callbacks]
+    callbacks: list[Any] = []
+    for index, target in enumerate(config.callbacks):
+        with constructing(f"callbacks.{index}", target.path):
+            callbacks.append(target.build())
     freezing = grouping.freezing(course.steps, total_steps)
     average = build_average(
         config,
@@ -240,6 +244,7 @@ def build(
         compilation=shaped.compilation,
         freezing=freezing,
         marks=loaders.marks,
+        debug=config.debug.mode,
         log_norm=gradients.log_norm,
         groups_note=grouping.describe(),
         clock=clock,

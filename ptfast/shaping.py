@@ -28,6 +28,7 @@ from ptfast.rewrites import apply_channels_last, drop_biases, find_cancelled_bia
 from ptfast.run import DataInfo, Task
 from ptfast.run_state import restore_model
 from ptfast.saving import State
+from ptfast.user_code import constructing
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def build_plain_model(config: Config, info: DataInfo, *, fresh: bool, display: A
     """
     check_constructs(config.model.target, asdict(info))
     weights = config.model.weights
-    with display.status("building the model"):
+    with display.status("building the model"), constructing("model", config.model.target.path):
         model = build_model(config.model.target, info, pretrained=fresh and weights == "pretrained")
     if fresh and weights and weights != "pretrained":
         for note in load_weights(model, weights, replace_head=config.model.replace_head):

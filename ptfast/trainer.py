@@ -22,6 +22,7 @@ from ptfast.optim import apply_lr, build_step, reference_lr
 from ptfast.parallel import RunningStatistics, unwrap
 from ptfast.run import Run, StepBatch, hooks
 from ptfast.scaling import ScaledSteps
+from ptfast.user_code import FirstStep
 
 MOST_SKIPPED = 30
 """Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""
@@ -40,6 +41,7 @@ class Trainer:
             torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
         )
         self.take_step = build_step(run.optimizer)
+        self.first_step, self.first_look = run.progress.step, FirstStep(run)
         self.weights: dict[int, Tensor] = {}
         self.counts_samples = getattr(run.task, "counts_samples", False)
         self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
@@ -147,7 +149,8 @@ class Trainer:
 
     def _accumulate_gradients(self, batch: StepBatch, step: int) -> None:
         """Forward and backward of this rank's micro-batches: the gradient of the mean loss of the step."""
-        run, loss_of, precision, to = self.run, self.run.task.loss, self.run.precision, self.run.clock.to
+        run, precision, to = self.run, self.run.precision, self.run.clock.to
+        loss_of = run.task.loss if step > self.first_step else self.first_look.loss
         weight, statistics = self._item_weight(batch), self.statistics
         last = len(batch.micro_batches) - 1
         if self.scaled is not None:
@@ -230,6 +233,7 @@ class Trainer:
 
         Raises:
             NumericsError: N001 when it is not finite, or when fp16 gradients overflow step after step.
+            ConfigError, DataError: C017 or D005 when that is so from the start, for a reason.
         """
         run, progress = self.run, self.run.progress
         run.clock.to("logging")
@@ -243,6 +247,8 @@ class Trainer:
         loss = progress.window_loss / max(progress.window_items, 1)
         if math.isfinite(loss) and in_a_row < MOST_SKIPPED:
             return loss if progress.window_items or not in_a_row else math.nan
+        if max(in_a_row, 1) == progress.step and (error := self.first_look.not_finite()) is not None:
+            raise error
         what = f"the loss is {loss} by step {progress.step}"
         if in_a_row >= MOST_SKIPPED:
             what = f"fp16 gradients overflowed in {in_a_row} steps in a row, by step {progress.step}"

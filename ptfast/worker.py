@@ -19,7 +19,14 @@ from ptfast.clock import Clock
 from ptfast.config.schema import Config
 from ptfast.config.yaml_file import read_yaml
 from ptfast.display import Display, build_display
-from ptfast.distributed import Ranks, barrier, destroy_process_group, init_process_group, read_ranks
+from ptfast.distributed import (
+    Ranks,
+    barrier,
+    destroy_process_group,
+    init_process_group,
+    is_connection_lost,
+    read_ranks,
+)
 from ptfast.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -82,9 +89,13 @@ def train(
             from ptfast.debug import debugging
             from ptfast.loop import fit
             from ptfast.runner import build
+            from ptfast.user_code import constructing
 
             # A logger whose package is missing is found before the data is loaded.
-            extra = config.logger.target.build() if config.logger.target and ranks.is_first else None
+            extra = None
+            if (target := config.logger.target) and ranks.is_first:
+                with constructing("logger", target.path):
+                    extra = target.build()
             run = build(
                 config, ranks=ranks, folder=folder, display=display, clock=clock, state_folder=state_folder
             )
@@ -110,9 +121,9 @@ def train(
             where = f"at step {run.progress.step}, without saving" if run else "before the first step"
             status, exit_code, error_line = "interrupted", EXIT_INTERRUPTED, f"interrupted {where}"
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             error_line = f"{type(error).__name__}: {error}"
-            if ranks.distributed and _is_connection_lost(error):
+            if ranks.distributed and is_connection_lost(error):
                 lost = ParallelError("P001", "another rank died or hangs", key=str(folder))
                 exit_code, error_line = lost.exit_code, str(lost)
                 raise lost from error
@@ -120,6 +131,12 @@ def train(
                 full = _out_of_memory(config)
                 exit_code, error_line = full.exit_code, str(full)
                 raise full from error
+            if run is not None:
+                from ptfast.user_code import failure
+
+                if (told := failure(error, run)) is not None:
+                    exit_code, error_line = told.exit_code, str(told)
+                    raise told from error
             raise
         finally:
             clock.to("closing" if run is not None else "start_up")
@@ -162,12 +179,6 @@ def _open_loggers(folder: Path, extra: Any, step: int, display: Display) -> Any:
         extra.open(folder, read_yaml(folder / run_folder.CONFIG).data)
         loggers.append(extra)
     return BackgroundLogger(loggers, display.warn)
-
-
-def _is_connection_lost(error: Exception) -> bool:
-    import torch.distributed as dist
-
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def _close(

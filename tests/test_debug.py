@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import misfits
 import pytest
 import torch
 from config_trees import check, refused
@@ -178,3 +180,32 @@ def test_an_error_inside_is_passed_on(run: Run) -> None:
         with pytest.raises(NumericsError), debugging(mode, run, active=2):  # type: ignore[arg-type]
             raise NumericsError("N001", "the loss is nan")
     assert run.watchers == []
+
+
+@pytest.mark.parametrize(
+    ("how", "mode", "what"),
+    [("detects", "anomaly", "anomaly detection is on"), ("profiles", "profiler", "a profiler is on")],
+)
+def test_an_aid_that_a_model_turns_on_itself_is_told_once_with_its_place(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], how: str, mode: str, what: str
+) -> None:
+    words = ("model=custom", "model._target_=misfits.Net", f"model.how={how}", "log_every=1")
+    try:
+        assert train(*words, "steps=3", "run.dir=a") == 0
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if what in line]
+    assert line.startswith("warning: ")
+    (number,) = re.findall(r"\(misfits\.py:(\d+)\)", line)
+    assert (
+        f"{mode if mode == 'anomaly' else 'profile'}("
+        in Path(misfits.__file__).read_text().splitlines()[int(number) - 1]
+    )
+    assert f"debug={mode}" in line
+
+
+def test_an_aid_that_was_asked_for_is_not_told_of_again(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*SMALL, "debug=anomaly", "run.dir=a") == 0
+    assert "is on (" not in capsys.readouterr().out

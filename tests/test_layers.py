@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             *("data", "models", "optim", "tasks"),
             *("precision", "schedule", "gradients", "parallel", "checkpointing", "compile", "rewrites"),
             *("curriculum", "backend", "debug", "ema", "flip", "full_size", "seeding", "applies"),
-            *("saving", "scaling", "logger", "display"),
+            *("saving", "scaling", "logger", "display", "user_code"),
         ),
     ),
     "1 pages": (("report", "panel"), ("compare", "catalogue")),

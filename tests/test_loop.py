@@ -124,13 +124,6 @@ def test_the_environment_names_what_was_used(in_tmp: Path) -> None:
     assert (environment["device"], environment["threads"], environment["ranks"]) == ("cpu", 1, 1)
 
 
-def test_an_error_in_a_callback_names_its_place(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(*SMALL, "steps=5", "run.dir=a", callback("Broken")) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "KeyError (toys.py:" in line
-    assert summary(Path("a"))["status"] == "failed"
-
-
 def test_iterable_data_trains_for_so_many_steps(in_tmp: Path) -> None:
     words = ("data=custom", "data._target_=toys.Stream", "batch_size=10", "log_every=10", "run.dir=a")
     assert train(*words, "steps=30") == 0

@@ -37,6 +37,11 @@ class Classification(SupervisedTask):
         self.counts_samples = not info.ignores_labels
         self.label_smoothing = label_smoothing
 
+    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
+        if targets.is_floating_point():
+            return None
+        return (targets.shape[0], self.num_classes, *targets.shape[1:]), 1
+
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum", label_smoothing=self.label_smoothing)
 

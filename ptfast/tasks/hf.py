@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import names_of_classes
 from ptfast.tasks.ratios import Ratios, accuracy
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 class OwnLoss:
@@ -40,6 +42,15 @@ class OwnLoss:
         """The model's mean loss times the number of items, and that number. Of no items the sum is 0."""
         keywords = self._keywords(data)
         return self._sum(model(**keywords), keywords["labels"])
+
+    def misfit(self, outputs: Any, data: Any) -> str | None:
+        """What a model would have to give, where `outputs` are not it."""
+        wanted = ["loss", "logits"] if self.info.task == "classification" else ["loss"]
+        try:
+            fits = all(isinstance(_get(outputs, name), Tensor) for name in wanted)
+        except (AttributeError, IndexError, KeyError):
+            fits = False
+        return None if fits else f"a mapping, object or tuple with {' and '.join(wanted)}"
 
     def metrics(self) -> Metrics:
         """Accuracy, where the labels are classes of whole inputs."""

@@ -31,6 +31,9 @@ class LanguageModelling(SupervisedTask):
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.flatten(0, -2), targets.flatten()
 
+    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
+        return (*targets.shape, self.info.vocab_size or 1), targets.dim()
+
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return token_cross_entropy(outputs, targets)
 

@@ -34,6 +34,9 @@ class MultiLabel(SupervisedTask):
         outputs = full_precision(outputs)
         return outputs, targets.to(outputs.dtype)
 
+    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
+        return tuple(targets.shape), None
+
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = F.binary_cross_entropy_with_logits(*self.aligned(outputs, targets), reduction="sum")
         return loss / self.num_classes

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from ptfast.run import Metrics
+from ptfast.run import Metrics, Mixed
 from ptfast.tasks.ratios import Ratios, absolute_error
 from ptfast.tasks.supervised import SupervisedTask, full_precision
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 class Regression(SupervisedTask):
@@ -21,6 +22,13 @@ class Regression(SupervisedTask):
         # Outputs (batch, 1) against targets (batch,) would broadcast to (batch, batch).
         outputs = full_precision(outputs).reshape(targets.shape)
         return outputs, targets.to(outputs.dtype)
+
+    def misfit(self, outputs: Any, data: Any) -> str | None:
+        targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
+        fits = (
+            isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.numel() == targets.numel()
+        )
+        return None if fits else f"floats, as many as targets: ({', '.join(map(str, targets.shape))})"
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = F.mse_loss(*self.aligned(outputs, targets), reduction="sum")

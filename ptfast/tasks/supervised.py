@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ptfast.errors import ConfigError
+from torch import Tensor
+
+from ptfast.errors import ConfigError, described, name_of
 from ptfast.run import IGNORE_INDEX, DataInfo, Metrics, Mixed
 from ptfast.tasks.ratios import Ratios
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-LossFunction = Callable[["Tensor", "Tensor"], "Tensor"]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class SupervisedTask:
@@ -37,7 +41,7 @@ class SupervisedTask:
     """Whether the targets of a training batch may be `Mixed`."""
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
-        self.info = info
+        self.info, self.own_loss = info, loss
         if loss is not None:
             mean_loss = adapt_mean_loss(loss)
             self.loss_sum = lambda outputs, targets: mean_loss(
@@ -56,10 +60,34 @@ class SupervisedTask:
         # The losses that a class above gives are not those of a sum of one's own.
         if "loss_sum" in vars(cls) and "sample_losses" not in vars(cls):
             cls.sample_losses = SupervisedTask.sample_losses
+        # Nor need it take the same outputs.
+        says = {"fitting_outputs", "misfit"} & set(vars(cls))
+        if not says and {"loss_sum", "loss", "evaluate"} & set(vars(cls)):
+            cls.misfit = None  # type: ignore[assignment] - nothing can be said
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and targets in the shapes and types that losses compare."""
         return outputs, targets
+
+    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
+        """Shape of the outputs that `targets` are compared with; None where nothing can be said.
+
+        With it comes the dimension that may be longer, of classes that the data has not.
+        """
+        return None
+
+    def misfit(self, outputs: Any, data: Any) -> str | None:
+        """What a model would have to give for the batch `data`, where `outputs` are not it."""
+        targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
+        if (wanted := self.fitting_outputs(targets)) is None:
+            return None
+        shape, longer = wanted
+        given = tuple(outputs.shape) if isinstance(outputs, Tensor) and outputs.is_floating_point() else ()
+        if longer is not None and len(given) == len(shape):
+            # A loss of one's own may want any number there.
+            least = 1 if self.own_loss is not None else shape[longer]
+            given = (*given[:longer], shape[longer], *given[longer + 1 :]) if given[longer] >= least else ()
+        return None if given == shape else f"floats of shape ({', '.join(map(str, shape))})"
 
     def num_items(self, targets: Tensor) -> int | Tensor:
         """Items that the loss counts; on the device where they depend on the values."""
@@ -152,10 +180,24 @@ def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tenso
     Returns:
         A function of outputs, targets and the number of items they hold. Of no items the sum is 0, where a
         mean would be NaN.
+
+    Raises:
+        ConfigError: C017 for a loss that takes something else, and later for one that gives something else.
     """
+
+    with contextlib.suppress(ValueError):  # of what has no signature
+        try:
+            inspect.signature(loss).bind(None, None)
+        except TypeError as error:
+            what = f"cannot be called with outputs and targets: {error}"
+            raise ConfigError("C017", what, key="task.loss._target_", value=name_of(loss)) from error
 
     def loss_sum(outputs: Tensor, targets: Tensor, num_items: int | Tensor) -> Tensor:
         value = loss(outputs, targets)
+        if not isinstance(value, Tensor) or value.shape not in ((), targets.shape, targets.shape[:1]):
+            given = f"gives {described(value)} for targets of shape ({', '.join(map(str, targets.shape))})"
+            what = f"{given}, where a Tensor is due: their mean loss, (), or the loss of each"
+            raise ConfigError("C017", what, key="task.loss._target_", value=name_of(loss))
         if value.dim():
             return value.sum()
         if isinstance(num_items, int):
