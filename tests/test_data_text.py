@@ -79,6 +79,74 @@ def test_paths_that_do_not_fit(folder: Path):
         load(TextTsv(str(folder)))
 
 
+ROWS = "a good film\t1\nbad film\t0\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "note"),
+    [
+        ("sentence\tlabel\n", "train.tsv: the line of column names (sentence, label) is left out"),
+        ("Review\tSentiment\n", "train.tsv: the line of column names (Review, Sentiment) is left out"),
+        # No name that is known, but no number where all others are.
+        ("words\tstars\n", "train.tsv: the line of column names (words, stars) is left out"),
+        ("", ""),
+    ],
+)
+def test_a_line_of_column_names_is_no_sample(folder: Path, header: str, note: str):
+    (folder / "train.tsv").write_text(header + ROWS)
+    data = load(TextTsv(str(folder)))
+    assert (len(data.train), data.info.class_names) == (2, ("0", "1"))
+    assert "sentence" not in data.info.extra["tokenizer"]["entries"]
+    assert data.note == "text_tsv: 2 train, 1 val" + (f"; {note}" if note else "")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "a label\tpositive\nx\tnegative\ny\tpositive\n",  # its label occurs again
+        "the text\tfine\nx\tbad\ny\tgood\n",  # a class of one sample, and no name of a column
+        "3\tlabel\nx\tother\ny\tlabel\n",
+        "what a long first sentence this is\tnone\nx\t1\ny\t0\n",
+    ],
+)
+def test_a_sample_in_the_first_line_stays_one(tmp_path: Path, rows: str):
+    (tmp_path / "train.tsv").write_text(rows)
+    assert len(load(TextTsv(path=str(tmp_path / "train.tsv"))).train) == 3
+
+
+def test_columns_that_are_named_are_found_by_their_names(folder: Path):
+    (folder / "train.tsv").write_text("id\tlabel\tsentence\n7\t1\ta good film\n8\t0\tbad film\n")
+    (folder / "test.tsv").write_text("index\tsentence\n0\ta film\n1\ta film\n")
+    data = load(TextTsv(str(folder)))
+    assert set(data.info.extra["tokenizer"]["entries"][2:]) == {"a", "good", "film", "bad"}
+    assert (data.info.class_names, data.test) == (("0", "1"), None)
+    assert "test.tsv: no labels, so it is left out" in data.note
+    (folder / "dev.tsv").write_text("index\tsentence\n0\ta film\n")
+    with pytest.raises(
+        DataError, match=r"dev\.tsv:1: its first line names .* no label among them: index, se"
+    ):
+        load(TextTsv(str(folder)))
+    (folder / "dev.tsv").write_text("id\tlabel\tsentence\n0\t1\n")
+    with pytest.raises(DataError, match=r"dev\.tsv:2: has 2 of the 3 columns that the first line names"):
+        load(TextTsv(str(folder)))
+
+
+def test_csv_has_quotes(tmp_path: Path):
+    long = "word " * 40_000
+    rows = f'label,text\n1,"a good, ""fine"" film\nin two lines"\r\n\r\n0,bad film\n1,{long}\n'
+    (tmp_path / "train.csv").write_text(rows, newline="")
+    (tmp_path / "dev.csv").write_text('"a, b",0\n')
+    data = load(TextTsv(str(tmp_path)))
+    entries = data.info.extra["tokenizer"]["entries"]
+    assert {"good,", '"fine"', "lines", "bad"} < set(entries)
+    assert (len(data.train), len(data.val), data.info.class_names) == (3, 1, ("0", "1"))
+    for bad, line in (('x,1\n"never closed,0\n', r"csv:2: is no CSV"), ("x,1\ny\n", r"csv:2: has no label")):
+        (tmp_path / "dev.csv").write_text(bad)
+        with pytest.raises(DataError, match=line) as caught:
+            load(TextTsv(str(tmp_path)))
+        assert caught.value.code == "D005"
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ptfast.data.arrays import as_inputs, read_npy, read_npz
 from ptfast.data.images import SUFFIXES, Decoder
 from ptfast.data.prepare import Prepare, build_normalizer
-from ptfast.data.text import read_text
+from ptfast.data.text_files import read_text
 from ptfast.data.tokens import read_tokenizer
 from ptfast.errors import DataError
 from ptfast.run import DataInfo

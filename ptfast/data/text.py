@@ -18,6 +18,7 @@ from ptfast.data.packed_text import Tokenized, read_packed_text
 from ptfast.data.ragged import Documents, Numbers, TextSource
 from ptfast.data.source import Source, Splits
 from ptfast.data.split import held_out
+from ptfast.data.text_files import SUFFIXES, read_table, read_text
 from ptfast.data.tokens import (
     BUILT_IN,
     PAD_ID,
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
     from ptfast.durations import Duration
 
 _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
-Rows = tuple[list[str], list[str]]
 
 
 class TextTsv:
     """Labelled texts: one `text<TAB>label` a line in `train.tsv`, `dev.tsv` (or `val.tsv`) and `test.tsv`.
+
+    Files may be `.csv` too, and have a first line that names their columns; see `read_table`.
 
     Args:
         root: folder of these files.
@@ -71,7 +73,7 @@ class TextTsv:
         self._known, self.max_length = known, known.context_length or self.max_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        rows = {split: read_tsv(path) for split, path in self._files().items()}
+        rows, headers = self._rows()
         texts, labels = rows["train"]
         tokenizer = (
             tokenizer_of(self._known)
@@ -100,8 +102,26 @@ class TextTsv:
             extra={"tokenizer": tokenizer.describe(), "max_length": self.max_length, "pad_id": pad_id},
         )
         num_cut, size = sum(part.num_cut for part in sources.values()), sum(map(len, sources.values()))
-        note = f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens" if num_cut else ""
+        notes = [f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens"] * bool(num_cut)
+        note = "; ".join([*headers, *notes])
         return Splits(info, sources["train"], sources.get("val"), sources.get("test"), note)
+
+    def _rows(self) -> tuple[dict[str, tuple[list[str], list[str]]], list[str]]:
+        """Texts and labels of each split, and what was left out as it is no sample."""
+        rows, notes = {}, list[str]()
+        for split, path in self._files().items():
+            texts, labels, header = read_table(path)
+            names = ", ".join(header or ())
+            if labels is not None:
+                rows[split] = texts, labels
+            elif split != "test":
+                what = f"its first line names columns, and no label among them: {names}"
+                raise DataError("D005", what, key=f"{path}:1", suggestion="Call one label")
+            if header is not None:
+                # Benchmarks keep the labels of their test split to themselves.
+                left_out = f"the line of column names ({names})" if labels is not None else "no labels, so it"
+                notes.append(f"{path.name}: {left_out} is left out")
+        return rows, notes
 
     def _files(self) -> dict[str, Path]:
         if (self.root is None) == (self.path is None):
@@ -114,10 +134,13 @@ class TextTsv:
         if not root.is_dir():
             what = "is a file, not a folder" if root.exists() else "no such folder"
             raise DataError("D001", what, key="data.root", value=root, suggestion="It must hold train.tsv")
-        files = {split: [root / f"{stem}.tsv" for stem in stems] for split, stems in _SPLITS.items()}
+        files = {
+            split: [root / f"{stem}{suffix}" for stem in stems for suffix in SUFFIXES]
+            for split, stems in _SPLITS.items()
+        }
         found = {split: next(filter(Path.is_file, paths), None) for split, paths in files.items()}
         if found["train"] is None:
-            raise DataError("D001", "holds no train.tsv", key="data.root", value=root)
+            raise DataError("D001", "holds no train.tsv or train.csv", key="data.root", value=root)
         return {split: path for split, path in found.items() if path is not None}
 
 
@@ -272,50 +295,6 @@ class RandomWindows(Windows):
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         places = len(self._tokens) - self._context
         return self._cut(draws.integers(self._seed, epoch, indices, draws.WINDOW, places))
-
-
-def read_text(path: Path, key: str = "data.path") -> str:
-    """The text of a UTF-8 file that holds some.
-
-    Raises:
-        DataError: D001 if there is no such file, D002 if it is empty, D005 if it is not UTF-8.
-    """
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "no such file"
-        raise DataError("D001", what, key=key, value=path)
-    try:
-        # Line ends stay as they are: what is modelled is the file.
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise DataError("D001", f"cannot be read: {error.strerror}", key=key, value=path) from None
-    except UnicodeDecodeError as error:
-        what = f"is no UTF-8 text (byte {error.start:,})"
-        hint = "Convert it with iconv -t utf-8"
-        raise DataError("D005", what, key=key, value=path, suggestion=hint) from None
-    if not text.strip():
-        raise DataError("D002", "holds no text", key=key, value=path)
-    return text
-
-
-def read_tsv(path: Path) -> Rows:
-    """Texts and labels of a file of `text<TAB>label` lines; empty lines are skipped.
-
-    Raises:
-        DataError: D005 naming the line that has no tab or no label.
-    """
-    texts: list[str] = []
-    labels: list[str] = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        line = line.rstrip("\r")
-        if not line.strip():
-            continue
-        text, tab, label = line.rpartition("\t")
-        if not tab or not label.strip():
-            what = "has no label: expected text<TAB>label"
-            raise DataError("D005", what, key=f"{path}:{number}")
-        texts.append(text)
-        labels.append(label.strip())
-    return texts, labels
 
 
 def sort_labels(labels: list[str]) -> tuple[str, ...]:
