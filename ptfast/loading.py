@@ -32,7 +32,7 @@ from ptfast.distributed import Ranks, on_first_rank
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError, DataError, PtfastError
 from ptfast.plan import BatchPlan, constant
-from ptfast.run import DataInfo, EvalLoader, Task, TrainLoader
+from ptfast.run import IGNORE_INDEX, DataInfo, EvalLoader, Task, TrainLoader
 
 SMALL_SAMPLE_BYTES = 64 * 2**10
 """A sample that takes no more as float32 is small: an image of 72 x 72, say."""
@@ -51,7 +51,7 @@ def load_data(
         choose: says who loads, as in `build_data`.
         saved: what is known from before: keywords of `build_data`.
     """
-    section = config.data
+    section, ignored = config.data, config.task.options.get("ignore_index")
     ranks = ranks or Ranks()
     try:
         source = section.target.build()
@@ -70,6 +70,7 @@ def load_data(
         shuffle_buffer=section.shuffle_buffer,
         once=lambda compute: on_first_rank(compute, ranks),
         holder=build_holder(ranks),
+        ignore_index=ignored if isinstance(ignored, int) else IGNORE_INDEX,
         **saved,
     )
     return arrange(data, config)

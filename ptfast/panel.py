@@ -7,7 +7,7 @@ from typing import Any
 
 from ptfast.config.schema import Config
 from ptfast.config.sections import Checkpointing
-from ptfast.run import Run
+from ptfast.run import TASKS, Run
 
 
 def build_panel(
@@ -31,6 +31,7 @@ def build_panel(
     lr, reason = _rate(run), getattr(run.train_loader, "reason", None)
     table = [
         ("data", run.data_note),
+        ("task", _task(run)),
         ("model", f"{model}, {num_parameters:,} parameters{layout}"),
         ("device", f"{device_name(run)}, {processes}, {threads}"),
         ("precision", run.precision.describe()),
@@ -74,6 +75,17 @@ def build_panel(
     if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
     return config.recipe or "train", table + rows, loud
+
+
+def _task(run: Run) -> str:
+    """What is trained for, and what of the labels says so where nobody has named it."""
+    info, name, reason = run.info, run.resolved["task"], run.resolved["task_reason"]
+    count = info.vocab_size if name == "language_modelling" else info.num_classes
+    units = {"language_modelling": "token", "multilabel": "label", "regression": "figure"}
+    unit = units.get(name, "class")
+    several = f"{unit}{'es' if unit == 'class' else 's'}"
+    words = f"{name} of {count:,} {several if count > 1 else unit}" if count and name in TASKS else name
+    return words + (f" (by the labels: {reason})" if reason else "")
 
 
 def _batch(config: Config, run: Run) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from ptfast.clock import Clock
 from ptfast.distributed import Ranks
@@ -22,6 +22,7 @@ TASKS = {
     "classification": "ptfast.tasks.classification.Classification",
     "multilabel": "ptfast.tasks.multilabel.MultiLabel",
     "regression": "ptfast.tasks.regression.Regression",
+    "semantic_segmentation": "ptfast.tasks.semantic_segmentation.SemanticSegmentation",
     "token_classification": "ptfast.tasks.token_classification.TokenClassification",
     "language_modelling": "ptfast.tasks.language_modelling.LanguageModelling",
     "hf": "ptfast.tasks.hf.OwnLoss",
@@ -58,6 +59,13 @@ class DataInfo:
     """Mean bytes of text per token; turns nats per token into bits per byte or character."""
     num_train: int | None = None
     """Training samples; None for data of unknown length."""
+    task_reason: str = ""
+    """What of the labels tells the task, in words for the panel; empty where nothing was guessed."""
+    target_kind: Literal["whole", "mask", "map", "unknown"] = "whole"
+    """What a target speaks of: the input as a whole (a class, a figure), each pixel of an image (a `mask` of
+    classes, a `map` of figures), or who knows what, such as boxes, which would move with the pixels."""
+    ignore_index: int = IGNORE_INDEX
+    """The label of pixels that do not count, in masks."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What `predict` needs to read new inputs the same way (vocabulary, normalisation), JSON-serialisable."""
 

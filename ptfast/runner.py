@@ -157,7 +157,10 @@ def build(
         has_momentum=has_momentum(optimizer),
     )
     schedule.extendable = schedule.extendable and not course.spans_run
+    named = config.task.name != "auto"
     resolved |= {
+        "task": config.task.name if named else info.task,
+        "task_reason": "" if named else info.task_reason,
         "device": str(device.type),
         "num_ranks": ranks.num_ranks,
         "micro_batches": micro_batches,

@@ -251,6 +251,7 @@ def summarise(
     if run is not None:
         progress = run.progress
         summary |= {
+            "task": run.resolved["task"],
             "steps": progress.step,
             "samples": progress.samples,
             "train_samples_per_s": progress.samples_per_s,

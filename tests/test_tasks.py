@@ -41,6 +41,10 @@ def draw(task: str, size: int) -> tuple[DataInfo, Tensor, Tensor]:
         return CLASSES, randn(size, 4), randint(0, 2, (size, 4))
     if task == "regression":
         return DataInfo("features", "regression"), randn(size, 1), randn(size)
+    if task == "semantic_segmentation":
+        targets = randint(0, 4, (size, 3, 5))
+        targets[randn(size, 3, 5) > 0] = -100
+        return CLASSES, randn(size, 4, 3, 5), targets
     if task == "token_classification":
         targets = randint(0, 4, (size, 5))
         targets[randn(size, 5) > 0] = -100
@@ -54,6 +58,8 @@ def mean_loss(task: str, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(outputs, targets.float())
     if task == "regression":
         return F.mse_loss(outputs.reshape(targets.shape), targets)
+    if task == "semantic_segmentation":
+        return F.cross_entropy(outputs, targets)
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 

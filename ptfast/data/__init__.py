@@ -9,8 +9,9 @@ from ptfast.data.choice import HELD, Choice
 from ptfast.data.contents import Contents
 from ptfast.data.evaluation import build_eval_loader
 from ptfast.data.iterable import IterableSource
-from ptfast.data.labels import check_labels
+from ptfast.data.labels import as_classes, check_labels
 from ptfast.data.loaders import build_train_loader
+from ptfast.data.masks import with_masks
 from ptfast.data.normalize import Statistics, statistics
 from ptfast.data.sampler import smallest_micro_batch
 from ptfast.data.saved import as_known, check_same_data, read_info
@@ -18,6 +19,7 @@ from ptfast.data.sharing import Holder
 from ptfast.data.source import Data, DataSet, ReadsAsKnown, Source, Splits, TensorSource
 from ptfast.data.split import split_indices
 from ptfast.errors import ConfigError
+from ptfast.run import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,9 +42,10 @@ __all__ = [
 ]
 
 _LABELS_OF = {
-    "classification": ("classification",),
+    "classification": ("classification", "regression", "multilabel"),
     "multilabel": ("multilabel",),
-    "regression": ("regression", "multilabel"),
+    "regression": ("regression", "multilabel", "semantic_segmentation"),
+    "semantic_segmentation": ("semantic_segmentation",),
     "token_classification": ("token_classification",),
     "language_modelling": ("language_modelling",),
 }
@@ -63,6 +66,7 @@ def build_data(
     crops: bool = False,
     once: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
     holder: Holder | None = None,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Data:
     """The splits of a run and the facts about them.
 
@@ -81,6 +85,7 @@ def build_data(
         crops: whether training images are held as large as they are stored, for parts that are cut out.
         once: calls what computes the statistics, on one rank for all where there are several.
         holder: of what is decoded into memory, which ranks may hold together; None for this process.
+        ignore_index: the label of pixels that do not count.
 
     Raises:
         ConfigError: C011 for a task that the labels are not for, and for a shuffle buffer of data that is
@@ -96,6 +101,8 @@ def build_data(
 
         name, splits = type(source).__name__, adapt(source, seed=seed, task=task, known=known)
     splits = _for_task(splits, task)
+    if splits.info.target_kind == "mask":
+        splits = with_masks(splits, ignore_index)
     contents = once(lambda: _contents(splits)) if known is None else None
     splits = _hold_out(splits, val, seed)
     _check(splits)
@@ -145,12 +152,15 @@ def _contents(splits: Splits) -> Contents:
 def _for_task(splits: Splits, task: str) -> Splits:
     """Labels of the type that the task takes: floats where they are many or measured, else classes."""
     info = splits.info
-    if task == "regression" and info.task == "classification":
+    if task == "regression" and info.task in ("classification", "semantic_segmentation"):
         # Whole numbers look like classes until the user says that they are measured.
-        info = replace(info, task=task, num_classes=1, class_names=None)
+        kind = "map" if info.target_kind == "mask" else info.target_kind
+        info = replace(info, task=task, num_classes=1, class_names=None, target_kind=kind)
     if info.task not in _LABELS_OF.get(task, (info.task,)):
         what = f"the labels of this data are for task={info.task}"
         raise ConfigError("C011", what, key="task", value=task, suggestion="Use task=auto")
+    if task == "classification" and info.task in ("regression", "multilabel"):
+        return _translated(splits)
     task = info.task if task == "auto" else task
     for source in splits.sources.values():
         if isinstance(source, TensorSource):
@@ -158,6 +168,19 @@ def _for_task(splits: Splits, task: str) -> Splits:
                 source.targets = source.targets.float()
             elif task == "classification" and not source.targets.is_floating_point():
                 source.targets = source.targets.long()
+    return splits._replace(info=info)
+
+
+def _translated(splits: Splits) -> Splits:
+    """Splits of classes, whose labels name them by floats or by rows with a single 1."""
+    highest = 0
+    for split, source in splits.sources.items():
+        if isinstance(source, TensorSource):
+            source.targets = as_classes(source.targets, f"{split} sample")
+            highest = max(highest, int(source.targets.max())) if split == "train" else highest
+    info = splits.info
+    num_classes = info.num_classes if info.task == "multilabel" else highest + 1
+    info = replace(info, task="classification", num_classes=num_classes, target_kind="whole")
     return splits._replace(info=info)
 
 
@@ -177,7 +200,7 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
 def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     """The same splits, decoded into memory."""
     converted = 0
-    if crops and splits.train.images and not splits.train.in_memory:
+    if crops and splits.train.images and splits.train.cuts and not splits.train.in_memory:
         from ptfast.data.originals import HeldImages
 
         files = splits.train

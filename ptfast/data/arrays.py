@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.data.labels import check_labels
+from ptfast.data.labels import check_labels, tell_task
+from ptfast.data.masks import kind_of_target
 from ptfast.data.source import Splits, TensorSource, as_tensor
 from ptfast.errors import DataError
 from ptfast.run import IGNORE_INDEX, DataInfo
@@ -39,7 +40,8 @@ class Arrays:
 
     What they are is told by their types. Inputs of uint8 with 3 or 4 dimensions are images, (samples, height,
     width), with the channels last or first; others are features, flattened. Targets that are whole numbers
-    are classes, floats are figures to predict, and a matrix of 0 and 1 is several labels for each sample.
+    are classes, floats are figures to predict, and a matrix of 0 and 1 is several labels for each sample. Of
+    images, targets of (height, width) say it of each pixel.
 
     Args:
         path: `.npz` with `train_x` and `train_y` (or `x` and `y`), and perhaps `val_x`, `val_y`, `test_x`,
@@ -65,20 +67,24 @@ class Arrays:
             if inputs.shape[1:] != train_inputs.shape[1:] or targets.shape[1:] != train_targets.shape[1:]:
                 what = f"the {split} arrays have samples of another shape than the training ones"
                 raise DataError("D005", what, key="data.path", value=self.path)
-        task, num_classes = self._task(train_targets)
+        shape = tuple(train_inputs.shape[1:])
+        if images:
+            shape = (shape[2], *shape[:2])
+        kind = kind_of_target(train_targets, shape, "auto")
+        task, reason = tell_task(train_targets, kind, floats_as_labels=True)
+        num_classes = self._num_classes(task, kind, train_targets)
         if task == "classification":
             for split, (_, targets, _) in pairs.items():
-                check_labels(targets, num_classes, split)
+                check_labels(targets, num_classes or 1, split)
         sources = {
             split: TensorSource(inputs, targets, images=images)
             for split, (inputs, targets, _) in pairs.items()
         }
-        shape = tuple(train_inputs.shape[1:])
-        if images:
-            shape = (shape[2], *shape[:2])
         info = DataInfo(
             kind="image" if images else "features",
             task=task,
+            task_reason=reason,
+            target_kind="whole" if task == "multilabel" else kind,
             num_classes=num_classes,
             input_shape=shape,
             in_channels=shape[0] if images else None,
@@ -102,18 +108,19 @@ class Arrays:
             split: (arrays[pair[0]], arrays[pair[1]]) for split, pair in names.items() if pair is not None
         }
 
-    def _task(self, targets: Tensor) -> tuple[str, int]:
-        if targets.dim() > 1 and bool(((targets == 0) | (targets == 1)).all()):
-            return "multilabel", targets.shape[1]
-        if targets.is_floating_point() or targets.dim() > 1:
-            return "regression", targets.shape[1] if targets.dim() > 1 else 1
+    def _num_classes(self, task: str, kind: str, targets: Tensor) -> int | None:
+        if kind == "mask":
+            # Counted where it is known which label does not count.
+            return self.num_classes
+        if task != "classification":
+            return targets.shape[1] if targets.dim() > 1 and kind != "map" else 1
         counted = targets[targets != IGNORE_INDEX]
         found = int(counted.max()) + 1 if len(counted) else 1
         if self.num_classes is None and found > max(len(targets), _MOST_CLASSES):
             what = f"{len(targets):,} labels go up to {found - 1:,}, which would be as many classes"
             hint = "Number the classes from 0, set data.num_classes, or give figures to predict as floats"
             raise DataError("D004", what, key="data.path", value=self.path, suggestion=hint)
-        return "classification", self.num_classes or found
+        return self.num_classes or found
 
 
 def read_npz(path: Path, key: str = "data.path") -> dict[str, NDArray]:
@@ -180,7 +187,11 @@ def _tensors(inputs: NDArray, targets: NDArray, path: Path, split: str) -> tuple
     if targets.ndim == 2 and targets.shape[1] == 1:
         targets = targets[:, 0]
     tensor, images = as_inputs(inputs, where)
-    targets = targets.astype(np.float32 if targets.dtype.kind == "f" else np.int64, copy=False)
+    if targets.ndim == 4 and targets.shape[3] == 1:
+        targets = targets[..., 0]
+    masks = images and targets.ndim > 2 and targets.dtype == np.uint8
+    if not masks:
+        targets = targets.astype(np.float32 if targets.dtype.kind == "f" else np.int64, copy=False)
     if not np.isfinite(targets).all():
         raise DataError("D004", "targets that are not finite", key=where)
     return tensor, as_tensor(targets), images

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from ptfast.data import draws
 from ptfast.data.contents import describe_part
 from ptfast.data.generators import seeded
 from ptfast.data.iterable import IterableSource
-from ptfast.data.labels import check_labels, check_range
+from ptfast.data.labels import as_classes, check_labels, shape_of, tell_task
+from ptfast.data.masks import kind_of_target
 from ptfast.data.sampler import Indices
 from ptfast.data.source import Padding, Source, Splits, TensorSource
 from ptfast.data.workers import failed
 from ptfast.errors import DataError, PtfastError
-from ptfast.run import IGNORE_INDEX, DataInfo
+from ptfast.run import IGNORE_INDEX, TASKS, DataInfo
 
 _WITH_CLASSES = ("classification", "token_classification")
 _SCAN_LIMIT = 2000
@@ -39,10 +41,10 @@ class MapSource(Source):
     that a resumed run and one with workers draw the same.
     """
 
+    cuts = False
+
     def __init__(self, dataset: Any, seed: int, *, images: bool) -> None:
         self.dataset, self.seed, self.images = dataset, seed, images
-        self.num_classes: int | None = None
-        """Labels are checked against it as they are read: nobody has seen them all before."""
         self.all_count = False
         """Whether every label has been seen, and none was an ignored one."""
         stated = getattr(dataset, "lengths", None)
@@ -85,8 +87,7 @@ class MapSource(Source):
             raise
         except Exception as error:
             raise failed(error) from error
-        if self.num_classes is not None:
-            check_range(raw[1], self.num_classes, numbers=wanted)
+        raw = self.checked(raw, wanted)
         if self.images:
             return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
         return raw
@@ -152,7 +153,7 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits
     if isinstance(dataset, IterableDataset):
         source = IterableSource(dataset, seed)
         sample = source.first()
-        source.images = isinstance(sample, (tuple, list)) and len(sample) == 2 and _is_image(sample[0])
+        source.images = _is_pair(sample) and _is_image(sample[0])
         info = _info(dataset, sample, None, task, known)
         named = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
         stated = named or (known is not None and known.num_classes is not None)
@@ -163,6 +164,7 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits
             )
         if info.task in _WITH_CLASSES:
             source.num_classes = info.num_classes
+            source.as_classes = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)
         return Splits(info, source)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         what = f"{type(dataset).__name__} is no torch data set: it has no __getitem__ and __len__"
@@ -172,25 +174,48 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
         inputs, targets = dataset.tensors
         images = _is_image(inputs[0])
-        inputs = inputs.permute(0, 2, 3, 1).contiguous() if images else inputs
         info = _info(dataset, dataset[0], targets, task, known, inputs)
+        inputs = inputs.permute(0, 2, 3, 1).contiguous() if images else inputs
+        if _names_otherwise(targets, info.task):
+            targets = as_classes(targets)
         return Splits(info, TensorSource(inputs, targets, images=images))
     source = MapSource(dataset, seed, images=False)
     first = source.fetch(np.zeros(1, np.int64))
-    if not (isinstance(first, (tuple, list)) and len(first) == 2 and isinstance(first[0], Tensor)):
-        return Splits(_info(dataset, None, None, task, known), source)
+    if not _is_pair(first):
+        return Splits(_info(dataset, first, None, task, known), source)
     sample = first[0][0], first[1][0]
     source.images = _is_image(sample[0])
+    if isinstance(first[1], Tensor) and kind_of_target(first[1], sample[0].shape, task) in ("mask", "map"):
+        # Those of 2,000 images would fill the memory, and one shows what they are.
+        return Splits(_info(dataset, sample, first[1], task, known), source)
     labels = _labels(dataset, source)
     source.all_count = len(labels) == len(dataset) and not bool((labels == IGNORE_INDEX).any())
     few = len(dataset) <= _SCAN_LIMIT and _is_tokens(sample[0])
     info = _info(dataset, sample, labels, task, known, _scan(source)[0] if few else None)
     if info.task in _WITH_CLASSES and info.num_classes:
+        source.as_classes = _names_otherwise(labels, info.task)
+        labels = as_classes(labels, "train sample") if source.as_classes else labels
         if bool((labels == IGNORE_INDEX).all()):
             labels = _scan(source)[1]
         check_labels(labels, max(1, info.num_classes), "train")
         source.num_classes = info.num_classes
     return Splits(info, source)
+
+
+def _is_pair(sample: Any) -> bool:
+    """Return True for `(input, target)`, of one sample or collated."""
+    if not (isinstance(sample, (tuple, list)) and len(sample) == 2 and isinstance(sample[0], Tensor)):
+        return False
+    target = sample[1]
+    if isinstance(target, (list, tuple)):
+        # A collated target of several parts is a list of tensors.
+        return bool(target) and not isinstance(target[0], (Tensor, list, tuple, Mapping))
+    return not isinstance(target, Mapping)
+
+
+def _names_otherwise(labels: Tensor, task: str) -> bool:
+    """Return True if labels name classes in another way than by whole numbers."""
+    return task == "classification" and (labels.is_floating_point() or labels.dim() > 1)
 
 
 def _is_image(sample: Any) -> bool:
@@ -247,11 +272,13 @@ def _info(
 ) -> DataInfo:
     """What can be told from one sample `(input, target)`, the labels, and the inputs where there are all."""
     learnt_classes = trained_on.num_classes if trained_on is not None else None
-    if not (isinstance(sample, (tuple, list)) and len(sample) == 2 and isinstance(sample[0], Tensor)):
+    if not _is_pair(sample):
+        if task == "auto" or (task in TASKS and task != "hf"):
+            what = f"takes samples of (input, target), and {_described(sample)}"
+            hint = "Return those two, or set task to the import path of your own, such as task=mine.Task"
+            raise DataError("D004", what, key="task", value=task, suggestion=hint)
         num_classes = _stated_classes(dataset) or learnt_classes
-        return DataInfo(
-            kind="other", task=task if task != "auto" else "classification", num_classes=num_classes
-        )
+        return DataInfo(kind="other", task=task, num_classes=num_classes)
     if isinstance(sample[1], str):
         what, hint = (
             f"labels are numbers, and the first one is the text {sample[1]!r}",
@@ -275,8 +302,12 @@ def _info(
                 "pad_id": int(getattr(dataset, "pad_id", None) or 0),
             }
             facts["input_shape"] = None
-    if task == "auto":
-        task = _guess_task(known, kind)
+    target_kind = kind_of_target(known, shape, task)
+    _check_task(task, target_kind, known)
+    if task == "auto" and kind == "tokens":
+        task, facts["task_reason"] = "language_modelling", "a token for each token"
+    elif task == "auto":
+        task, facts["task_reason"] = tell_task(known, target_kind)
     if facts.get("vocab_size", 0) is None:
         if trained_on is not None:
             facts["vocab_size"] = trained_on.vocab_size
@@ -286,17 +317,43 @@ def _info(
             facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
     names = getattr(dataset, "classes", None)
     names = tuple(map(str, names)) if names is not None else None
-    if task in ("regression", "multilabel"):
+    if target_kind == "map":
+        facts["num_classes"] = 1
+    elif task in ("regression", "multilabel"):
         facts["num_classes"] = known.shape[1] if known.dim() > 1 else 1
     elif kind != "tokens" or task == "token_classification":
         stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
-        facts["num_classes"] = stated or int(known.max()) + 1
-    return DataInfo(kind=kind, task=task, class_names=names, **facts)
+        facts["num_classes"] = stated if target_kind == "mask" else stated or _count_classes(known, task)
+    return DataInfo(kind=kind, task=task, class_names=names, target_kind=target_kind, **facts)
 
 
-def _guess_task(labels: Tensor, kind: str) -> str:
-    if kind == "tokens":
-        return "language_modelling"
-    if labels.is_floating_point():
-        return "regression"
-    return "multilabel" if labels.dim() == 2 else "classification"
+def _count_classes(labels: Tensor, task: str) -> int:
+    if not _names_otherwise(labels, task):
+        return int(labels.max()) + 1
+    several = labels.dim() == 2 and labels.shape[1] > 1
+    return labels.shape[1] if several else int(as_classes(labels).max()) + 1
+
+
+def _check_task(task: str, target_kind: str, labels: Tensor) -> None:
+    """Raise DataError D004 for a task that the config names and that such labels are not for."""
+    what = None
+    if task == "semantic_segmentation" and target_kind != "mask":
+        what = f"takes a whole number for each pixel of an image, and labels are of {shape_of(labels)}"
+    elif task == "multilabel" and (labels.dim() != 2 or target_kind == "mask"):
+        what = f"takes a row of zeros and ones for each sample, and labels are of {shape_of(labels)}"
+    elif task == "classification" and target_kind in ("mask", "map"):
+        what = f"takes one class for each sample, and labels are of {shape_of(labels)}, one for each pixel"
+    if what is not None:
+        raise DataError("D004", what, key="task", value=task, suggestion="Use task=auto")
+
+
+def _described(sample: Any) -> str:
+    """What a sample is that is no pair of an input and a target, in words."""
+    if isinstance(sample, Mapping):
+        return f"this data has mappings of {', '.join(map(str, sample))}"
+    if not isinstance(sample, (tuple, list)):
+        return f"this data has a {type(sample).__name__} each"
+    if len(sample) != 2:
+        return f"this data has {len(sample)} item{'s' * (len(sample) != 1)} each"
+    part, name = (sample[0], "inputs") if not isinstance(sample[0], Tensor) else (sample[1], "targets")
+    return f"{name} of this data are no tensors or numbers, but each a {type(part).__name__}"

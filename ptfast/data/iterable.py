@@ -61,8 +61,6 @@ class IterableSource(Source):
 
     def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
-        self.num_classes: int | None = None
-        """Labels are checked against it as they are read."""
         self.shuffle_buffer: int | None = None
         """Samples among which the next is drawn; None leaves them in their order."""
 

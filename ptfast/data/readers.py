@@ -11,7 +11,6 @@ from torch.utils.data import default_collate
 from ptfast.data.alike import CHECKED, Digest
 from ptfast.data.generators import OwnGenerators
 from ptfast.data.iterable import IterableSource, Reader
-from ptfast.data.labels import check_range
 from ptfast.data.sampler import micro_batch_bounds
 from ptfast.data.workers import failed
 from ptfast.errors import DataError, PtfastError
@@ -77,8 +76,7 @@ class Reading:
             raise
         except Exception as error:
             raise failed(error) from error
-        if self.source.num_classes is not None:
-            check_range(raw[1], self.source.num_classes, numbers=numbers)
+        raw = self.source.checked(raw, numbers)
         if self.source.images:
             raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
         return raw if self.augment is None else self.augment(raw, epoch, numbers)

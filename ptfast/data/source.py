@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ptfast.data.contents import Contents, describe_part
 from ptfast.data.crops import Boxes, Sizes, crop_all
+from ptfast.data.labels import as_classes, check_range
 from ptfast.errors import DataError
 from ptfast.run import IGNORE_INDEX, DataInfo
 
@@ -56,8 +57,16 @@ class Source:
     thread beside the training."""
     skips = False
     """Whether another is shown in place of a sample that cannot be read, with a label that does not count."""
+    cuts = True
+    """Whether parts of images are cut out as they are read; else of those that have been fetched."""
     decodes_on_device = False
     """Whether crops come from the device that trains, and so within the process that trains."""
+    num_classes: int | None = None
+    """Labels are checked against it as they are read, where nobody has seen them all before."""
+    ignore_index = IGNORE_INDEX
+    """The label that does not count, of those that are checked so."""
+    as_classes = False
+    """Whether labels name classes otherwise than by whole numbers, and are translated as they are read."""
     image_size: int | None = None
     """Side of the square that stored images are brought to as they are fetched; None where they are not."""
 
@@ -135,6 +144,18 @@ class Source:
         """Whether a label may be among them that does not count."""
         targets: Tensor | None = getattr(self, "targets", None)
         return targets is not None and bool((targets == IGNORE_INDEX).any())
+
+    def checked(self, raw: Any, numbers: list[int]) -> Any:
+        """A raw batch of the samples `numbers` that has just been read, its labels seen to be classes.
+
+        Raises:
+            DataError: D004 for a label that is none.
+        """
+        if self.as_classes:
+            raw = (raw[0], as_classes(raw[1], numbers=numbers), *raw[2:])
+        if self.num_classes is not None:
+            check_range(raw[1], self.num_classes, numbers=numbers, ignore_index=self.ignore_index)
+        return raw
 
     def contents(self) -> list[Any] | None:
         """What tells these samples from others, a part of `ptfast.data.contents`; None where nothing does."""
@@ -217,7 +238,7 @@ class SubsetSource(Source):
         self.images, self.in_memory = source.images, source.in_memory
         self.packed, self.repeatable = source.packed, source.repeatable
         self.skips, self.image_size = source.skips, source.image_size
-        self.decodes_on_device = source.decodes_on_device
+        self.decodes_on_device, self.cuts = source.decodes_on_device, source.cuts
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -1,0 +1,149 @@
+"""One class per pixel: cross entropy, and mean intersection over union and accuracy as figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from ptfast import devices
+from ptfast.errors import ConfigError
+from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
+from ptfast.tasks.classification import known_classes, names_of_classes
+from ptfast.tasks.supervised import LossFunction, SupervisedTask
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class SemanticSegmentation(SupervisedTask):
+    """Cross entropy between logits (batch, num_classes, height, width) and masks (batch, height, width).
+
+    An item is a pixel that counts, so that images with many pixels to ignore weigh less. Of a model that
+    returns a mapping, as torchvision's do, the logits are its `out`.
+
+    Args:
+        info: what the data says; `num_classes` is needed.
+        loss: replaces the cross entropy, see `SupervisedTask`; gets logits as above and int64 masks.
+        ignore_index: the label of pixels that do not count; 255 in many data sets.
+    """
+
+    metric = "mean_iou"
+    mode = "max"
+    counts_samples = False
+
+    def __init__(
+        self, info: DataInfo, loss: LossFunction | None = None, ignore_index: int = IGNORE_INDEX
+    ) -> None:
+        super().__init__(info, loss)
+        self.num_classes, self.ignore_index = known_classes(info), ignore_index
+
+    def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = _logits(outputs)
+        expected = (self.num_classes, *targets.shape[-2:])
+        if tuple(logits.shape[1:]) != expected:
+            what = f"gives {_shape(logits.shape[1:])} for masks of {_shape(targets.shape[-2:])}"
+            hint = (
+                f"{_shape(expected)} are expected: a logit for each of {self.num_classes} classes and pixel"
+            )
+            raise ConfigError("C011", what, key="model", suggestion=hint)
+        return logits, targets.reshape(len(targets), *expected[1:]).long()
+
+    def num_items(self, targets: Tensor) -> Tensor:
+        return (targets.long() != self.ignore_index).sum()
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        # A sum of torch's own over pixels has no deterministic kernel on CUDA.
+        return SemanticSegmentation.sample_losses(self, outputs, targets).sum()
+
+    def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(
+            *self.aligned(outputs, targets), ignore_index=self.ignore_index, reduction="none"
+        )
+        return losses.flatten(1).sum(1)
+
+    def metrics(self) -> Metrics:
+        """Mean intersection over union, of the classes that occur, and accuracy."""
+        return Overlaps(self.num_classes, self.ignore_index)
+
+    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
+        """Update the figures; return the sum of the losses and the number of pixels that count."""
+        inputs, targets = data
+        outputs = model(inputs)
+        metrics.update(*self.aligned(outputs, targets))
+        return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
+
+    def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
+        """The mask of each image, rows of class numbers, and the share of its pixels that each class has."""
+        masks, names = _logits(model(inputs)).argmax(1), names_of_classes(self.info)
+        shares = F.one_hot(masks, self.num_classes).flatten(1, 2).float().mean(1)
+        return [
+            {"shares": {name: share for name, share in zip(names, row, strict=True) if share}, "mask": mask}
+            for row, mask in zip(shares.tolist(), masks.tolist(), strict=True)
+        ]
+
+
+class Overlaps:
+    """Mean intersection over union and pixel accuracy of one evaluation, out of one table of counts.
+
+    The table, (classes, classes) of masks and predictions, stays on the device; counts are exact up to 2**53
+    pixels. A class that is in no mask and no prediction has no part in the mean.
+
+    Args:
+        ignore_index: the label of pixels that do not count.
+
+    Source: Everingham et al. 2010, the PASCAL VOC challenge, section 4.1, for the intersection over union.
+    """
+
+    def __init__(self, num_classes: int, ignore_index: int) -> None:
+        self._num_classes, self._ignore_index = num_classes, ignore_index
+        self._device = torch.device("cpu")
+        self._kept: Tensor | None = None
+
+    def to(self, device: Any) -> Overlaps:
+        """Keep the table on `device`; to be called before the first batch."""
+        self._device = torch.device(device)
+        return self
+
+    def keys(self) -> tuple[str, ...]:
+        """The names of the figures."""
+        return "mean_iou", "pixel_accuracy"
+
+    @property
+    def _table(self) -> Tensor:
+        if self._kept is None:
+            dtype = devices.sum_dtype(self._device)
+            # One place more: for what does not count, so that no batch has to be cut by its values.
+            self._kept = torch.zeros(self._num_classes**2 + 1, dtype=dtype, device=self._device)
+        return self._kept
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add a batch of logits (batch, num_classes, height, width) and masks (batch, height, width)."""
+        places = targets * self._num_classes + outputs.argmax(1)
+        places = places.where(targets != self._ignore_index, self._num_classes**2).flatten()
+        self._table.scatter_add_(0, places, self._table.new_ones(()).expand_as(places))
+
+    def compute(self) -> dict[str, Tensor]:
+        """The figures over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
+        table = self._table.clone()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(table)
+        table = table[:-1].view(self._num_classes, self._num_classes)
+        right = table.diagonal()
+        union = table.sum(0) + table.sum(1) - right
+        overlap = torch.where(union > 0, right / union, 0.0)
+        total = table.sum()
+        return {
+            "mean_iou": overlap.sum() / (union > 0).sum().clamp(min=1),
+            "pixel_accuracy": torch.where(total > 0, right.sum() / total, 0.0),
+        }
+
+
+def _logits(outputs: Any) -> Tensor:
+    return outputs["out"] if isinstance(outputs, Mapping) else outputs
+
+
+def _shape(shape: Any) -> str:
+    return "x".join(map(str, shape))
