@@ -24,13 +24,14 @@ class Resize:
     Args:
         stages: pixels of the shorter side, by step.
         shape: (height, width) at full size.
+        masks: whether targets say something of each pixel, and so shrink with their images.
 
     Cost: one pass over the inputs of each micro-batch until the images are at full size.
     Source: Howard et al. 2018, fast.ai's entry to DAWNBench; Tan, Le 2021, arXiv:2104.00298, section 4.
     """
 
-    def __init__(self, stages: Stages, shape: tuple[int, int]) -> None:
-        self.stages, self._shape = stages, shape
+    def __init__(self, stages: Stages, shape: tuple[int, int], *, masks: bool = False) -> None:
+        self.stages, self._shape, self._masks = stages, shape, masks
 
     def size(self, shorter: int) -> tuple[int, int]:
         """(height, width) with a shorter side of so many pixels, in the proportions of the full size."""
@@ -45,7 +46,11 @@ class Resize:
         images, targets = data
         layout = torch.channels_last
         is_last = images.is_contiguous(memory_format=layout) and not images.is_contiguous()
-        images = F.interpolate(images, size=self.size(shorter), mode="bilinear", antialias=True)
+        size = self.size(shorter)
+        images = F.interpolate(images, size=size, mode="bilinear", antialias=True)
+        if self._masks:
+            for side, length in ((-2, size[0]), (-1, size[1])):
+                targets = targets.index_select(side, _nearest(targets.shape[side], length, targets.device))
         return images.contiguous(memory_format=layout if is_last else torch.contiguous_format), targets
 
     def describe(self) -> str:
@@ -105,7 +110,11 @@ def build_resize(
     if not 0 < first < full:
         what = f"not smaller than the images, which have {full} pixels"
         raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
-    resize = Resize(grow(first, full, multiple, over_steps), (shape[0], shape[1]))
+    stages, masks = grow(first, full, multiple, over_steps), info.target_kind in ("mask", "map")
+    if info.target_kind == "unknown":
+        what = "targets that may be places in an image, such as boxes or points, do not shrink with it"
+        raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
+    resize = Resize(stages, (shape[0], shape[1]), masks=masks)
     _check_takes(model, torch.zeros(2, channels, *resize.size(first)), key, first)
     return resize
 
@@ -194,6 +203,11 @@ def describe_batch_sizes(sizes: Stages) -> str:
 def _describe(what: str, stages: Stages) -> str:
     values, starts = stages
     return f"{what.format(values[0], values[-1])} in {len(values)} stages over {starts[-1]:,} steps"
+
+
+def _nearest(length: int, size: int, device: torch.device) -> Tensor:
+    """The pixels of a line of `length` under the centres of `size` that stand for it."""
+    return (2 * torch.arange(size, device=device) + 1) * length // (2 * size)
 
 
 def _cut(value: Any, length: int) -> Any:

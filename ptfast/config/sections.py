@@ -199,6 +199,8 @@ class Augment(Section):
     """Blend each sample with another: parameter of its Beta distribution; 0 for none."""
     cutmix: Annotated[float, NOT_NEGATIVE] = 0.0
     """Paste a patch of another image into each: parameter of its Beta distribution; 0 for none."""
+    targets: Literal["auto", "keep"] = "auto"
+    """`auto` moves masks with their images, and refuses targets that may be places; `keep` moves none."""
 
 
 class Curriculum(Section):

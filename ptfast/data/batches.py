@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from ptfast.data.augment import Augment, AugmentedImages, augmented, cropped
+from ptfast.data.augment import (
+    Augment,
+    AugmentedImages,
+    AugmentedMasks,
+    augmented,
+    cropped,
+    moved,
+    moved_by_crops,
+)
 from ptfast.data.sampler import Share
 from ptfast.data.sharing import Holder
 from ptfast.data.source import Source, TensorSource, as_tensor
@@ -21,11 +29,18 @@ class RawBatches:
 
     def __call__(self, share: Share) -> Any:
         if self.augment.resized_crop is not None:
-            return cropped(self.augment, self.source, self.seed, share), self.source.labels(share.indices)
+            return self._cropped(share)
         raw = self.source.fetch(share.indices, share.epoch)
-        if self.augment:
-            return (augmented(self.augment, raw[0], self.seed, share), *raw[1:])
-        return raw
+        return _augmented(self.augment, raw, self.seed, share) if self.augment else raw
+
+    def _cropped(self, share: Share) -> Any:
+        source, places = self.source, share.indices
+        if not source.cuts:
+            source = TensorSource(*source.fetch(places, share.epoch), images=True)
+            places = np.arange(len(places))
+        images = cropped(self.augment, source, self.seed, share, places)
+        targets, sizes = source.labels(places), source.sizes(places)
+        return images, moved_by_crops(self.augment, targets, sizes, self.seed, share)
 
 
 class AugmentedStream:
@@ -44,7 +59,7 @@ class AugmentedStream:
 
     def __call__(self, raw: Any, epoch: int, numbers: list[int]) -> Any:
         share = Share(epoch, np.array(numbers), len(numbers))
-        return (augmented(self._augment, raw[0], self._seed, share), *raw[1:])
+        return _augmented(self._augment, raw, self._seed, share)
 
 
 class MemoryBatches:
@@ -55,6 +70,22 @@ class MemoryBatches:
     ) -> None:
         self._images = AugmentedImages(source.inputs, augment, seed, holder)
         self._targets = source.targets
+        masks = augment.mask_fill is not None
+        self._masks = AugmentedMasks(source.targets, augment, seed, holder) if masks else None
+
+    @staticmethod
+    def nbytes(source: TensorSource, augment: Augment) -> int:
+        """Bytes that the padded copies take."""
+        masks = AugmentedMasks.nbytes(source.targets, augment) if augment.mask_fill is not None else 0
+        return AugmentedImages.nbytes(source.inputs, augment) + masks
 
     def __call__(self, share: Share) -> Any:
-        return self._images.gather(share), self._targets.index_select(0, as_tensor(share.indices))
+        images = self._images.gather(share)
+        if self._masks is not None:
+            return images, self._masks.gather(share)
+        return images, self._targets.index_select(0, as_tensor(share.indices))
+
+
+def _augmented(augment: Augment, raw: Any, seed: int, share: Share) -> Any:
+    images = augmented(augment, raw[0], seed, share)
+    return images, moved(augment, raw[1], seed, share), *raw[2:]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data.augment import Augment
+from ptfast.data.augment.masks import cut_masks, planes
 from ptfast.data.augment.resident import ResidentImages
 from ptfast.data.crops import Sizes, box_edges, draw_boxes
 from ptfast.data.originals import HeldImages
@@ -62,8 +63,17 @@ class DeviceLoader:
         self.plan, self.reason = sampler.plan, reason
         self._sampler, self._prepare, self._augment = sampler, prepare, augment
         inputs = prepare.move(source.inputs)
-        self._targets = prepare.move(source.targets)
+        targets = prepare.move(source.targets)
+        self._targets, self._target_shape = targets, targets.shape[1:]
         self._images = ResidentImages(inputs, augment.crop_padding) if source.images else None
+        self._masks: ResidentImages | None = None
+        if augment.mask_fill is not None:
+            masks = planes(augment, targets)[..., None]
+            self._masks = ResidentImages(
+                masks, augment.crop_padding, augment.mask_fill if augment.hides else 0
+            )
+            # They are kept once, with their padding.
+            self._targets = targets[:0]
         self._inputs = inputs if self._images is None else None
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
         self._sizes = sizes
@@ -132,11 +142,12 @@ class DeviceLoader:
     def _gather(self, part: slice) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a part of the epoch's order, as the model takes them."""
         index = self._index[part]
-        targets = self._targets.index_select(0, index)
         if self._images is None:
             assert self._inputs is not None
-            return self._prepare.laid_out(self._inputs.index_select(0, index)), targets
+            inputs = self._prepare.laid_out(self._inputs.index_select(0, index))
+            return inputs, self._targets.index_select(0, index)
         corners = [each[part] for each in self._corners]
+        drawn = {name: each[part] for name, each in self._drawn.items()}
         if self._augment.resized_crop is not None:
             images = self._images.cut(index, *corners, size=self._augment.size)
         elif corners:
@@ -144,8 +155,20 @@ class DeviceLoader:
         else:
             images = self._images.take(index)
         if self._augment.changes:
-            images = self._augment.change(images, {name: each[part] for name, each in self._drawn.items()})
-        return self._prepare.laid_out(images), targets
+            images = self._augment.change(images, drawn)
+        return self._prepare.laid_out(images), self._gather_targets(index, corners, drawn)
+
+    def _gather_targets(self, index: Tensor, corners: list[Tensor], drawn: dict[str, Tensor]) -> Tensor:
+        """Targets of samples; masks moved as their images are."""
+        if self._masks is None:
+            return self._targets.index_select(0, index)
+        augment = self._augment
+        if augment.resized_crop is not None:
+            masks = cut_masks(self._masks.take(index)[..., 0], *corners, size=augment.size)
+        else:
+            masks = (self._masks.gather(index, *corners) if corners else self._masks.take(index))[..., 0]
+        masks = augment.change_masks(masks, drawn)
+        return masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
 
 
 def build_device_loader(
@@ -177,7 +200,9 @@ def resident_bytes(source: TensorSource, augment: Augment) -> int:
     """Bytes that the samples of `source` take on a device."""
     inputs: Any = source.inputs
     stored = ResidentImages.nbytes(inputs, augment) if source.images else inputs.nbytes
-    return stored + source.targets.nbytes
+    if augment.mask_fill is None:
+        return stored + source.targets.nbytes
+    return stored + ResidentImages.nbytes(planes(augment, source.targets)[..., None], augment)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptfast.data.augment import AugmentedImages, build_augment
+from ptfast.data.augment import build_augment
 from ptfast.data.batches import AugmentedStream, MemoryBatches, RawBatches
 from ptfast.data.buckets import LengthPlan
 from ptfast.data.choice import HELD, choose, count_workers
@@ -130,7 +130,7 @@ def build_train_loader(
             return StaticLoader(sampler, prepare, source, reason)
         if wanted and wanted.resized_crop is None:
             holder = data.holder or Holder()
-            if holder.agree(AugmentedImages.nbytes(source.inputs, wanted) <= available_memory() // 2):
+            if holder.agree(MemoryBatches.nbytes(source, wanted) <= available_memory() // 2):
                 batches = MemoryBatches(source, wanted, seed, holder)
                 return StepLoader(sampler, prepare, batches, kind, reason)
             reason += "; no room for padded copies"

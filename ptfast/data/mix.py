@@ -47,6 +47,8 @@ class Mix:
             shares evenly.
         cutmix: the same for CutMix.
         seed: of the run.
+        masks: whether targets say something of each pixel: a patch is then one of both, and its pixels count
+            as what they show.
 
     Cost: two passes over the inputs on the device, and some 0.1 ms on the host, which waits for nothing.
     Source: Zhang, Cisse, Dauphin, Lopez-Paz 2018, arXiv:1710.09412; Yun et al. 2019, arXiv:1905.04899.
@@ -55,6 +57,7 @@ class Mix:
     mixup: float
     cutmix: float
     seed: int
+    masks: bool = False
 
     def draw(self, step: int, micro_batch: int, shape: torch.Size) -> Draw:
         """How to mix inputs of `shape`: (batch, ...) for mixup, (batch, ..., height, width) for CutMix."""
@@ -95,6 +98,8 @@ class Mix:
         draw = self.draw(step, micro_batch, inputs.shape)
         partners, shares = _sent(draw.partners, inputs.device), _sent(draw.shares, inputs.device)
         mixed = Mixed(targets, targets.index_select(0, partners), shares)
+        if self.masks and self.cutmix:
+            mixed = self._pasted(mixed, draw)
         # Pixels in the order in which they lie in memory: torch is slow where a dimension of 3 comes last and
         # weights do not have it.
         channels = inputs.shape[1] if _is_channels_last(inputs) else 0
@@ -104,6 +109,19 @@ class Mix:
             weight = _sent(weights, inputs.device).to(inputs.dtype)
             torch.lerp(stored, pairs, weight, out=pairs)
         return (pairs.unflatten(2, (-1, channels)).permute(0, 3, 1, 2) if channels else pairs), mixed
+
+    def _pasted(self, mixed: Mixed, draw: Draw) -> Mixed:
+        """Targets with the patches of their partners in them, where patches are pasted."""
+        targets, partners, shares = mixed
+        top, bottom, left, right = _sent(draw.boxes, targets.device)[:, :, None, None]
+        cuts = _sent(draw.cuts, targets.device)
+        down = torch.arange(targets.shape[-2], device=targets.device)[:, None]
+        across = torch.arange(targets.shape[-1], device=targets.device)
+        inside = (top <= down) & (down < bottom) & (left <= across) & (across < right)
+        inside = (inside & cuts[:, None, None]).view(
+            len(targets), *[1] * (targets.dim() - 3), *inside.shape[1:]
+        )
+        return Mixed(torch.where(inside, partners, targets), partners, shares.where(~cuts, 1.0))
 
     def _weights(self, draw: Draw, shape: torch.Size, channels: int) -> Iterator[NDArray[np.float32]]:
         """What partners weigh, in columns, then in rows: the product of both would be as large as a channel.
@@ -181,4 +199,9 @@ def build_mix(mixup: float, cutmix: float, seed: int, *, info: DataInfo, task: A
     if cutmix and info.kind != "image":
         what, hint = "patches are cut out of images, and the data has none", "Use augment.mixup"
         raise ConfigError("C011", what, key="augment.cutmix", value=cutmix, suggestion=hint)
-    return Mix(mixup, cutmix, seed)
+    if cutmix and info.target_kind == "unknown":
+        what = (
+            "targets that may be places in an image, such as boxes or points, cannot be pasted with a patch"
+        )
+        raise ConfigError("C011", what, key="augment.cutmix", value=cutmix, suggestion="Set it to 0")
+    return Mix(mixup, cutmix, seed, info.target_kind in ("mask", "map"))

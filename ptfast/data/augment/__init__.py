@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from ptfast.data.augment.masks import AugmentedMasks, moved, moved_by_crops
 from ptfast.data.augment.plan import Augment, build_augment
 from ptfast.data.augment.windows import AugmentedImages, augmented, cropped
 
-__all__ = ["Augment", "AugmentedImages", "augmented", "build_augment", "cropped"]
+__all__ = [
+    "Augment",
+    "AugmentedImages",
+    "AugmentedMasks",
+    "augmented",
+    "build_augment",
+    "cropped",
+    "moved",
+    "moved_by_crops",
+]

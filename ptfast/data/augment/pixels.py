@@ -49,17 +49,36 @@ def bend(images: Tensor, coefficients: Tensor) -> Tensor:
 
     Cost: some 16 us for an image of 32x32 on one core.
     """
-    _, height, width, _ = images.shape
-    x = torch.arange(width, device=images.device, dtype=torch.float32).sub_((width - 1) / 2)
-    y = torch.arange(height, device=images.device, dtype=torch.float32).sub_((height - 1) / 2).view(-1, 1)
-    of_x, of_y, start = coefficients.view(-1, 2, 3, 1, 1).unbind(2)
-    # One product and one sum at a time: a matrix product may round otherwise with other threads.
-    grid = torch.stack([of_x[:, i] * x + (of_y[:, i] * y + start[:, i]) for i in (0, 1)], -1)
     planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-    sampled = F.grid_sample(planes, grid, align_corners=False)
+    sampled = F.grid_sample(planes, _grid(coefficients, images.shape[1:3]), align_corners=False)
     bent = torch.empty_like(images)
     bent.permute(0, 3, 1, 2).copy_(sampled.round_())
     return bent
+
+
+def bend_masks(masks: Tensor, coefficients: Tensor, fill: int) -> Tensor:
+    """Masks bent as `bend` does their images, by the nearest pixel.
+
+    Args:
+        masks: labels (batch, height, width), of a type that holds `fill`.
+        coefficients: of `bends`, (batch, 6).
+        fill: label of what comes from outside.
+    """
+    # Zeros come from outside; labels are exact in float32 up to 2**24.
+    planes = masks[:, None].float() - fill
+    grid = _grid(coefficients, masks.shape[1:3])
+    return (F.grid_sample(planes, grid, mode="nearest", align_corners=False)[:, 0] + fill).to(masks.dtype)
+
+
+def _grid(coefficients: Tensor, shape: Sequence[int]) -> Tensor:
+    """Where each pixel of images of `shape` (height, width) comes from, for `grid_sample`."""
+    height, width = shape
+    device = coefficients.device
+    x = torch.arange(width, device=device, dtype=torch.float32).sub_((width - 1) / 2)
+    y = torch.arange(height, device=device, dtype=torch.float32).sub_((height - 1) / 2).view(-1, 1)
+    of_x, of_y, start = coefficients.view(-1, 2, 3, 1, 1).unbind(2)
+    # One product and one sum at a time: a matrix product may round otherwise with other threads.
+    return torch.stack([of_x[:, i] * x + (of_y[:, i] * y + start[:, i]) for i in (0, 1)], -1)
 
 
 def colours(brightness: Figures, contrast: Figures, saturation: Figures) -> NDArray[np.int32]:
@@ -110,7 +129,7 @@ def cut_out(images: Tensor, corners: Tensor, side: int, fill: Sequence[int]) -> 
     """Images of each of which a square is hidden, as far as it lies inside.
 
     Args:
-        images: uint8 (batch, height, width, channels).
+        images: (batch, height, width, channels), uint8 or of a type that holds `fill`.
         corners: top and left of the squares, (batch, 2), whose centres lie inside.
         side: of the squares, in pixels.
         fill: what is seen there instead, by channel; black if empty.
@@ -126,7 +145,7 @@ def cut_out(images: Tensor, corners: Tensor, side: int, fill: Sequence[int]) -> 
         for corner, most in zip(corners.unbind(1), (height, width), strict=True)
     )
     # Filled on the device: a tensor made on the host would have to be copied there.
-    shown = [torch.full((1,), value, dtype=torch.uint8, device=device) for value in fill or [0] * channels]
+    shown = [torch.full((1,), value, dtype=images.dtype, device=device) for value in fill or [0] * channels]
     images = images.clone()
     images[torch.arange(size, device=device)[:, None, None], y[:, :, None], x[:, None]] = torch.cat(shown)
     return images

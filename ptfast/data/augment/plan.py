@@ -41,6 +41,10 @@ class Augment:
         translation: largest shift each way, as a part of height and width.
         scaling: largest change of size, as a part of it, below 1.
         fill: what is seen in place of what is cut out, by channel; black if not given.
+        targets: `keep` leaves targets as they are whatever they say of an image; `auto` moves masks and maps
+            with their images, and is refused for what may be places in them.
+        mask_fill: label of pixels that an image does not show: from outside, or cut out. None where targets
+            stay as they are.
     """
 
     crop_padding: int = 0
@@ -56,6 +60,8 @@ class Augment:
     translation: float = 0.0
     scaling: float = 0.0
     fill: tuple[int, ...] = ()
+    targets: Literal["auto", "keep"] = "auto"
+    mask_fill: int | None = None
 
     def __bool__(self) -> bool:
         return self.moves or self.changes
@@ -73,6 +79,11 @@ class Augment:
     @property
     def bends(self) -> bool:
         return max(self.rotation_degrees, self.translation, self.scaling) > 0
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be pixels that show nothing of the image."""
+        return self.crop_padding > 0 or self.bends or self.cutout > 0
 
     @property
     def colours(self) -> bool:
@@ -147,6 +158,16 @@ class Augment:
             images = pixels.cut_out(images, drawn["cutout"], self.cutout, self.fill)
         return images
 
+    def change_masks(self, masks: Tensor, drawn: dict[str, Tensor]) -> Tensor:
+        """Masks (batch, height, width), changed as `change` does their images: by the nearest pixel."""
+        assert self.mask_fill is not None
+        if self.bends:
+            masks = pixels.bend_masks(masks, drawn["bend"], self.mask_fill)
+        if self.cutout:
+            fill = (self.mask_fill,)
+            masks = pixels.cut_out(masks[..., None], drawn["cutout"], self.cutout, fill)[..., 0]
+        return masks
+
     def change_on_host(self, images: Tensor, seed: int, epoch: int, indices: Indices) -> Tensor:
         """`change` with the draws of the samples `indices`, of which `images` are."""
         height, width = images.shape[1:3]
@@ -169,7 +190,8 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
         normalize: whether inputs are normalised; a square at the mean is then one of zeros.
 
     Raises:
-        ConfigError: C011 if images are to be changed and the data has none, or if nothing would be left.
+        ConfigError: C011 if images are to be changed and the data has none, if nothing would be left, or if
+            targets would have to move with them and cannot.
     """
     augment = Augment(**dict(wanted))
     if not augment:
@@ -185,7 +207,30 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
     if augment.resized_crop is not None:
         augment = replace(augment, size=_side(info))
     known = info.extra.get("normalize") if normalize else None
-    return replace(augment, fill=tuple(round(value) for value in known["mean"])) if known else augment
+    if known:
+        augment = replace(augment, fill=tuple(round(value) for value in known["mean"]))
+    return _with_targets(augment, info)
+
+
+def _with_targets(augment: Augment, info: DataInfo) -> Augment:
+    """`augment` as it treats the targets of this data.
+
+    Raises:
+        ConfigError: C011 for targets that would have to move with their images, nobody knows how.
+    """
+    if augment.targets == "keep" or info.target_kind == "whole":
+        return augment
+    hint = "Use augment=none, or augment.targets=keep if targets are no places in an image"
+    if info.target_kind == "unknown":
+        if not augment.moves and not augment.bends:
+            return augment
+        what = "targets that may be places in an image, such as boxes or points, do not move with its pixels"
+        raise ConfigError("C011", what, key="augment", suggestion=hint)
+    if info.target_kind == "map" and augment.hides:
+        what = "pixels from outside of an image, or cut out of it, have no figures that could be learnt"
+        hint = "Use augment.crop_padding=0 augment.flip=true, say, or augment=resized_crop"
+        raise ConfigError("C011", what, key="augment", suggestion=hint)
+    return replace(augment, mask_fill=info.ignore_index)
 
 
 def _side(info: DataInfo) -> int:

@@ -12,17 +12,18 @@ class ResidentImages:
     """Images on a device from which cropped and mirrored batches are gathered.
 
     Args:
-        images: uint8 (samples, height, width, channels), on the device.
-        padding: black pixels on each side, with which they are kept.
+        images: (samples, height, width, channels), on the device; uint8, but for masks.
+        padding: pixels on each side, with which they are kept.
+        fill: what these have, black or a label.
 
     Cost: the memory of the padded images. Mirroring is a matter of the order in which columns are gathered.
     """
 
-    def __init__(self, images: Tensor, padding: int) -> None:
+    def __init__(self, images: Tensor, padding: int, fill: int = 0) -> None:
         samples, height, width, channels = images.shape
         self._height, self._width = height, width
         if padding:
-            padded = images.new_zeros(samples, height + 2 * padding, width + 2 * padding, channels)
+            padded = images.new_full((samples, height + 2 * padding, width + 2 * padding, channels), fill)
             padded[:, padding : padding + height, padding : padding + width] = images
             images = padded
         self._samples, self._last_column = images, images.shape[2] - 1
@@ -37,7 +38,7 @@ class ResidentImages:
         """Bytes that `images` take with their padding."""
         samples, height, width, channels = images.shape
         pad = 2 * augment.crop_padding
-        return samples * (height + pad) * (width + pad) * channels
+        return samples * (height + pad) * (width + pad) * channels * images.element_size()
 
     def gather(self, index: Tensor, top: Tensor, left: Tensor, flipped: Tensor) -> Tensor:
         """Crops of the images `index`, mirrored first where `flipped` is 1.
@@ -46,7 +47,7 @@ class ResidentImages:
             index, top, left, flipped: int64 (batch,), on the device; a corner is one of the padded image.
 
         Returns:
-            uint8 (batch, height, width, channels).
+            (batch, height, width, channels), of their type.
         """
         rows = (index * self._padded_height + top)[:, None] + self._down
         columns = left[:, None] + self._across

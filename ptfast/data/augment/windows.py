@@ -19,18 +19,25 @@ Bytes = NDArray[np.uint8]
 def augmented(augment: Augment, images: Tensor, seed: int, share: Share) -> Tensor:
     """Augmented copy of the images of one micro-batch, uint8 (batch, height, width, channels)."""
     if augment.moves:
-        images = _crop_and_flip(augment, images, seed, share)
+        images = crop_and_flip(augment, images, seed, share)
     return augment.change_on_host(images, seed, share.epoch, share.indices) if augment.changes else images
 
 
-def cropped(augment: Augment, source: Source, seed: int, share: Share) -> Tensor:
-    """The images of one micro-batch by `augment.resized_crop`: uint8 (batch, side, side, channels)."""
+def cropped(
+    augment: Augment, source: Source, seed: int, share: Share, places: Indices | None = None
+) -> Tensor:
+    """The images of one micro-batch by `augment.resized_crop`: uint8 (batch, side, side, channels).
+
+    Args:
+        places: of the images in `source`, where these are not their numbers.
+    """
     assert augment.resized_crop is not None
-    heights, widths = source.sizes(share.indices)
+    places = share.indices if places is None else places
+    heights, widths = source.sizes(places)
     scale, ratio = augment.resized_crop, augment.resized_ratio
     boxes = draw_boxes(seed, share.epoch, share.indices, heights, widths, scale, ratio)
     flipped = augment.draw(seed, share.epoch, share.indices)[2]
-    images = source.crops(share.indices, boxes, augment.size, flipped)
+    images = source.crops(places, boxes, augment.size, flipped)
     if augment.changes and images.device.type != "cpu":
         shape = (augment.size, augment.size)
         drawn = augment.draw_changes(seed, share.epoch, share.indices, shape)
@@ -39,7 +46,14 @@ def cropped(augment: Augment, source: Source, seed: int, share: Share) -> Tensor
     return augment.change_on_host(images, seed, share.epoch, share.indices) if augment.changes else images
 
 
-def _crop_and_flip(augment: Augment, images: Tensor, seed: int, share: Share) -> Tensor:
+def crop_and_flip(
+    augment: Augment, images: Tensor, seed: int, share: Share, outside: Bytes | None = None
+) -> Tensor:
+    """Crops of images (batch, height, width, channels), mirrored first, as they are drawn for `share`.
+
+    Args:
+        outside: what comes from outside, (channels,); black if not given.
+    """
     top, left, flipped = augment.draw(seed, share.epoch, share.indices)
     pixels = images.numpy()
     if augment.flip:
@@ -48,7 +62,7 @@ def _crop_and_flip(augment: Augment, images: Tensor, seed: int, share: Share) ->
         pixels[mirror] = pixels[mirror, :, ::-1]
     if not augment.crop_padding:
         return torch.from_numpy(pixels)
-    windows = RowWindows(_pad(pixels, augment.crop_padding), pixels.shape[1:])
+    windows = RowWindows(_pad(pixels, augment.crop_padding, outside=outside), pixels.shape[1:])
     return torch.from_numpy(windows.gather(windows.corners(np.arange(len(pixels)), top, left)))
 
 
@@ -61,16 +75,25 @@ class AugmentedImages:
     Args:
         images: uint8 (samples, height, width, channels).
         holder: of the padded copies; None for this process.
+        outside: what they are padded with, (channels,); black if not given.
 
     Cost: the memory of the padded images, twice if they are flipped; 1 to 2 us for an image of 32x32.
     """
 
-    def __init__(self, images: Tensor, augment: Augment, seed: int, holder: Holder | None = None) -> None:
+    def __init__(
+        self,
+        images: Tensor,
+        augment: Augment,
+        seed: int,
+        holder: Holder | None = None,
+        outside: Bytes | None = None,
+    ) -> None:
         pixels = images.contiguous().numpy()
         self._augment, self._seed, self._size = augment, seed, len(pixels)
         copies = pixels
         if augment.moves:
-            copies = _pad(pixels, augment.crop_padding, holder, mirrored=bool(augment.flip))
+            mirrored = bool(augment.flip)
+            copies = _pad(pixels, augment.crop_padding, holder, mirrored=mirrored, outside=outside)
         self._windows = RowWindows(copies, pixels.shape[1:])
         self._epoch, self._corners = -1, np.empty(0, np.int64)
 
@@ -85,15 +108,19 @@ class AugmentedImages:
 
     def gather(self, share: Share) -> Tensor:
         """The augmented images of a micro-batch: uint8 (batch, height, width, channels)."""
+        images = self.crops(share)
+        if not self._augment.changes:
+            return images
+        return self._augment.change_on_host(images, self._seed, share.epoch, share.indices)
+
+    def crops(self, share: Share) -> Tensor:
+        """Those images cropped and mirrored, and not changed otherwise."""
         if share.epoch != self._epoch:
             everything = np.arange(self._size)
             top, left, flipped = self._augment.draw(self._seed, share.epoch, everything)
             self._corners = self._windows.corners(everything + flipped * self._size, top, left)
             self._epoch = share.epoch
-        images = torch.from_numpy(self._windows.gather(self._corners[share.indices]))
-        if not self._augment.changes:
-            return images
-        return self._augment.change_on_host(images, self._seed, share.epoch, share.indices)
+        return torch.from_numpy(self._windows.gather(self._corners[share.indices]))
 
 
 class RowWindows:
@@ -129,12 +156,21 @@ class RowWindows:
         return runs.view(np.uint8).reshape(len(corners), *self._shape)
 
 
-def _pad(pixels: Bytes, padding: int, holder: Holder | None = None, *, mirrored: bool = False) -> Bytes:
+def _pad(
+    pixels: Bytes,
+    padding: int,
+    holder: Holder | None = None,
+    *,
+    mirrored: bool = False,
+    outside: Bytes | None = None,
+) -> Bytes:
     samples, height, width, channels = pixels.shape
     copies = 2 if mirrored else 1
     inside = (slice(None), slice(padding, padding + height), slice(padding, padding + width))
 
     def fill(padded: Bytes) -> None:
+        if outside is not None and padding:
+            padded[:] = outside
         padded[0][inside] = pixels
         if mirrored:
             padded[1][inside] = pixels[:, :, ::-1]
