@@ -14,13 +14,17 @@ from ptfast.config.overrides import parse
 from ptfast.errors import ConfigError
 
 
-@pytest.fixture
-def told(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The overrides that reach Hydra; `hydra/sweeper=seeker` stands for a sweeper that optimises."""
+@pytest.fixture(scope="module")
+def _seeker() -> None:
     node = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", "max_batch_size": None}
     ConfigStore.instance().store(
         group="hydra/sweeper", name="seeker", node={**node, "direction": "minimize"}, package="hydra.sweeper"
     )
+
+
+@pytest.fixture
+def told(_seeker: None, in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The overrides that reach Hydra; `hydra/sweeper=seeker` stands for a sweeper that optimises."""
     found: list[str] = []
 
     def record(self: Any, config_name: str, task_function: Any, overrides: list[str]) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra import version
+from hydra import __version__, version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
 from hydra.core.default_element import ResultDefault
@@ -32,7 +32,6 @@ from ptfast.config.suggest import did_you_mean
 from ptfast.config.yaml_file import YamlFile, read_yaml
 from ptfast.errors import COMMAND_LINE, ConfigError, PtfastError
 
-HYDRA_VERSION = "1.3"
 _PLUGINS = {
     ("hydra/launcher", "submitit_slurm"): "'ptfast[slurm]' (hydra-submitit-launcher)",
     ("hydra/launcher", "submitit_local"): "'ptfast[slurm]' (hydra-submitit-launcher)",
@@ -116,7 +115,9 @@ class Loader(ConfigLoaderImpl):
     """Hydra's loader, noting in the order of merging which file set which key."""
 
     def __init__(self) -> None:
-        version.setbase(HYDRA_VERSION)
+        if __version__.startswith("1.3."):
+            # Which behaves as 1.1 unless told; later versions behave in one way alone.
+            version.setbase("1.3")
         setup_globals()
         super().__init__(search_path())
         self.files: list[tuple[str, YamlFile]] = []
