@@ -52,6 +52,23 @@ def test_54_a_folder_that_cannot_be_written(capsys: Capture) -> None:
     assert_refused(["train", "run.root=locked"], "E001", says, capsys)
 
 
+def test_a_user_without_a_home(capsys: Capture, monkeypatch: Patch) -> None:
+    """Neither HOME nor an entry in /etc/passwd, as in a container run under a number: nothing is remembered."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("PTFAST_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    for name in ("cat", "dog"):
+        for number in range(2):
+            bad_data.image(Path("images/train", name, f"{number}.jpg"))
+    train_once(*f"{IMAGES} data.val=0".split(), capsys=capsys)
+    says = ("/dev/null/ptfast/data: cannot be written", "Set data.root")
+    assert_refused(["train", "data=cifar10"], "E001", says, capsys)
+
+
 STREAM = f"{bad_streams.STREAM}LargeStream".replace("epochs=1", "steps=9")
 
 

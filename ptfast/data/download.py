@@ -32,7 +32,7 @@ def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = 
         MachineError: E001 if `folder` cannot be written.
     """
     target = folder / url.rsplit("/", 1)[1]
-    with _alone(folder):
+    with _alone(folder, hint):
         damaged = target.is_file() and file_md5(target) != md5
         if target.is_file() and not damaged:
             return target
@@ -101,14 +101,15 @@ def file_md5(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path, hint: str) -> Iterator[None]:
     """Hold a lock on `folder` among the processes of this machine; a folder that stays empty is removed."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise MachineError("E001", f"cannot be written: {error.strerror}", key=str(folder)) from None
+        what = f"cannot be written: {error.strerror}"
+        raise MachineError("E001", what, key=str(folder), suggestion=hint) from None
     try:
         with contextlib.suppress(ImportError, OSError):  # some file systems cannot lock
             import fcntl

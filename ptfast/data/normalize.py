@@ -103,10 +103,17 @@ def statistics(source: Source, cache_key: str | None = None, held: Source | None
 
 
 def cache_folder() -> Path:
-    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache."""
+    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache.
+
+    A user of whom neither HOME nor the machine knows a home gets a place that no one can write to: facts are
+    computed anew, and downloads refused.
+    """
     if named := os.environ.get("PTFAST_CACHE"):
         return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptfast"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptfast"
+    except RuntimeError:
+        return Path(os.devnull) / "ptfast"
 
 
 def _known_sums(source: Source) -> tuple[int, Tensor, Tensor] | None:
