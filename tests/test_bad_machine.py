@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp")
 
 
 def test_58_more_workers_than_cores(capsys: Capture, monkeypatch: Patch) -> None:
-    Path("their_streams.py").write_text(bad_streams.STREAMS)
+    Path("their_sets.py").write_text(bad_data.THEIR_SETS)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     line = f"{OWN}Good dataloader=workers dataloader.workers=2"
     out, err = train_once(*line.split(), capsys=capsys)
@@ -53,7 +53,7 @@ def test_54_a_folder_that_cannot_be_written(capsys: Capture) -> None:
 
 
 def test_a_user_without_a_home(capsys: Capture, monkeypatch: Patch) -> None:
-    """Neither HOME nor an entry in /etc/passwd, as in a container run under a number: nothing is remembered."""
+    """Neither HOME nor an entry in /etc/passwd, as in a container under a number: nothing is remembered."""
 
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
