@@ -36,12 +36,14 @@ def find_place(composed: Composed, config: Config) -> Place:
     Raises:
         ConfigError: C011 when a new run would go into a directory that holds one.
         SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing
-            to resume.
+            to resume, or what was saved of a run is gone.
     """
     from ptfast.saving import find_state, read_facts
 
     resume = config.run.resume
     given = Path(config.run.dir) if config.run.dir else None
+    if given and not _holds_run(given):
+        _check_lost(given)
     fresh = Place(given or run_folder.new_folder(Path(config.run.root), run_name(config)))
     if resume == "never":
         if given and _holds_run(given):
@@ -54,8 +56,9 @@ def find_place(composed: Composed, config: Config) -> Place:
             folder = given if _holds_run(given) else None
         else:
             folder = _newest_unfinished(Path(config.run.root) / run_name(config), tree)
-        if folder is None or (state_folder := _newest_intact(folder)) is None:
-            return Place(folder) if folder else fresh
+        if folder is None:
+            return fresh
+        state_folder = _newest_intact(folder)
         return _continue(folder, tree, config, state_folder, folder)
     state_folder = find_state(Path(resume))
     source = state_folder.parent.parent
@@ -79,6 +82,20 @@ def _holds_run(folder: Path) -> bool:
     return (folder / run_folder.CONFIG).is_file() and bool(list_states(folder / "saved"))
 
 
+def _check_lost(folder: Path) -> None:
+    """Refuse to begin anew over the figures of a run whose saved states somebody has removed.
+
+    Raises:
+        SavedStateError: S004.
+    """
+    summary = run_folder.read_json(folder / run_folder.SUMMARY)
+    # A run that failed may have had nothing to save.
+    if summary.get("steps") and "error" not in summary:
+        what = f"holds the figures of a run of {summary['steps']:,} steps, whose saved states are gone"
+        hint = "Choose another run.dir, or remove what is left of it"
+        raise SavedStateError("S004", what, key="run.dir", value=folder, suggestion=hint)
+
+
 def _continue(source: Path, tree: Tree, config: Config, state_folder: Path, folder: Path) -> Place:
     """Go on in `folder` from a state of the run in `source`, if the config allows it."""
     before = read_yaml(source / run_folder.CONFIG).data
@@ -89,7 +106,10 @@ def _continue(source: Path, tree: Tree, config: Config, state_folder: Path, fold
         hint = "Set them back, or start afresh with run.resume=never"
         what = f"the config has changed since: {', '.join(changed)}"
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
-    if folder.resolve() == source.resolve() and _is_over(source, before, tree):
+    step = int(facts["progress"]["step"])
+    # What a run has come to is lost with its last state: it goes on from the one before.
+    reached = step >= run_folder.read_json(source / run_folder.SUMMARY).get("steps", 0)
+    if folder.resolve() == source.resolve() and reached and _is_over(source, before, tree):
         return Place(folder, state_folder, finished=True)
     _check_length(facts, before, config)
     return Place(folder, state_folder)
@@ -143,18 +163,24 @@ def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
     return None
 
 
-def _newest_intact(folder: Path) -> Path | None:
-    """The newest state that is whole: a damaged one is told of and passed over."""
+def _newest_intact(folder: Path) -> Path:
+    """The newest state that is whole: a damaged one is told of and passed over.
+
+    Args:
+        folder: of a run that has saved.
+
+    Raises:
+        SavedStateError: S001 when none is.
+    """
     from ptfast.saving import list_states, read_facts
 
     states = list_states(folder / "saved")
-    for index, state_folder in enumerate(states):
+    for state_folder in states[:-1]:
         try:
             read_facts(state_folder)
         except SavedStateError as error:
-            if index == len(states) - 1:
-                raise
             print(f"ptfast: warning: {error} Going on from an older state.", file=sys.stderr)
             continue
         return state_folder
-    return None
+    read_facts(states[-1])
+    return states[-1]

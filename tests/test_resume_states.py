@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,35 @@ def test_a_run_whose_every_state_is_damaged_says_so(in_tmp: Path, capsys: pytest
     assert "error[S001]" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_finished_run_whose_end_is_damaged_comes_to_it_again(in_tmp: Path) -> None:
+    words = (*BASE, "saving.keep=3")
+    assert train(*words, "run.dir=whole") == 0
+    assert train(*words, "run.dir=a") == 0
+    (Path("a/saved/step-26") / "model.pt").write_bytes(b"")
+    assert train(*words, "run.dir=a") == 0
+    assert_same_run(Path("whole"), Path("a"))
+
+
+def test_a_finished_run_whose_states_are_gone_is_left_alone(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("steps=4", "log_every=1", "model.hidden=[4]", "run.dir=a")
+    assert train(*words, "run.dir=other") == train(*words) == 0
+    shutil.rmtree("a/saved")
+    before = Path("a/metrics.jsonl").read_text()
+    for resume in ("auto", "never", "other"):
+        capsys.readouterr()
+        assert train(*words, f"run.resume={resume}") == 6
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "error[S004]: run.dir=a (command line): holds the figures of a run of 4 steps" in line
+    assert Path("a/metrics.jsonl").read_text() == before
+
+
 def test_a_run_goes_on_from_the_state_named(in_tmp: Path) -> None:
     words = (*BASE[:-1], "saving.keep=9")
     assert train(*words, "run.dir=whole") == 0
     # Back to an earlier state of the same run: what lies beyond it is cut.
     assert train(*words, "run.dir=a") == 0
-    (Path("a/summary.json")).unlink()
     arm("SIGTERM")
     assert train(*words, "run.resume=a/saved/step-12") == 75
     assert [path.name for path in list_states(Path("a/saved"))][:2] == ["step-17", "step-16"]
