@@ -133,11 +133,21 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was made, to a hundredth; 0 where the system does not say."""
+    """Seconds since this program was started, to a hundredth; 0 where the system does not say.
+
+    To be asked before it starts processes of its own. What the system keeps is when the process was made,
+    and `exec` leaves that as it was: the minutes that a shell script has installed for before it becomes
+    Python are not Python's. Such a shell has waited for processes, which a program that has just begun has
+    not.
+    """
     try:
+        import resource
+
+        if resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
+            return 0.0
         started = float(_read(ROOT / "proc/self/stat").rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
-    except (AttributeError, IndexError, OSError, ValueError):
+    except (AttributeError, ImportError, IndexError, OSError, ValueError):
         return 0.0
 
 

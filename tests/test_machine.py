@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT
 
 from ptfast import machine
 from ptfast.backend import resolve_threads
@@ -105,7 +108,16 @@ def test_how_long_this_process_has_been_there(system: Path, monkeypatch: pytest.
     hundredths = os.sysconf("SC_CLK_TCK") * 7
     write(system, {"proc/self/stat": f"12 (a (b) c) {' '.join(['0'] * 19)} {hundredths} 0 0"})
     monkeypatch.setattr(machine.time, "clock_gettime", lambda clock: 9.5)
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=0))
     assert machine.process_age_s() == pytest.approx(2.5)
+
+
+def test_a_shell_that_becomes_this_program_was_not_yet_it() -> None:
+    """As that of `scripts/quickstart`, which installs first."""
+    code = "from ptfast.machine import process_age_s; print(process_age_s())"
+    command = ["bash", "-c", 'sleep 1; exec "$@"', "", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1
 
 
 def test_ranks_share_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
