@@ -27,7 +27,7 @@ from ptfast.data.sampler import smallest_micro_batch
 from ptfast.data.sharing import build_holder
 from ptfast.data.streams import Marks
 from ptfast.data.transfers import PrefetchedEvaluation, PrefetchedLoader, Side, open_side_stream
-from ptfast.data.workers import failed
+from ptfast.data.workers import RAISED, failed
 from ptfast.distributed import Ranks, on_first_rank
 from ptfast.durations import Duration
 from ptfast.errors import ConfigError, DataError, PtfastError
@@ -55,7 +55,7 @@ def load_data(
     ranks = ranks or Ranks()
     try:
         source = section.target.build()
-    except Exception as error:
+    except RAISED as error:
         if isinstance(error, PtfastError) or section.target.path.startswith("ptfast."):
             raise
         raise failed(error) from error

@@ -23,6 +23,7 @@ OWN = "data=custom model=mlp batch_size=4 epochs=1 data.val=0 data._target_=thei
 
 THEIR_SETS = """
 import os
+import sys
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
@@ -74,6 +75,10 @@ class Raises(Good):
         if index == 20:
             raise Odd("no such sample", 1)
         return super().__getitem__(index)
+
+class Quits(Good):
+    def __getitem__(self, index):
+        sys.exit(0)
 
 class Dies(Good):
     def __getitem__(self, index):
@@ -371,10 +376,11 @@ CASES: dict[str, BadData] = {
     "53 a worker that dies": _own(
         "Dies",
         "D008",
-        "dataloader.workers=1 (command line): a loader worker died",
-        "use fewer workers",
+        "dataloader.workers=1 (command line): a loader worker died: exit code 3",
+        "The data set has ended its process",
         more=WORKERS,
     ),
+    "a data set that leaves": _own("Quits", "D008", DATA, "raised SystemExit: 0 (", "their_sets.py:"),
     "labels of another task": BadData(
         lambda: arrays([0, 1] * 12),
         f"{ARRAYS} task=multilabel",

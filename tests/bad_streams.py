@@ -187,8 +187,8 @@ CASES: dict[str, BadData] = {
     "a stream's worker that dies": _stream(
         "DyingStream",
         "D008",
-        "dataloader.workers=2 (command line): a loader worker died",
-        "use fewer workers",
+        "dataloader.workers=2 (command line): a loader worker died: exit code 3",
+        "The data set has ended its process",
         more="dataloader.workers=2",
     ),
     "more workers than shards": _stream(

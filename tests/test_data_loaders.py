@@ -251,17 +251,6 @@ def test_a_failure_in_a_worker_is_one_error(error: Exception, line: str):
         list(loader(data, "workers", batch_size=8).steps(0, 8))
 
 
-class Dying(Failing):
-    def fetch(self, indices: Any, epoch: int = 0) -> Any:
-        os._exit(9)
-
-
-def test_a_worker_that_dies_is_named():
-    data = Data(DataInfo(kind="features", task="classification"), Dying(None), None, None, "")
-    with pytest.raises(DataError, match=r"dataloader\.workers=2: a loader worker died"):
-        list(loader(data, "workers").steps(0, 2))
-
-
 def test_a_data_set_that_cannot_be_pickled_is_refused_where_it_must_be():
     from ptfast.data.workers import WorkerPool
 
@@ -304,8 +293,8 @@ def test_workers_outlive_a_terminal_signal_and_die_with_their_parent(tmp_path: P
             next(stream)
             workers = [process.pid for process in multiprocessing.active_children()]
             for pid in workers:
-                os.kill(pid, signal.SIGTERM)
-                os.kill(pid, signal.SIGINT)
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+                    os.kill(pid, number)
             for _ in range(5):
                 next(stream)
             print(*workers, flush=True)

@@ -22,7 +22,7 @@ from ptfast.data.labels import as_classes, check_labels, shape_of, tell_task
 from ptfast.data.masks import kind_of_target
 from ptfast.data.sampler import Indices
 from ptfast.data.source import Padding, Source, Splits, TensorSource
-from ptfast.data.workers import failed
+from ptfast.data.workers import RAISED, failed
 from ptfast.errors import DataError, PtfastError
 from ptfast.run import IGNORE_INDEX, TASKS, DataInfo
 
@@ -85,7 +85,7 @@ class MapSource(Source):
             raw = default_collate(samples if self._lengths is None else self._filled(samples))
         except PtfastError:
             raise
-        except Exception as error:
+        except RAISED as error:
             raise failed(error) from error
         raw = self.checked(raw, wanted)
         if self.images:
@@ -144,7 +144,7 @@ def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) 
                 splits = splits._replace(**{name: _adapt(held_out, seed, task, known or splits.info).train})
     except PtfastError:
         raise
-    except Exception as error:
+    except RAISED as error:
         raise failed(error) from error
     return splits
 

@@ -16,7 +16,7 @@ from ptfast.data import draws
 from ptfast.data.generators import OwnGenerators, seed_all
 from ptfast.data.sampler import Indices
 from ptfast.data.source import Source
-from ptfast.data.workers import failed
+from ptfast.data.workers import RAISED, failed
 from ptfast.errors import ConfigError, DataError, PtfastError
 
 Sharing = Literal["none", "readers", "ranks"]
@@ -155,7 +155,7 @@ class IterableSource(Source):
             yield from self.dataset
         except PtfastError:
             raise
-        except Exception as error:
+        except RAISED as error:
             raise failed(error) from error
 
 

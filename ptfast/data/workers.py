@@ -6,16 +6,26 @@ import contextlib
 import functools
 import pickle
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import wait
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
+import torch.utils.data._utils.signal_handling as torch_signals
 from torch.utils.data import DataLoader, Dataset
 
 from ptfast.errors import DataError, MachineError, PtfastError
 from ptfast.machine import die_with_parent
+
+RAISED = (Exception, SystemExit)
+"""What a data set may raise: `sys.exit` in it must not end a run as if that were done."""
+_END = object()
+_CLOSE_S = 2.0
+"""How long a worker that is reading may take to notice that nobody wants any more."""
 
 
 class Failure(NamedTuple):
@@ -37,7 +47,8 @@ class _Fetch(Dataset[Any]):
             _share_memory(raw)
         except PtfastError as error:
             return Failure(error)
-        except Exception as error:
+        except BaseException as error:
+            # Signals are ignored here: KeyboardInterrupt too is the data set's own.
             return Failure(failed(error))
         return raw
 
@@ -86,6 +97,46 @@ class WorkerPool:
             DataError: D008 for an exception in a worker; a worker's own PtfastError is raised as it is.
         """
         self.close()
+        iterator: Any = None
+        try:
+            self._iterator = iterator = self._start(plan)
+            torch_signals._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+            while (raw := _next(iterator)) is not _END:
+                if isinstance(raw, Failure):
+                    raise raw.error
+                yield raw
+        except (RuntimeError, OSError, EOFError) as error:
+            if (lack := _lack(error)) is not None:
+                raise lack from None
+            # What a worker has sent cannot be had any more once it is gone: the connection to it fails.
+            if isinstance(error, RuntimeError) and "worker" not in str(error).lower():
+                raise
+            raise self._died(iterator) from None
+        finally:
+            if self._iterator is iterator:
+                self.close()
+
+    def close(self) -> None:
+        """Stop the processes."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is None:
+            return
+
+        def kill() -> None:
+            for process in iterator._workers:
+                process.kill()
+
+        # One that is stuck in a read ignores SIGTERM too: torch would wait for each in turn, and in vain.
+        late = threading.Timer(_CLOSE_S, kill)
+        late.start()
+        try:
+            iterator._shutdown_workers()
+        finally:
+            late.cancel()
+            kill()
+
+    def _start(self, plan: Iterable[Any]) -> Any:
         with warnings.catch_warnings():
             # The panel says it in one line.
             warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -102,61 +153,69 @@ class WorkerPool:
                 # The default draws from the global generator: dropout would differ with and without workers.
                 generator=torch.Generator(),
             )
-            self._iterator = iterator = iter(loader)
-        try:
-            yield from _unwrap(iterator)
-        except RuntimeError as error:
-            if "worker" not in str(error).lower():
-                raise
-            if "shared memory" in str(error):
-                raise failed(error) from None
-            raise DataError(
-                "D008",
-                f"a loader worker died: {str(error).splitlines()[0]}",
-                key="dataloader.workers",
-                value=self._among,
-                suggestion="It may have run out of memory; use fewer workers or dataloader.kind=plain",
-            ) from None
-        finally:
-            if self._iterator is iterator:
-                self.close()
+            return iter(loader)
 
-    def close(self) -> None:
-        """Stop the processes."""
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            iterator._shutdown_workers()
-            for process in iterator._workers:
-                # One that is stuck in a read ignores SIGTERM too, and would hold up the exit of this process.
-                process.kill()
+    def _died(self, iterator: Any) -> DataError:
+        """The error for a worker that has ended."""
+        workers = [] if iterator is None else iterator._workers
+        wait([worker.sentinel for worker in workers], timeout=1.0)
+        code = next((worker.exitcode for worker in workers if worker.exitcode is not None), None)
+        how = "nobody knows how" if code is None else f"exit code {code}"
+        hint = "The data set has ended its process, or a library that it uses has crashed"
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            hint = "It may have run out of memory; use fewer workers or dataloader.kind=plain"
+        what = f"a loader worker died: {how}"
+        return DataError("D008", what, key="dataloader.workers", value=self._among, suggestion=hint)
 
 
-def failed(error: Exception) -> PtfastError:
+def _next(iterator: Any) -> Any:
+    """The next batch of a torch loader's iterator, or `_END`.
+
+    Where a worker dies, torch raises from its handler of SIGCHLD, which runs wherever the main thread is: in
+    a step, or while a state is saved. So it knows of the workers during this wait only, and the dead that
+    there are by then are looked for first.
+    """
+    is_heard = threading.current_thread() is threading.main_thread()
+    try:
+        if is_heard:
+            torch_signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
+            torch_signals._error_if_any_worker_fails()
+        return next(iterator, _END)
+    finally:
+        if is_heard:
+            torch_signals._remove_worker_pids(id(iterator))
+
+
+def failed(error: BaseException) -> PtfastError:
     """The error for what reading a batch has raised."""
-    if "shared memory" in str(error):
+    return _lack(error) or DataError("D008", f"the data set raised {describe(error)}", key="data")
+
+
+def _lack(error: BaseException) -> MachineError | None:
+    """The error for what there is too little of to pass batches on, if that is what `error` says."""
+    text = str(error)
+    if "Too many open files" in text:
+        what = "too few for the files that the data has open and the batches that its workers hand over"
+        hint = "Raise it (ulimit -n 4096), or use dataloader=plain"
+        return MachineError("E002", what, key="ulimit -n", suggestion=hint)
+    if "shared memory" in text:
         hint = "Make it larger (docker run --shm-size=8g), or use dataloader=plain"
-        return MachineError(
-            "E002", "too small for the batches of the workers", key="/dev/shm", suggestion=hint
-        )
-    return DataError("D008", f"the data set raised {describe(error)}", key="data")
+        what = "too small for the batches of the workers"
+        return MachineError("E002", what, key="/dev/shm", suggestion=hint)
+    return None
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """Type, message and place of an exception that a user's data set raised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
     with contextlib.suppress(Exception):
-        return f"{type(error).__name__}: {error}{place}"
+        return f"{type(error).__name__}: {error}".removesuffix(": ") + place
     return f"{type(error).__name__}{place}"
-
-
-def _unwrap(iterator: Iterator[Any]) -> Iterator[Any]:
-    for raw in iterator:
-        if isinstance(raw, Failure):
-            raise raw.error
-        yield raw
 
 
 def _share_memory(raw: Any) -> None:
@@ -174,10 +233,18 @@ def _unchanged(raw: Any) -> Any:
 def _start_worker(threads: int, _: int) -> None:
     # The signals of a terminal reach the whole group: workers serve until the parent has saved and closes
     # them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # What the queue's own thread cannot send it would drop, and the parent wait for it for ever.
+    Queue._on_queue_feeder_error = _send_failure  # pyright: ignore[reportAttributeAccessIssue]
     torch.set_num_threads(threads)
     die_with_parent()
+
+
+def _send_failure(queue: Any, error: Exception, item: Any) -> None:
+    """Send in place of a numbered batch why it cannot be sent."""
+    if isinstance(item, tuple):
+        queue.put((item[0], Failure(failed(error))))
 
 
 def _check_pickles(batches: Any, method: str) -> None:
