@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -174,11 +175,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     """
     given = parse(arguments)
     expanded, preset_places = presets.expand(given)
-    loader = Loader()
-    config = _load(loader, [a.text for a in expanded if a.kind != "hydra"], RunMode.RUN)
-    tree = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(tree, dict)
-    tree.pop("hydra", None)
+    tree, loader = _load([a for a in expanded if a.kind != "hydra"])
     places = loader.places()
     of_files = set(places)
     for key, place in preset_places.items():
@@ -257,15 +254,59 @@ def finish(
     return Composed(resolved, tree, places, tree.get("recipe"), warnings, tuple(arguments))
 
 
-def _load(loader: Loader, overrides: list[str], mode: RunMode) -> DictConfig:
+def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], Loader]:
+    """The tree that arguments mean, interpolations as text, and the loader that knows its files.
+
+    Hydra takes most of the time that composing takes, and the same options make the same tree: the shipped
+    ones are merged once in a process, for whatever values are then laid over them.
+    """
+    # What is deleted may be a choice of an option.
+    whole = any(a.kind == "delete" for a in arguments)
+    options = [a for a in arguments if whole or a.kind in ("group", "recipe")]
+    values = [a.text for a in arguments if a not in options]
+    chosen = tuple(a.text for a in options)
     try:
-        return loader.load_configuration(PRIMARY, overrides, mode)
+        if _are_shipped(options):
+            tree, loader = _load_shipped(chosen, shown(paths.builtin_root().conf))
+        else:
+            tree, loader = _load_options(chosen)
+        config = OmegaConf.create(tree)
+        Loader._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError) as error:
         raise translate(error) from error
     except RecursionError as error:
         raise ConfigError("C007", "option files whose defaults choose each other, without end") from error
+    result = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(result, dict)
+    return result, loader
+
+
+def _are_shipped(options: Sequence[Argument]) -> bool:
+    """Return True if the package alone holds the files of all options, which nobody writes meanwhile."""
+    recipes = [a.values[0] for a in options if a.kind == "recipe"]
+    return not paths.has_own() and {*recipes} <= {*paths.options(paths.RECIPES)}
+
+
+def _load_options(chosen: Sequence[str]) -> tuple[dict[Any, Any], Loader]:
+    loader = Loader()
+    tree = OmegaConf.to_container(
+        loader.load_configuration(PRIMARY, list(chosen), RunMode.RUN), resolve=False
+    )
+    assert isinstance(tree, dict)
+    tree.pop("hydra", None)
+    return tree, loader
+
+
+@functools.lru_cache(maxsize=64)
+def _load_shipped(chosen: tuple[str, ...], folder: str) -> tuple[dict[Any, Any], Loader]:
+    """As `_load_options`, remembered.
+
+    Args:
+        folder: that of the shipped options as messages name it, which depends on the working folder.
+    """
+    return _load_options(chosen)
 
 
 def translate(error: BaseException) -> ConfigError:

@@ -37,6 +37,11 @@ def roots() -> list[Root]:
     return [own, builtin]
 
 
+def has_own() -> bool:
+    """Return True if the user has option files or recipes in the working folder."""
+    return any(root != builtin_root() and (root.conf.is_dir() or root.recipes.is_dir()) for root in roots())
+
+
 def groups() -> list[str]:
     """Names of all config groups, `preset` included, sorted."""
     found = {folder.name for root in roots() if root.conf.is_dir() for folder in root.conf.iterdir()}
