@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -42,10 +43,21 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks found in the cases of `rank_cases`, all in one pair of processes."""
+    """What two ranks found in the cases of `rank_cases`, all in one pair of processes.
+
+    The first of the processes that test at once has them go through the cases, the others wait for it.
+    """
+    import torch
     from ranks import on_two_ranks
 
-    return on_two_ranks("rank_cases", tmp_path_factory.mktemp("ranks"))
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ranks"
+    folder.mkdir(exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "cases.pt").exists():
+            return torch.load(folder / "cases.pt", weights_only=True)
+        return on_two_ranks("rank_cases", folder)
 
 
 @pytest.fixture
@@ -90,14 +102,10 @@ def shared_data() -> Path:
     return folder
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `slow` or `gpu` unless `-m` asks for them, and `gpu` without a CUDA device."""
     asked = set(re.findall(r"\w+", config.getoption("-m")))
     for item in items:
-        if "two_ranks" in getattr(item, "fixturenames", ()):
-            # In one process, or each would have two ranks of its own go through all cases.
-            item.add_marker(pytest.mark.xdist_group("two_ranks"))
         if item.get_closest_marker("slow") and "slow" not in asked:
             item.add_marker(pytest.mark.skip(reason="takes minutes; run with -m slow"))
         if item.get_closest_marker("gpu"):
