@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import math
 import os
@@ -173,6 +174,7 @@ def environment(command_line: list[str]) -> dict[str, Any]:
     return facts
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 

@@ -41,7 +41,7 @@ class RunFiles:
         import yaml
 
         with contextlib.suppress(yaml.YAMLError):
-            config = yaml.safe_load(self.config_text)
+            config = yaml.load(self.config_text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
             if isinstance(config, dict):
                 return config
         return {}
