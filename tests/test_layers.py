@@ -184,3 +184,41 @@ def test_light_modules_load_without_heavy_ones() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_compiles_nothing_does_not_load_the_compiler() -> None:
+    """In one process for all of it, since it takes seconds to start."""
+    code = """
+import sys, torch
+import ptfast.runner
+from ptfast.backend import apply_backend
+from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
+from ptfast.config.targets import Target
+from ptfast.measure.counting import Operators, StepCounter
+from ptfast.models.gpt import Gpt
+from ptfast.optim import build_optimizer, build_step
+
+heavy = {"torch._dynamo", "torch._functorch.config", "torch.utils.flop_counter"}
+apply_backend(1, cudnn_benchmark=True, deterministic=False, device=torch.device("cpu"))
+apply_checkpointing(Gpt(5, 4, width=4, heads=2), "none")
+apply_memory_budget(None)
+assert not heavy & set(sys.modules), "building"
+inputs = torch.ones(3, requires_grad=True)
+hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+with Operators() as operators, hooks:
+    (inputs * inputs).sum().backward()
+assert len(operators.found) > 2
+assert not heavy & set(sys.modules), "counting"
+optimizers = {"torch.optim.SGD": {"lr": 0.1, "fused": "auto"}}
+for name in ("lars.Lars", "lamb.Lamb", "nvlamb.Nvlamb", "novograd.Novograd", "muon.Muon"):
+    optimizers[f"ptfast.optim.{name}"] = {}
+for path, keywords in optimizers.items():
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    optimizer, _ = build_optimizer(Target(path, keywords), model, torch.device("cpu"))
+    model(torch.ones(1, 2)).sum().backward()
+    build_step(optimizer)()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not heavy & set(sys.modules), path
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -221,25 +217,6 @@ def test_a_first_step_that_is_left_out_leaves_no_momentum():
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     assert all(not optimizer.state[parameter]["momentum_buffer"].any() for parameter in model.parameters())
-
-
-def test_training_does_not_import_the_compiler():
-    code = """
-import sys, torch
-from ptfast.config.targets import Target
-from ptfast.optim import build_optimizer, build_step
-from ptfast.backend import apply_backend
-apply_backend(1, cudnn_benchmark=True, deterministic=False, device=torch.device("cpu"))
-model = torch.nn.Linear(2, 2)
-target = Target("torch.optim.SGD", {"lr": 0.1, "fused": "auto"})
-optimizer, _ = build_optimizer(target, model, torch.device("cpu"))
-model(torch.ones(1, 2)).sum().backward()
-build_step(optimizer)()
-optimizer.load_state_dict(optimizer.state_dict())
-assert "torch._dynamo" not in sys.modules
-"""
-    root = Path(__file__).resolve().parent.parent
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
 
 
 @pytest.mark.gpu
