@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,8 +35,10 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
         ConfigError: C016 for a value that is still `???`, C008 for an interpolation of a missing key or
             variable, a cyclic one, or one that cannot be read. Each names the key and its place.
     """
+    has_interpolations = "${" in str(tree)
     try:
-        config = OmegaConf.create(tree)
+        # Hydra has read the tree before: only interpolations can be wrong in it.
+        config = OmegaConf.create(tree if has_interpolations else {})
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "") or None
         raise ConfigError(
@@ -45,6 +48,8 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
         raise ConfigError(
             "C016", "a value is required", key=key, place=place(key), suggestion=f"Give {key}=VALUE"
         )
+    if not has_interpolations:
+        return copy.deepcopy(tree)
     for key, parent, name in _interpolations(config, ""):
         try:
             value = parent[name]
