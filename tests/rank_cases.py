@@ -51,6 +51,8 @@ RESNET = (
     "gradients.clip_value=0.01",
     "data.val=1samples",
 )
+RUNNING = ("model=resnet_digits", "model.width=4", "micro_batches=4", "batch_size=120", "epochs=1")
+RUNNING = (*RUNNING, "eval.every=5steps", "optimizer=sgd", "dataloader.last=drop")
 FORGETFUL = ("model=custom", "model._target_=toys.Forgetful", "data=custom", "data._target_=toys.blobs")
 FORGETFUL = (*FORGETFUL, "data.val=0", "batch_size=10", "steps=6")
 UNUSED = {
@@ -245,6 +247,7 @@ def ddp_cases(on: Cases) -> dict[str, Any]:
     found["powersgd"] = {"weights": weights(Path("powersgd"))}
     found["layers"] = [normed(on.ranks, shares) for shares in ((3, 2), (0, 5), (4, 4))]
     found["resnet synced"] = on.train("resnet-synced", *RESNET, "parallel.sync_batchnorm=true")
+    found["running"] = on.train("running", *RUNNING)
     found["synced"] = on.train("synced", *SYNCED, "parallel.sync_batchnorm=true")
     return found
 

@@ -140,7 +140,6 @@ def test_52_a_data_set_that_cannot_be_pickled_under_spawn(capsys: Capture, monke
     ("line", "code", "says"),
     [
         ("train +recipe=resnet_cfar", "C003", "Did you mean resnet_cifar?"),
-        ("train optimizer.lrr=0.1", "C002", "Did you mean optimizer.lr?"),
         ("train data=imagefolder data.root=nope", "D001", "data.root=nope (command line): no such folder"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rank_cases import RUNNING
 from running import WITH_TESTS, records, same_bits, summary, train, weights
 from torch import nn
 
@@ -150,17 +151,11 @@ def test_two_processes_thaw_and_freeze_as_one_does_and_go_on_to_the_same_bits(in
         assert [line[figure] for line in two if figure in line] == pytest.approx(expected, rel=1e-4)
 
 
-def test_running_statistics_are_those_of_one_process(in_tmp: Path) -> None:
-    words = ("model=resnet_digits", "model.width=4", "micro_batches=4", "batch_size=120", "epochs=1")
-    words = (*words, "eval.every=5steps", "optimizer=sgd", "dataloader.last=drop")
-    process = a_run(*words, *DDP, "run.dir=two")
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    alone = [word for word in words if word != "parallel.nproc=2"]
-    assert train(*alone, "run.dir=one") == 0
-    one, two = records(Path("one")), records(Path("two"))
-    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
-    left, right = weights(Path("one")), weights(Path("two"))
+def test_running_statistics_are_those_of_one_process(two_ranks: dict[str, Any], in_tmp: Path) -> None:
+    assert train(*RUNNING, "run.dir=one") == 0
+    one = [line["loss"] for line in records(Path("one"))]
+    assert two_ranks["running"]["losses"] == pytest.approx(one, rel=1e-4)
+    left, right = weights(Path("one")), two_ranks["running"]["weights"]
     for name, value in left.items():
         if "running" in name:
             torch.testing.assert_close(right[name], value, rtol=1e-3, atol=1e-4)
