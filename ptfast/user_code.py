@@ -220,7 +220,7 @@ class FirstStep:
                 or has no gradient, and for what a user's part raises.
         """
         run, self._data = self._run, data
-        seen = fitting(model, run.model, run.task, data)
+        seen: Any = fitting(model, run.model, run.task, data)
         try:
             with self.switches.in_forward():
                 given = run.task.loss(seen, data)
