@@ -218,7 +218,9 @@ def described(value: Any) -> str:
 def name_of(made: Any) -> str:
     """The import path of a function, or of the class of anything else."""
     made = getattr(made, "func", made)  # of a partial one
-    named = made if hasattr(made, "__qualname__") else type(made)
+    kinds = [made] if hasattr(made, "__qualname__") else type(made).__mro__
+    # Torch gives a model whose weights are shared out a class of its own making.
+    named = next(kind for kind in kinds if not kind.__module__.startswith("torch.distributed.fsdp"))
     return f"{named.__module__}.{named.__qualname__}"
 
 

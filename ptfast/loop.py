@@ -18,13 +18,14 @@ from ptfast import devices
 from ptfast.distributed import Ranks, broadcast_buffers, broadcast_object, sum_over_ranks
 from ptfast.ema import Average
 from ptfast.errors import ConfigError
+from ptfast.first_step import fitting
 from ptfast.flip import FlipAveraged
 from ptfast.full_size import FullSize
 from ptfast.measure.counting import StepCounter
 from ptfast.precision import Precision
 from ptfast.run import EvalLoader, MicroBatch, Run, Task, hooks
 from ptfast.trainer import Trainer, sum_and_read
-from ptfast.user_code import callback_states, check_figures, fitting
+from ptfast.user_code import callback_states, check_figures
 
 LOOK_S = 5.0
 """About the longest time that a signal, or the end of `run.max_time`, waits for the ranks to look up."""

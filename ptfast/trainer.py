@@ -16,13 +16,13 @@ from torch.autograd import Variable
 from ptfast import devices
 from ptfast.distributed import Ranks, sum_over_ranks
 from ptfast.errors import DataError, NumericsError
+from ptfast.first_step import FirstStep
 from ptfast.gradients import global_norm
 from ptfast.machine import peak_memory_bytes
 from ptfast.optim import apply_lr, build_step, reference_lr
 from ptfast.parallel import RunningStatistics, unwrap
 from ptfast.run import Run, StepBatch, hooks
 from ptfast.scaling import ScaledSteps
-from ptfast.user_code import FirstStep
 
 MOST_SKIPPED = 30
 """Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""

@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "1 pages": (("report", "panel"), ("compare", "catalogue")),
-    "2 loop": (("measure",), ("trainer", "run_state"), ("loop",)),
+    "2 loop": (("measure", "first_step"), ("trainer", "run_state"), ("loop",)),
     "3 build": (
         ("batching",),
         ("loading",),

@@ -109,7 +109,7 @@ def test_a_failed_run_is_unfinished(in_tmp: Path, monkeypatch: pytest.MonkeyPatc
     assert train(*BASE, "run.dir=whole") == 0
     with monkeypatch.context() as patch:
         patch.setattr(Armed, "on_step", lambda self, run, step: 1 // (17 - step))
-        assert train(*BASE, "run.name=mine") == 1
+        assert train(*BASE, "run.name=mine") == 2
     (folder,) = Path("runs/mine").iterdir()
     assert summary(folder)["status"] == "failed"
     assert train(*BASE, "run.name=mine") == 0

@@ -14,9 +14,10 @@ from toys import SMALL
 
 from ptfast import cli
 from ptfast.errors import ConfigError
+from ptfast.first_step import FirstStep, fitting
 from ptfast.run import DataInfo, Run
 from ptfast.tasks import build_task
-from ptfast.user_code import FirstStep, failure, fitting
+from ptfast.user_code import failure
 
 NET = ("model=custom", "model._target_=misfits.Net", "log_every=5", "saving.every=1000steps")
 HOW = {
