@@ -84,7 +84,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         average.load_state_dict(state.training["ema"])
     model.eval()
     task = build_task(config.task.name, info, **config.task.build_options())
-    check_flip(config.eval.flip, info, task)
+    check_flip(config.eval.flip, info, task, targets=config.augment.targets)
     check_full_size(config.eval.last, task)
     micro_batches, step = int(resolved["micro_batches"]), int(state.facts["progress"]["step"])
     return SavedModel(model, average, task, info, device, precision, channels_last, micro_batches, step)

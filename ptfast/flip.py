@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ptfast.errors import ConfigError
 from ptfast.run import DataInfo
@@ -28,15 +31,22 @@ class FlipAveraged(nn.Module):
         super().__init__()
         self.model, self.training = model, model.training
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         outputs, mirrored = self.model(images), self.model(images.flip(-1))
-        if outputs.dim() > 2 and outputs.shape[-2:] == images.shape[-2:]:
-            mirrored = mirrored.flip(-1)
-        return (outputs + mirrored) / 2
+        return tree_map(partial(_mean, shape=images.shape[-2:]), outputs, mirrored)
 
 
-def check_flip(flip: bool, info: DataInfo, task: Any) -> None:
+def _mean(outputs: Tensor, mirrored: Tensor, shape: torch.Size) -> Tensor:
+    if outputs.dim() > 2 and outputs.shape[-2:] == shape:
+        mirrored = mirrored.flip(-1)
+    return (outputs + mirrored) / 2
+
+
+def check_flip(flip: bool, info: DataInfo, task: Any, *, targets: str = "auto") -> None:
     """Refuse to average over mirror images where there are no images, or no outputs to average.
+
+    Args:
+        targets: `keep` says that those which may be places in an image are none.
 
     Raises:
         ConfigError: C011.
@@ -46,6 +56,8 @@ def check_flip(flip: bool, info: DataInfo, task: Any) -> None:
     what = None
     if info.kind != "image":
         what = f"only images can be flipped, and this is {info.kind} data"
+    elif info.target_kind == "unknown" and targets == "auto":
+        what = "what may be places in an image, such as boxes or points, lies elsewhere in its mirror image"
     elif type(task).__name__ == "OwnLoss":
         what = "a model that returns its own loss has no outputs that can be averaged before it"
     if what is not None:

@@ -118,7 +118,7 @@ def build(
     info = data.info
     changed = check_same_data(saved_info, info) if saved_info is not None else ""
     task = build_task(config.task.name, info, **config.task.build_options())
-    check_flip(config.eval.flip, info, task)
+    check_flip(config.eval.flip, info, task, targets=config.augment.targets)
     check_full_size(config.eval.last, task)
     seed_everything(config.seed)
     model = build_plain_model(config, info, fresh=state is None, display=display)

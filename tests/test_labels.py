@@ -70,6 +70,7 @@ PLACES = "a single 1 each; task=classification takes its place for the class"
         (ONES, "regression", f"floats: {PLACES}", ("multilabel", PLACES)),
         ((ONES + ONES.roll(1, 0)).clamp(max=1).long(), "multilabel", "zeros and ones", None),
         (torch.arange(12).view(6, 2), "regression", "2 whole numbers each", None),
+        (torch.arange(6)[:, None], "classification", "whole numbers", None),
     ],
 )
 def test_the_task_and_what_tells_it(

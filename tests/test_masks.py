@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from running import build_run, summary, train
 from test_data_custom import NO_VAL, loader
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from toys import shapes
 
 from ptfast.cli import run as cli
@@ -24,7 +24,7 @@ from ptfast.data.augment import Augment, build_augment, moved
 from ptfast.data.mix import Mix
 from ptfast.data.sampler import Share
 from ptfast.errors import ConfigError, DataError
-from ptfast.flip import FlipAveraged
+from ptfast.flip import FlipAveraged, check_flip
 from ptfast.run import DataInfo
 from ptfast.tasks import build_task
 
@@ -184,6 +184,7 @@ def images_and(targets: Tensor) -> TensorDataset:
     [
         (torch.arange(6)[:, None, None].expand(6, 8, 8), "mask", "semantic_segmentation", 6),
         (torch.ones(6, 1, 8, 8, dtype=torch.bool), "mask", "semantic_segmentation", 2),
+        (torch.ones(6, 8, 8, dtype=torch.uint16), "mask", "semantic_segmentation", 2),
         (torch.rand(6, 8, 8), "map", "regression", 1),
         (torch.rand(6, 4), "unknown", "regression", 4),
         (torch.arange(24).view(6, 4), "unknown", "regression", 4),
@@ -195,8 +196,10 @@ def images_and(targets: Tensor) -> TensorDataset:
 def test_shapes_and_types_tell_what_targets_are(
     targets: Tensor, kind: str, task: str, num_classes: int
 ) -> None:
-    found = build_data(images_and(targets), val=NO_VAL, seed=0, task="auto").info
-    assert (found.target_kind, found.task, found.num_classes) == (kind, task, num_classes)
+    tensors = images_and(targets)
+    for dataset in (tensors, Subset(tensors, range(6))):
+        found = build_data(dataset, val=NO_VAL, seed=0, task="auto").info
+        assert (found.target_kind, found.task, found.num_classes) == (kind, task, num_classes)
 
 
 def test_masks_of_arrays_are_told_by_their_shape(tmp_path: Path) -> None:
@@ -267,6 +270,13 @@ class Fixed(nn.Module):
         return inputs
 
 
+class Mapped(Fixed):
+    """Gives its inputs as torchvision's models do their outputs."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        return {"out": inputs}
+
+
 def test_figures_are_those_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(0)
     outputs, masks = torch.randn(4, 3, 5, 6, generator=generator), torch.randint(0, 3, (4, 5, 6))
@@ -276,7 +286,7 @@ def test_figures_are_those_of_the_definition() -> None:
     metrics, sums = task.metrics(), []
     outputs = torch.cat([outputs, torch.full((4, 1, 5, 6), -9.0)], 1)
     for part in (slice(0, 1), slice(1, 4)):
-        sums.append(task.evaluate(Fixed(), (outputs[part], masks[part].to(torch.uint8)), metrics))
+        sums.append(task.evaluate(Mapped(), (outputs[part], masks[part].to(torch.uint8)), metrics))
     told, counted = outputs.argmax(1), masks != 255
     overlaps = []
     for label in range(3):  # The fourth class occurs nowhere.
@@ -329,6 +339,11 @@ def test_masks_shrink_with_their_images(tmp_path: Path) -> None:
 def test_outputs_of_pixels_are_mirrored_back() -> None:
     images = torch.rand(2, 3, 4, 5)
     assert torch.equal(FlipAveraged(Fixed())(images), images)
+    assert torch.equal(FlipAveraged(Mapped())(images)["out"], images)
+    check_flip(True, info("mask"), None)
+    check_flip(True, info("unknown"), None, targets="keep")
+    with pytest.raises(ConfigError, match="such as boxes or points, lies elsewhere"):
+        check_flip(True, info("unknown"), None)
 
 
 def test_a_network_learns_shapes(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from ptfast.data import draws
 from ptfast.data.contents import describe_part
 from ptfast.data.generators import seeded
 from ptfast.data.iterable import IterableSource
-from ptfast.data.labels import as_classes, check_labels, shape_of, tell_task
+from ptfast.data.labels import as_classes, check_labels, shape_of, signed, tell_task
 from ptfast.data.masks import kind_of_target
 from ptfast.data.sampler import Indices
 from ptfast.data.source import Padding, Source, Splits, TensorSource
@@ -172,7 +172,7 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits
     if len(dataset) == 0:
         raise DataError("D002", f"{type(dataset).__name__} has no samples", key="data")
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        inputs, targets = dataset.tensors
+        inputs, targets = dataset.tensors[0], signed(dataset.tensors[1])
         images = _is_image(inputs[0])
         info = _info(dataset, dataset[0], targets, task, known, inputs)
         inputs = inputs.permute(0, 2, 3, 1).contiguous() if images else inputs
@@ -285,7 +285,7 @@ def _info(
             "Number the classes from 0",
         )
         raise DataError("D004", what, key="data", suggestion=hint)
-    inputs, target = sample[0], torch.as_tensor(sample[1])
+    inputs, target = sample[0], signed(torch.as_tensor(sample[1]))
     known = target.reshape(1, *target.shape) if labels is None else labels
     shape = tuple(inputs.shape)
     facts: dict[str, Any] = {"input_shape": shape}

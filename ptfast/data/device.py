@@ -64,7 +64,8 @@ class DeviceLoader:
         self._sampler, self._prepare, self._augment = sampler, prepare, augment
         inputs = prepare.move(source.inputs)
         targets = prepare.move(source.targets)
-        self._targets, self._target_shape = targets, targets.shape[1:]
+        self._targets: Tensor | None = targets
+        self._target_shape = targets.shape[1:]
         self._images = ResidentImages(inputs, augment.crop_padding) if source.images else None
         self._masks: ResidentImages | None = None
         if augment.mask_fill is not None:
@@ -73,7 +74,7 @@ class DeviceLoader:
                 masks, augment.crop_padding, augment.mask_fill if augment.hides else 0
             )
             # They are kept once, with their padding.
-            self._targets = targets[:0]
+            self._targets = None
         self._inputs = inputs if self._images is None else None
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
         self._sizes = sizes
@@ -145,7 +146,7 @@ class DeviceLoader:
         if self._images is None:
             assert self._inputs is not None
             inputs = self._prepare.laid_out(self._inputs.index_select(0, index))
-            return inputs, self._targets.index_select(0, index)
+            return inputs, self._gather_targets(index, [], {})
         corners = [each[part] for each in self._corners]
         drawn = {name: each[part] for name, each in self._drawn.items()}
         if self._augment.resized_crop is not None:
@@ -161,6 +162,7 @@ class DeviceLoader:
     def _gather_targets(self, index: Tensor, corners: list[Tensor], drawn: dict[str, Tensor]) -> Tensor:
         """Targets of samples; masks moved as their images are."""
         if self._masks is None:
+            assert self._targets is not None
             return self._targets.index_select(0, index)
         augment = self._augment
         if augment.resized_crop is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ptfast.errors import DataError
 from ptfast.run import IGNORE_INDEX
+
+_CLASSES = "classification", "whole numbers"
 
 
 def check_labels(labels: Tensor, num_classes: int, split: str, ignore_index: int = IGNORE_INDEX) -> None:
@@ -76,6 +79,13 @@ def holds(dtype: torch.dtype, value: int) -> bool:
     return torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
 
 
+def signed(labels: Any) -> Any:
+    """Labels as torch can reckon with them: 16 bits and more without a sign, as of PNGs, are hardly known."""
+    if isinstance(labels, Tensor) and labels.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return labels.to(torch.int32 if labels.dtype == torch.uint16 else torch.int64)
+    return labels
+
+
 def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | None = None) -> Tensor:
     """Class numbers, (samples,) int64, out of labels that say them in another way.
 
@@ -132,7 +142,7 @@ def tell_task(labels: Tensor, target_kind: str, *, floats_as_labels: bool = Fals
         raise DataError("D004", what, key="data", suggestion=hint)
     floats, several = labels.is_floating_point(), labels.dim() == 2 and labels.shape[1] > 1
     if not floats and labels.dim() < 2:
-        return "classification", "whole numbers"
+        return _CLASSES
     if labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all()):
         one_each = several and bool((labels.sum(1) == 1).all())
         words = "a single 1 each; task=classification takes its place for the class"
@@ -144,7 +154,7 @@ def tell_task(labels: Tensor, target_kind: str, *, floats_as_labels: bool = Fals
                 not one_each
             )
     if not floats:
-        return "regression", f"{labels.shape[1]} whole numbers each"
+        return ("regression", f"{labels.shape[1]} whole numbers each") if several else _CLASSES
     if not several and bool((labels == labels.round()).all()):
         return "regression", "floats, all whole numbers; task=classification takes them for classes"
     return "regression", "floats"

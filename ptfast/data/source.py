@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ptfast.data.contents import Contents, describe_part
 from ptfast.data.crops import Boxes, Sizes, crop_all
-from ptfast.data.labels import as_classes, check_range
+from ptfast.data.labels import as_classes, check_range, signed
 from ptfast.errors import DataError
 from ptfast.run import IGNORE_INDEX, DataInfo
 
@@ -151,6 +151,8 @@ class Source:
         Raises:
             DataError: D004 for a label that is none.
         """
+        if isinstance(raw, (tuple, list)) and len(raw) == 2 and signed(raw[1]) is not raw[1]:
+            raw = (raw[0], signed(raw[1]))
         if self.as_classes:
             raw = (raw[0], as_classes(raw[1], numbers=numbers), *raw[2:])
         if self.num_classes is not None:
