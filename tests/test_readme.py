@@ -34,7 +34,8 @@ def test_the_examples_with_a_user_s_own_parts_train(tmp_path, monkeypatch, capsy
         assert run([*shlex.split(command.replace("\\\n", " ")), f"run.dir=run{number}"]) == 0
         figures = json.loads((tmp_path / f"run{number}" / "summary.json").read_text())["val"]
         assert figures["accuracy"] > 0.9
-    assert "val after step" in capsys.readouterr().out
+    assert "error " in capsys.readouterr().out
+    assert '"error": ' in (tmp_path / "run1" / "metrics.jsonl").read_text()
     monkeypatch.delitem(sys.modules, "mine")
 
 
