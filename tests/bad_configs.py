@@ -334,7 +334,7 @@ HURRIED: dict[str, Case] = {
         "hydra.run.dir=x", "C011", f"hydra.run.dir=x {TYPED} only a sweep reads it"
     ),
     "a launcher that is not there": train(
-        "-m hydra/launcher=nope seed=1,2", "C003", "hydra/launcher=nope", "Install"
+        "-m hydra/launcher=nope seed=1,2", "C003", "hydra/launcher=nope", "Options of hydra/launcher"
     ),
     "a config that is a folder": Case("train --config .", "C007", (".: cannot be read: Is a directory",)),
     "a config that is not there": Case(
