@@ -210,8 +210,8 @@ class SlowSwitches:
 
         def noting(debug: str, turn_on: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
             result = turn_on(*args, **keywords)
-            if SWITCHES[debug].is_on():
-                self._warn(debug, _calling_place)
+            if SWITCHES[debug].is_on() and (place := _calling_place()) is not None:
+                self._warn(debug, lambda: [place])
             return result
 
         try:
@@ -231,10 +231,15 @@ class SlowSwitches:
         self._run.display.warn(f"{what}: leave it out and ask for debug={debug} where it is wanted")
 
 
-def _calling_place() -> list[str]:
-    """Where code that is not installed has called what calls this."""
-    stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-    return [f"{Path(file).name}:{line}" for file, line in stack if not file.startswith(INSTALLED)][:1]
+def _calling_place() -> str | None:
+    """Where code that is not installed has called what calls this; None where torch's compiler has."""
+    for frame, line in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if "/torch/_" in file:
+            return None
+        if not file.startswith(INSTALLED):
+            return f"{Path(file).name}:{line}"
+    return None
 
 
 def _places_of(pattern: str, run: Run) -> list[str]:
