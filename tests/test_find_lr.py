@@ -107,6 +107,19 @@ def test_the_run_is_left_as_it_was(words: tuple[str, ...], tmp_path: Path) -> No
     assert range_test(run, **BRIEF).losses == test.losses
 
 
+def test_a_step_that_fp16_leaves_out_is_none(tmp_path: Path) -> None:
+    """It has no loss, and the rate does not rise over it."""
+    data = ("data=custom", "data._target_=toys.blobs", "data.val=0", "batch_size=10")
+    model = ("model=custom", "model._target_=toys.Overflowing", "+model.calls=[3,4,8]")
+    run = build_run(tmp_path, *data, *model, "optimizer=sgd", "precision=amp_fp16", "steps=20")
+    test = range_test(run, lowest=1e-4, highest=1e-3, num_steps=20)
+    assert len(test.losses) == len(test.lrs) == 17
+    assert min(test.losses) > 0
+    lrs = [1e-4 * 10 ** (step / 19) for step in range(20)]
+    # One step late, as in training: of the 3rd and 4th steps the 5th knows one, of the 8th the 9th does not.
+    assert test.lrs == pytest.approx([*lrs[:2], lrs[3], *lrs[3:5], lrs[6], *lrs[6:17]])
+
+
 def test_the_command_writes_a_recipe_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
