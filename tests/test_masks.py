@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,8 +300,15 @@ def test_figures_are_those_of_the_definition() -> None:
     assert {name: float(value) for name, value in metrics.compute().items()} == pytest.approx(expected)
     loss = sum(loss for loss, _ in sums) / sum(count for _, count in sums)
     assert float(loss) == pytest.approx(float(F.cross_entropy(outputs, masks, ignore_index=255)))
-    with pytest.raises(ConfigError, match="gives 4x5x3 for masks of 5x6"):
-        task.loss(Fixed(), (outputs[..., :3], masks))
+    data = outputs, masks
+    assert task.misfit(outputs, data) is task.misfit({"out": outputs}, data) is None
+    for wrong in (outputs[..., :3], outputs[:, :3], {"logits": outputs}, None):
+        assert task.misfit(wrong, data) == "floats of shape (4, 4, 5, 6)"
+    # What is taken for a class that the data has not is wrong.
+    task = build_task("auto", replace(facts, num_classes=3), ignore_index=255)
+    metrics = task.metrics()
+    task.evaluate(Fixed(), (torch.cat([outputs[:, :3], outputs[:, :1] + 99], 1), masks), metrics)
+    assert [float(value) for value in metrics.compute().values()] == [0, 0]
 
 
 def test_a_patch_is_one_of_the_mask_too() -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from ptfast import devices
-from ptfast.errors import ConfigError
 from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
@@ -40,16 +39,14 @@ class SemanticSegmentation(SupervisedTask):
         super().__init__(info, loss)
         self.num_classes, self.ignore_index = known_classes(info), ignore_index
 
-    def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _logits(outputs)
-        expected = (self.num_classes, *targets.shape[-2:])
-        if tuple(logits.shape[1:]) != expected:
-            what = f"gives {_shape(logits.shape[1:])} for masks of {_shape(targets.shape[-2:])}"
-            hint = (
-                f"{_shape(expected)} are expected: a logit for each of {self.num_classes} classes and pixel"
-            )
-            raise ConfigError("C011", what, key="model", suggestion=hint)
-        return logits, targets.reshape(len(targets), *expected[1:]).long()
+    def aligned(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return _logits(outputs), targets.reshape(len(targets), *targets.shape[-2:]).long()
+
+    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int]:
+        return (len(targets), self.num_classes, *targets.shape[-2:]), 1
+
+    def misfit(self, outputs: Any, data: Any) -> str | None:
+        return super().misfit(_logits(outputs), data)
 
     def num_items(self, targets: Tensor) -> Tensor:
         return (targets.long() != self.ignore_index).sum()
@@ -77,7 +74,8 @@ class SemanticSegmentation(SupervisedTask):
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The mask of each image, rows of class numbers, and the share of its pixels that each class has."""
-        masks, names = _logits(model(inputs)).argmax(1), names_of_classes(self.info)
+        logits, names = _logits(model(inputs))[:, : self.num_classes], names_of_classes(self.info)
+        masks = logits.argmax(1)
         shares = F.one_hot(masks, self.num_classes).flatten(1, 2).float().mean(1)
         return [
             {"shares": {name: share for name, share in zip(names, row, strict=True) if share}, "mask": mask}
@@ -88,8 +86,9 @@ class SemanticSegmentation(SupervisedTask):
 class Overlaps:
     """Mean intersection over union and pixel accuracy of one evaluation, out of one table of counts.
 
-    The table, (classes, classes) of masks and predictions, stays on the device; counts are exact up to 2**53
-    pixels. A class that is in no mask and no prediction has no part in the mean.
+    The table, of masks by predictions, stays on the device; its last column is of classes that the data has
+    not. Counts are exact up to 2**53 pixels. A class that is in no mask and no prediction has no part in the
+    mean.
 
     Args:
         ignore_index: the label of pixels that do not count.
@@ -116,13 +115,15 @@ class Overlaps:
         if self._kept is None:
             dtype = devices.sum_dtype(self._device)
             # One place more: for what does not count, so that no batch has to be cut by its values.
-            self._kept = torch.zeros(self._num_classes**2 + 1, dtype=dtype, device=self._device)
+            size = self._num_classes * (self._num_classes + 1) + 1
+            self._kept = torch.zeros(size, dtype=dtype, device=self._device)
         return self._kept
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch of logits (batch, num_classes, height, width) and masks (batch, height, width)."""
-        places = targets * self._num_classes + outputs.argmax(1)
-        places = places.where(targets != self._ignore_index, self._num_classes**2).flatten()
+        predicted = outputs.argmax(1).clamp(max=self._num_classes)
+        places = targets * (self._num_classes + 1) + predicted
+        places = places.where(targets != self._ignore_index, len(self._table) - 1).flatten()
         self._table.scatter_add_(0, places, self._table.new_ones(()).expand_as(places))
 
     def compute(self) -> dict[str, Tensor]:
@@ -130,9 +131,9 @@ class Overlaps:
         table = self._table.clone()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(table)
-        table = table[:-1].view(self._num_classes, self._num_classes)
+        table = table[:-1].view(self._num_classes, self._num_classes + 1)
         right = table.diagonal()
-        union = table.sum(0) + table.sum(1) - right
+        union = table.sum(0)[:-1] + table.sum(1) - right
         overlap = torch.where(union > 0, right / union, 0.0)
         total = table.sum()
         return {
@@ -141,9 +142,5 @@ class Overlaps:
         }
 
 
-def _logits(outputs: Any) -> Tensor:
-    return outputs["out"] if isinstance(outputs, Mapping) else outputs
-
-
-def _shape(shape: Any) -> str:
-    return "x".join(map(str, shape))
+def _logits(outputs: Any) -> Any:
+    return outputs.get("out") if isinstance(outputs, Mapping) else outputs
