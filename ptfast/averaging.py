@@ -15,7 +15,7 @@ from ptfast.ema import Average, Ema, Swa
 from ptfast.errors import ConfigError
 from ptfast.loading import build_statistics_loader, evaluated_at_once
 from ptfast.precision import Precision
-from ptfast.run import Task
+from ptfast.run import Task, Watched
 
 
 def build_average(
@@ -63,10 +63,10 @@ def build_average(
         **loading,
     )
 
-    def forward() -> None:
+    def forward(watched: Watched) -> None:
         assert samples is not None
         with precision.autocast():
-            for inputs, _ in samples:
+            for inputs, _ in watched(iter(samples)):
                 task.loss(model, inputs)
 
     return Swa(

@@ -160,6 +160,23 @@ def tell_ranks(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> str:
     return store.get("word").decode()
 
 
+def all_come_to(place: str, ranks: Ranks, timeout_s: float) -> bool:
+    """Return True if all ranks call this with the same `place` within `timeout_s`.
+
+    By way of their store: the process group may be busy with what a missing rank has left undone.
+    """
+    import torch.distributed as dist
+
+    store: Any = dist.distributed_c10d._get_default_store()
+    keys = [f"ptfast/{place}/{rank}" for rank in range(ranks.num_ranks)]
+    store.set(keys[ranks.rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        return False
+    return True
+
+
 def broadcast_buffers(buffers: list[Tensor], ranks: Ranks) -> None:
     """Give every rank the first rank's buffers (BatchNorm statistics), so that all evaluate one model."""
     if ranks.distributed:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ptfast.distributed import Ranks, sum_over_ranks
 from ptfast.errors import SavedStateError
+from ptfast.run import Watched
 from ptfast.shards import local_part, shard_like
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -57,8 +58,12 @@ class Average:
         """
         raise NotImplementedError
 
-    def settle(self) -> None:
-        """Make ready to be evaluated or saved what is not kept up at every step; called on all ranks."""
+    def settle(self, watched: Watched = lambda batches: batches) -> None:
+        """Make ready to be evaluated or saved what is not kept up at every step; called on all ranks.
+
+        Args:
+            watched: goes through the batches that this takes, and may break it off: nothing has changed then.
+        """
 
     def describe(self) -> str:
         """What is averaged, in a few words."""
@@ -182,8 +187,8 @@ class Swa(Average):
     Args:
         model: the plain model.
         steps: whose weights count, the last of them no later than the run's.
-        forward: passes training samples through the model, as many on each rank; None where there are none
-            at hand, as of iterable data: statistics are then averaged like weights.
+        forward: passes training samples through the model, as many on each rank, by way of what it is given;
+            None where there are none at hand, as of iterable data: statistics are then averaged like weights.
         ranks: that train together.
         extendable: whether a longer run would start at the same step.
 
@@ -196,7 +201,7 @@ class Swa(Average):
         self,
         model: nn.Module,
         steps: Collection[int],
-        forward: Callable[[], None] | None = None,
+        forward: Callable[[Watched], None] | None = None,
         *,
         ranks: Ranks | None = None,
         extendable: bool = True,
@@ -218,12 +223,12 @@ class Swa(Average):
         self._updates += 1
         self._stale = True
 
-    def settle(self) -> None:
+    def settle(self, watched: Watched = lambda batches: batches) -> None:
         if not self._stale or self._forward is None or not self._norms:
             return
         with self.swapped(), torch.no_grad():
             with _measuring(self._model, list(self._norms.values())):
-                self._forward()
+                self._forward(watched)
             for name, average in zip(self._names, self._averages, strict=True):
                 module, _, buffer = name.rpartition(".")
                 if module in self._norms and buffer.startswith("running_"):

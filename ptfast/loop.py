@@ -6,7 +6,7 @@ import math
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -23,7 +23,8 @@ from ptfast.flip import FlipAveraged
 from ptfast.full_size import FullSize
 from ptfast.measure.counting import StepCounter
 from ptfast.precision import Precision
-from ptfast.run import EvalLoader, MicroBatch, Run, Task, hooks
+from ptfast.run import EvalLoader, MicroBatch, Run, Task, Watched, hooks
+from ptfast.stopping import Stopped, interruptible
 from ptfast.trainer import Trainer, sum_and_read
 from ptfast.user_code import callback_states, check_figures
 
@@ -54,6 +55,7 @@ def fit(run: Run) -> str:
     if run.compilation is not None:
         run.display.note("compiling the first step ...")
     batches = clock.waiting(run.train_loader.steps(progress.step, run.total_steps))
+    batches = interruptible(run, batches)
     with clock.gathering("warm_up"):
         batches = trainer.rehearse(batches)
     if run.compilation is not None:
@@ -63,7 +65,7 @@ def fit(run: Run) -> str:
             batches = batches if counted is None else trainer.rehearse(counted)
     if run.watch is not None:
         batches = run.watch(batches)
-    status, look_steps, first_step = _judge(run), 1, progress.step
+    status, look_steps, first_step, data_comes = _judge(run), 1, progress.step, True
     while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):
         if not progress.evaluation_due:
             if trainer.switch():
@@ -79,22 +81,26 @@ def fit(run: Run) -> str:
             elif counter.due(start):
                 stop, aside = start + 1, counter.counting(batches)
             with aside or nullcontext() as given:
-                trainer.train(given or batches, stop)
+                try:
+                    trainer.train(given or batches, stop)
+                except Stopped:
+                    data_comes = False
                 loss = trainer.read_loss()
-                if start == first_step:
+                steps = progress.step - start
+                if start == first_step and steps:
                     trainer.first_look.look_at_evaluation()
             trainer.first_look.switches.look()
             if aside is None:
-                progress.timed_steps += progress.step - start
+                progress.timed_steps += steps
                 progress.timed_samples += progress.samples - samples
                 progress.timed_s += clock.pace_s() - paced_s
-            step_s = (clock.elapsed_s() - start_s) / (progress.step - start)
+            step_s = (clock.elapsed_s() - start_s) / max(1, steps)
             status, look_steps = _look_up(run, step_s)
-            if progress.step in cadence.epoch_steps:
+            if steps and progress.step in cadence.epoch_steps:
                 run.tell("on_epoch", round(run.epoch))
             over = progress.step >= run.total_steps
-            progress.evaluation_due = over or progress.step in cadence.eval_steps
-            if progress.evaluation_due or progress.step in cadence.log_steps:
+            progress.evaluation_due = steps > 0 and (over or progress.step in cadence.eval_steps)
+            if progress.evaluation_due or (steps and progress.step in cadence.log_steps):
                 trainer.log(loss)
                 if run.compilation is not None:
                     advice = run.compilation.complaint(step_s, run.total_steps - first_step)
@@ -106,6 +112,7 @@ def fit(run: Run) -> str:
                 is_best = evaluate_and_rank(run)
             except Abandoned:
                 status, _ = _look_up(run)
+                data_comes = False
             except Exception:
                 if not run.saves_together:
                     run.save(run, False)
@@ -114,9 +121,10 @@ def fit(run: Run) -> str:
                 status = _judge(run)
         if is_best or step >= run.total_steps or status != "finished" or step in cadence.save_steps:
             clock.to("saving")
-            if run.ema is not None:
-                with run.uncompiled():
-                    run.ema.settle()
+            # Averages that are not settled are so when the run goes on.
+            if run.ema is not None and data_comes:
+                with run.uncompiled(), suppress(Stopped):
+                    run.ema.settle(partial(interruptible, run))
             run.save(run, is_best)
             clock.to(None)
             if run.ranks.is_first:
@@ -147,6 +155,7 @@ def evaluate(
     flip: bool = False,
     full_size: int | None = None,
     stop_asked: Callable[[], bool] = lambda: False,
+    watched: Watched = lambda batches: batches,
     sharded: bool = False,
 ) -> dict[str, float]:
     """Figures of `model` over a whole split, each sample counted once, sums kept on the device.
@@ -157,6 +166,7 @@ def evaluate(
         flip: average outputs over each image and its mirror image.
         full_size: samples that every batch is filled up to with stand-ins, which count for nothing.
         stop_asked: whether to give up, asked before every batch.
+        watched: goes through the batches, and may give up the wait for one.
         sharded: whether a forward pass takes all ranks, those too whose share is empty.
 
     Raises:
@@ -166,7 +176,7 @@ def evaluate(
     if full_size is not None:
         predictor = FullSize(predictor, full_size)
     figures_of_weights = partial(
-        _evaluate, predictor, model, task, loader, device, ranks, precision, stop_asked, sharded
+        _evaluate, predictor, model, task, loader, device, ranks, precision, stop_asked, watched, sharded
     )
     if average is None or not average.ready:
         return figures_of_weights()
@@ -185,20 +195,20 @@ def _evaluate(
     ranks: Ranks,
     precision: Precision,
     stop_asked: Callable[[], bool],
+    watched: Watched,
     sharded: bool,
 ) -> dict[str, float]:
     metrics = task.metrics().to(device)
     loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
     num_items: Any = 0
-    abandoned = 0
+    abandoned = 1
     was_training = predictor.training
     predictor.eval()
-    with precision.autocast():
+    with precision.autocast(), suppress(Stopped):
         # BatchNorm's are the same everywhere; a model may have others.
         broadcast_buffers(list(model.buffers()), ranks)
-        for index, (data, num_samples) in enumerate(loader):
+        for index, (data, num_samples) in enumerate(watched(iter(loader))):
             if stop_asked():
-                abandoned += 1
                 break
             if num_samples:
                 looked = predictor if index else fitting(predictor, model, task, data, " in evaluation")
@@ -207,6 +217,8 @@ def _evaluate(
                 num_items += count
             elif sharded:
                 task.evaluate(predictor, data, task.metrics().to(device))
+        else:
+            abandoned = 0
     predictor.train(was_training)
     total_loss, total_items, num_abandoned = sum_and_read([loss_sum, num_items, abandoned], device, ranks)
     if num_abandoned:
@@ -241,7 +253,10 @@ class _FirstBatch:
 def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
     with run.uncompiled():
         if run.ema is not None:
-            run.ema.settle()
+            try:
+                run.ema.settle(partial(interruptible, run))
+            except Stopped:
+                raise Abandoned from None
         return evaluate(
             run.model,
             run.task,
@@ -254,6 +269,7 @@ def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
             full_size=run.full_size,
             # Ranks that gather weights together have to go through it together.
             stop_asked=lambda: run.stop_signal is not None and not run.sharded,
+            watched=partial(interruptible, run, together=run.sharded),
             sharded=run.sharded,
         )
 

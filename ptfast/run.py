@@ -80,6 +80,10 @@ class MicroBatch(NamedTuple):
     """Samples that count; 0 for an empty share, whose one stand-in sample keeps the ranks in step."""
 
 
+Watched = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
+"""What goes through batches, and may break off the wait for one."""
+
+
 class Mixed(NamedTuple):
     """Targets of samples of which each is mixed out of two."""
 
@@ -379,6 +383,8 @@ class Run:
     """Why training ended before its last step."""
     stop_signal: int | None = None
     """Set by a signal handler; the loop ends after the step it is in."""
+    waits: Literal["alone", "together"] | None = None
+    """In a wait for data that a signal may end: by this rank's own decision, or by that of all."""
 
     @property
     def sharded(self) -> bool:

@@ -23,6 +23,7 @@ from ptfast.optim import apply_lr, build_step, reference_lr
 from ptfast.parallel import RunningStatistics, unwrap
 from ptfast.run import Run, StepBatch, hooks
 from ptfast.scaling import ScaledSteps
+from ptfast.stopping import Stopped
 
 MOST_SKIPPED = 30
 """Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""
@@ -83,7 +84,9 @@ class Trainer:
         resumes = run.ranks.distributed and not run.sharded and run.progress.step
         if not (resumes or run.compilation is not None) or run.progress.step >= run.total_steps:
             return batches
-        first = next(batches, None)
+        first = None
+        with contextlib.suppress(Stopped):
+            first = next(batches, None)
         if first is None:
             return batches
         buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
@@ -99,7 +102,12 @@ class Trainer:
         return chain([first], batches)
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
-        """Take optimizer steps up to `last_step`, or up to a signal."""
+        """Take optimizer steps up to `last_step`, or up to a signal.
+
+        Raises:
+            Stopped: a signal has come while the next batch was awaited.
+            DataError: D006 when the data has ended.
+        """
         run, progress, optimizer, to = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
         scaled, clip, ema = self.scaled, run.clip, run.ema
         on_step = hooks([*run.callbacks, *run.watchers], "on_step")
@@ -144,7 +152,7 @@ class Trainer:
             if run.stop_signal is not None and not run.ranks.distributed:
                 break
         else:
-            if progress.step < last_step:
+            if progress.step < last_step and run.stop_signal is None:
                 raise _data_ended(run)
 
     def _accumulate_gradients(self, batch: StepBatch, step: int) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from ptfast import machine, run_folder
@@ -41,6 +38,7 @@ from ptfast.errors import (
 from ptfast.logger import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
 from ptfast.panel import build_panel, device_name, left_out
 from ptfast.run import Run
+from ptfast.stopping import Preempted, caught_signals
 from ptfast.units import num_bytes
 
 STARTED_VARIABLE = "PTFAST_STARTED"
@@ -54,10 +52,6 @@ EXIT_CODES = {
     "preempted": EXIT_PREEMPTED,
     "interrupted": EXIT_INTERRUPTED,
 }
-
-
-class Preempted(BaseException):
-    """A signal has ended the run before there was anything to save."""
 
 
 def train(
@@ -77,9 +71,9 @@ def train(
     logger: Any = NoLogger()
     run: Run | None = None
     status, error_line = "failed", None
-    exit_code = EXIT_BUG
+    exit_code, together = EXIT_BUG, True
     # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
-    with _signals(display, ranks) as signals:
+    with caught_signals(display, ranks) as signals:
         try:
             if ranks.distributed:
                 from ptfast.backend import resolve_device
@@ -116,14 +110,15 @@ def train(
             exit_code, error_line = error.exit_code, str(error)
             raise
         except Preempted as signalled:
-            status, exit_code, error_line = "preempted", EXIT_PREEMPTED, f"{signalled} before the first step"
+            exit_code, error_line, together = signals.exit_code, str(signalled), False
         except KeyboardInterrupt:
             where = f"at step {run.progress.step}, without saving" if run else "before the first step"
             status, exit_code, error_line = "interrupted", EXIT_INTERRUPTED, f"interrupted {where}"
             raise
         except (Exception, SystemExit) as error:
             error_line = f"{type(error).__name__}: {error}"
-            if ranks.distributed and is_connection_lost(error):
+            is_lost = ranks.distributed and is_connection_lost(error)
+            if is_lost and signals.received is None:
                 lost = ParallelError("P001", "another rank died or hangs", key=str(folder))
                 exit_code, error_line = lost.exit_code, str(lost)
                 raise lost from error
@@ -137,8 +132,17 @@ def train(
                 if (told := failure(error, run)) is not None:
                     exit_code, error_line = told.exit_code, str(told)
                     raise told from error
-            raise
+            if not is_lost:
+                raise
+            # Another rank was sent the signal too, and has left its wait for data.
+            where = f"at step {run.progress.step}, without saving" if run else "before the first step"
+            error_line = f"stopped {where}: another rank has left"
+            exit_code, together = signals.exit_code, False
         finally:
+            signals.closing = True
+            if not together:
+                status = "interrupted" if exit_code == EXIT_INTERRUPTED else "preempted"
+                display.warn(str(error_line))
             clock.to("closing" if run is not None else "start_up")
             with contextlib.suppress(Exception):
                 if run is not None:
@@ -146,8 +150,9 @@ def train(
             if ranks.is_first:
                 _close(folder, config, run, display, logger, clock, status, exit_code, error_line)
         # torchrun ends the ranks that are left as soon as one fails: none leaves before all is written.
-        barrier(ranks)
-        destroy_process_group()
+        if together:
+            barrier(ranks)
+            destroy_process_group()
     return exit_code
 
 
@@ -290,46 +295,6 @@ def report_failure(folder: Path, error: BaseException) -> bool:
     except OSError:
         pass  # a full disk, say: whoever finds no word there prints it
     return True
-
-
-class Signals:
-    """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the step it is in, with its state saved.
-
-    Before the run is built there is nothing to save: it ends at once. Several ranks first build it, so that
-    none waits for one that has left.
-    """
-
-    def __init__(self, display: Display, ranks: Ranks) -> None:
-        self.run: Run | None = None
-        self.received: int | None = None
-        self._display, self._distributed = display, ranks.distributed
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and (self.run is None or self.received is not None):
-            raise KeyboardInterrupt
-        first, self.received = self.received is None, number
-        if self.run is not None:
-            self.run.stop_signal = number
-            # It may interrupt another line that is being written, which Python's streams refuse.
-            with contextlib.suppress(RuntimeError):
-                self._display.note("stopping after this step; the state is being saved")
-        elif first and not self._distributed:
-            raise Preempted(signal.Signals(number).name)
-
-
-@contextlib.contextmanager
-def _signals(display: Display, ranks: Ranks) -> Iterator[Signals]:
-    """Have signals caught; SIGHUP stays ignored where it is, as under nohup."""
-    caught = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        caught.append(signal.SIGHUP)
-    handler = Signals(display, ranks)
-    previous = {number: signal.signal(number, handler) for number in caught}
-    try:
-        yield handler
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
 
 
 def die_with_parent(parent: int | None = None) -> None:

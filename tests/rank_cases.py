@@ -19,6 +19,7 @@ from ptfast.errors import PtfastError
 from ptfast.loop import evaluate_split, fit
 from ptfast.parallel import apply_sync_batchnorm
 from ptfast.run import Run
+from ptfast.stopping import caught_signals
 
 PLAIN = ("optimizer=sgd", "schedule=constant", "optimizer.lr=0.5", "model=custom")
 SAMPLES = (*PLAIN, "data=custom", "data._target_=toys.blobs", "data.val=0", "model._target_=toys.DoubleMlp")
@@ -71,6 +72,8 @@ STREAM = (
     "dataloader.workers=3",
     "eval.every=5steps",
 )
+STUCK = ("data=custom", "data._target_=stuck.Stuck", "+data.at=18", "data.val=0", "dataloader=plain")
+STUCK = (*STUCK, "model.hidden=[4]", "model.dropout=0.2", "batch_size=10", "steps=6")
 LAST = ("model.hidden=[8]", "steps=1", "batch_size=4", "data.val=45samples", "eval.batch_size=8")
 GPT = ("data=text_file", "data.path=text.txt", "data.context_length=16", "model=gpt", "model.depth=2")
 GPT = (*GPT, "model.width=16", "model.heads=2", "batch_size=8", "steps=6", "log_every=2")
@@ -151,10 +154,29 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     for name in ("OfRank", "LateOfRank", "Asks", "SaysSo"):
         found[f"stream {name}"] = refusal_of_stream(on, name)
     found["held"] = held_together(on)
+    found["stuck"] = stuck(on)
     found["stream resumes"] = on.resumed("stream", *STREAM)
     for name, words in UNUSED.items():
         found[name] = on.refusal(name, *words, strategy="fsdp" if "fsdp" in name else "ddp")
     return found
+
+
+def stuck(on: Cases) -> tuple[str, int, bool]:
+    """How a run ends whose data does not come, on either rank, and whether it goes on to the same bits."""
+    whole = on.train("stuck-whole", *STUCK)
+    if on.ranks.is_first:
+        Path("stuck").write_text("SIGTERM")
+    run = on.build("stuck-run", *STUCK)
+    with pytest.MonkeyPatch.context() as patch, caught_signals(run.display, on.ranks) as signals:
+        patch.setattr("ptfast.stopping.LATE_S", 2.0)
+        signals.run = run
+        status = fit(run)
+    torch.distributed.barrier()
+    if on.ranks.is_first:
+        Path("stuck").unlink()
+    state = Path("stuck-run/saved/last").resolve()
+    again = on.train("stuck-again", *STUCK, state_folder=state)
+    return status, run.progress.step, same_bits(again["weights"], whole["weights"])
 
 
 def held_together(on: Cases) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_swa_equals_torchs_averaged_model_and_update_bn():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 3))
     batches = [torch.randn(6, 4, 3, 3) for _ in range(4)]
 
-    def forward() -> None:
+    def forward(watched: Any) -> None:
         for images in batches:
             model(images)
 
@@ -153,7 +153,7 @@ def test_statistics_are_measured_without_dropout():
     torch.manual_seed(0)
     inputs = torch.randn(4096, 8)
     model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(8))
-    swa = Swa(model, [1], lambda: model(inputs))
+    swa = Swa(model, [1], lambda watched: model(inputs))
     swa.update(1)
     swa.settle()
     torch.testing.assert_close(swa.state_dict()["averages"]["1.running_var"], inputs.var(0))

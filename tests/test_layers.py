@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             "devices",
             "shards",
         ),
-        ("run", "plan"),
+        ("run", "plan", "stopping"),
         ("config",),
         ("blocks",),
     ),

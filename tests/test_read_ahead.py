@@ -68,6 +68,18 @@ def test_what_goes_wrong_is_raised_in_its_turn() -> None:
     assert readers() == []
 
 
+def test_a_reader_that_is_stuck_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptfast.data.ahead._CLOSE_S", 0.1, raising=False)
+    stuck = threading.Event()
+    batches = ahead(number for number in range(2) if number == 0 or stuck.wait(20))
+    assert next(batches) == 0
+    start_s = time.monotonic()
+    batches.close()
+    assert time.monotonic() - start_s < 10
+    stuck.set()
+    assert until(lambda: readers() == [])
+
+
 SMALL = ("steps=12", "model.hidden=[16]", "model.dropout=0.3", "batch_size=128", "augment=crop_flip")
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from resuming import train_in_child
 from running import build_run, records, same_bits, summary, train, weights
+from stuck import STUCK_S
 from toys import (
     SMALL,
     callback,
 )
 
+from ptfast import stopping
+from ptfast.display.plain import Display
+from ptfast.distributed import Ranks
 from ptfast.loop import fit
 from ptfast.tasks.classification import Classification
 
@@ -102,6 +108,106 @@ def test_a_signal_while_the_data_loads_ends_the_run(in_tmp: Path, name: str, cod
     assert (result["exit_code"], "steps" in result) == (code, False)
     assert result["error"].endswith("before the first step")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+STUCK = ("data=custom", "data._target_=stuck.Stuck", "model=custom", "model._target_=toys.DoubleNormed")
+STUCK = (
+    *STUCK,
+    "batch_size=10",
+    "steps=8",
+    "log_every=2",
+    "saving.every=1000steps",
+    "eval.every=4steps",
+    "run.resume=auto",
+)
+SWA = ("ema=swa", "ema.swa_start=2steps", "ema.swa_every=1steps")
+PLAIN, WORKER = "dataloader=plain", ("dataloader=workers", "dataloader.workers=1")
+
+
+def end_stuck(*words: str, name: str, steps: int) -> None:
+    """Have data not come, and the signal end the run with the state of its last finished step saved."""
+    Path("stuck").write_text(name)
+    start_s = time.monotonic()
+    assert train(*STUCK, *words, "run.dir=a") == (130 if name == "SIGINT" else 75)
+    assert time.monotonic() - start_s < STUCK_S
+    Path("stuck").unlink()
+    result = summary(Path("a"))
+    assert (result["steps"], result["reason"], "error" in result) == (steps, name, False)
+    assert Path("a/saved/last").resolve().name == f"step-{steps}"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize(
+    ("words", "name", "steps"),
+    [
+        ((PLAIN, "+data.at=36", "data.val=0"), "SIGINT", 3),
+        ((PLAIN, "+data.at=6", "data.val=0"), "SIGTERM", 0),
+        ((*WORKER, "+data.val_at=50"), "SIGTERM", 4),
+        ((PLAIN, "+data.at=77", "+data.val_at=0", *SWA), "SIGTERM", 4),
+    ],
+    ids=["training", "before a step", "evaluation", "averages"],
+)
+def test_a_run_whose_data_does_not_come_goes_on_to_the_same_bits(
+    in_tmp: Path, words: tuple[str, ...], name: str, steps: int
+) -> None:
+    assert train(*STUCK, *words, "run.dir=whole") == 0
+    end_stuck(*words, name=name, steps=steps)
+    assert train(*STUCK, *words, "run.dir=a") == 0
+    assert same_bits(weights(Path("a")), weights(Path("whole")))
+    assert records(Path("a")) == records(Path("whole"))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ((*WORKER, "+data.at=46"), 4),
+        (("data._target_=stuck.StuckStream", "+data.at=36"), 3),
+        ((PLAIN, "+data.at=77", *SWA), 4),
+    ],
+    ids=["worker", "stream", "averages to be saved"],
+)
+def test_whatever_waits_for_data_hears_a_signal(in_tmp: Path, words: tuple[str, ...], steps: int) -> None:
+    end_stuck("data.val=0", *words, name="SIGTERM", steps=steps)
+
+
+def test_ranks_whose_data_does_not_come_end_together(two_ranks: dict[str, Any]) -> None:
+    assert two_ranks["stuck"] == ("preempted", 3, True)
+
+
+def test_a_second_signal_ends_a_run_that_does_not_get_to_the_first(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "REPEATED_S", -1.0)
+    twice = "callbacks=[{_target_: toys.Signals, step: 7}, {_target_: toys.Signals, step: 7}]"
+    assert train(*SMALL, "steps=20", "run.dir=a", twice) == 75
+    result = summary(Path("a"))
+    assert (result["status"], result["exit_code"]) == ("preempted", 75)
+    assert result["error"] == "SIGTERM again at step 7, without saving"
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_second_signal_ends_what_swallows_every_exception(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "REPEATED_S", -1.0)
+    monkeypatch.setattr(stopping, "LAST_S", 0.3)
+    Path("stuck").write_text("SIGTERM")
+    start_s = time.monotonic()
+    assert train_in_child(*STUCK, PLAIN, "+data.at=36", "+data.deaf=true", "data.val=0") == 75
+    assert time.monotonic() - start_s < STUCK_S
+
+
+def test_a_process_that_a_data_set_has_forked_ends_as_any_other(in_tmp: Path) -> None:
+    with stopping.caught_signals(Display(), Ranks()):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 
 
 def test_an_ignored_hang_up_stays_ignored(in_tmp: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from queue import Empty, Full, Queue
 from typing import Any
@@ -13,6 +14,8 @@ from ptfast.run import StepBatch, TrainLoader
 
 _LOOK_S = 0.1
 """How often a thread that waits for room looks whether anybody still wants its batches."""
+_CLOSE_S = 2.0
+"""How long the thread may take to notice that nobody does; one that is stuck ends with the process."""
 
 
 def read_ahead(batches: Iterator[StepBatch], depth: int = 1) -> Iterator[StepBatch]:
@@ -55,7 +58,8 @@ def read_ahead(batches: Iterator[StepBatch], depth: int = 1) -> Iterator[StepBat
             yield batch
     finally:
         unwanted.set()
-        while thread.is_alive():
+        late_s = time.monotonic() + _CLOSE_S
+        while thread.is_alive() and time.monotonic() < late_s:
             try:
                 queue.get(timeout=_LOOK_S)
             except Empty:
