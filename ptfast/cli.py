@@ -170,12 +170,13 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
         else:
             print(show_config(flags["--cfg"], arguments, file), end="")
         return EXIT_OK
-    from ptfast.distributed import read_ranks, under_torchrun
+    from ptfast.distributed import world
 
+    ranks = world()
     if "--multirun" in flags:
         from ptfast.sweep import sweep
 
-        if under_torchrun():
+        if ranks is not None:
             hint = "Start it without torchrun; parallel=ddp launches the ranks of each job"
             raise ConfigError("C014", "every rank would run the whole sweep", key="-m", suggestion=hint)
         return sweep(arguments)
@@ -186,15 +187,15 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
     if "--dry-run" in flags:
         from ptfast.dry_run import dry_run
 
-        if not read_ranks().is_first:
+        if ranks is not None and not ranks.is_first:
             return EXIT_OK
         composed, config = read()
         with composed.naming_places():
             return dry_run(config)
-    if under_torchrun():
+    if ranks is not None:
         from ptfast.launch import start_rank
 
-        return start_rank(read, arguments)
+        return start_rank(ranks, read, arguments)
     composed, config = read()
     from ptfast.launch import start
 

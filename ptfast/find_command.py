@@ -65,9 +65,9 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
     for flag, name in {"--out": "out", "--write": "write"}.items():
         if flag in flags:
             options[name] = Path(flags[flag]).expanduser()
-    from ptfast.distributed import under_torchrun
+    from ptfast.distributed import world
 
-    if under_torchrun():
+    if world() is not None:
         hint = "Start it without torchrun; parallel=ddp launches the ranks"
         raise ConfigError("C014", "every rank would search by itself", key="find", suggestion=hint)
     composed, config = read_config(words)

@@ -18,7 +18,7 @@ from ptfast.config.freeze import check_no_secrets, freeze, redact
 from ptfast.config.read import load_config
 from ptfast.config.rules import check_batch
 from ptfast.config.schema import Config
-from ptfast.distributed import Ranks, read_ranks, tell_ranks
+from ptfast.distributed import Ranks, count_neighbours, tell_ranks, under_torchrun
 from ptfast.elastic import run_elastic
 from ptfast.errors import (
     EXIT_BUG,
@@ -67,8 +67,8 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
         return worker.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder, panel=rows)
 
 
-def start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]) -> int:
-    """One rank under the user's own torchrun: the first composes and picks the directory, the rest follow.
+def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]) -> int:
+    """One of the ranks that the user has started: the first composes and picks the directory for all.
 
     Args:
         read_config: called by the first rank alone.
@@ -81,18 +81,21 @@ def start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: li
     """
     from ptfast.worker import leave
 
-    exit_code = _start_rank(read_config, arguments)
-    if read_ranks().distributed:
+    exit_code = _start_rank(ranks, read_config, arguments)
+    if ranks.distributed:
         leave(exit_code)
     return exit_code
 
 
-def _start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]) -> int:
+def _start_rank(
+    ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]
+) -> int:
     from ptfast.worker import die_with_parent
 
-    # A torchrun that is killed would leave its ranks running.
-    die_with_parent()
-    ranks = read_ranks()
+    if under_torchrun():
+        # One that is killed would leave its ranks running.
+        die_with_parent()
+    ranks = count_neighbours(ranks)
     if not ranks.is_first:
         word = json.loads(tell_ranks(None, ranks))
         return int(word["exit_code"]) if "exit_code" in word else _train_rank(word, ranks)
@@ -100,7 +103,7 @@ def _start_rank(read_config: Callable[[], tuple[Composed, Config]], arguments: l
         try:
             composed, config = read_config()
             stack.enter_context(composed.naming_places())
-            _check_torchrun(config, ranks)
+            _check_started(config, ranks)
             check_no_secrets(composed)
             place = find_place(composed, config)
             if place.finished:
@@ -195,15 +198,16 @@ def resolve_num_ranks(config: Config) -> int:
     return 1
 
 
-def _check_torchrun(config: Config, ranks: Ranks) -> None:
+def _check_started(config: Config, ranks: Ranks) -> None:
+    """Refuse a config that contradicts the ranks that were started."""
     if config.parallel.strategy == "single" and ranks.distributed:
-        what = f"torchrun started {ranks.num_ranks} processes, which would all train the same"
+        what = f"{ranks.num_ranks} processes were started, which would all train the same"
         raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
     started = {"nproc": ranks.num_local_ranks, "nnodes": ranks.num_ranks // ranks.num_local_ranks}
     for name, number in started.items():
         asked = getattr(config.parallel, name)
         if asked not in ("auto", 1, number):
-            what, hint = f"torchrun started {number}", "Leave it out: torchrun decides"
+            what, hint = f"{number} were started", "Leave it out: whoever starts the ranks decides"
             raise ConfigError("C011", what, key=f"parallel.{name}", value=asked, suggestion=hint)
     accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
     check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, accumulate, first)

@@ -22,7 +22,7 @@ from ptfast.distributed import (
     destroy_process_group,
     init_process_group,
     is_connection_lost,
-    read_ranks,
+    world,
 )
 from ptfast.errors import (
     EXIT_BUG,
@@ -330,7 +330,9 @@ def main() -> None:
 
         _, config = load_config(folder / run_folder.CONFIG, trusted=True)
         rows = [("run", str(folder))]
-        train(config, folder, ranks=read_ranks(), state_folder=Path(state) if state else None, panel=rows)
+        train(
+            config, folder, ranks=world() or Ranks(), state_folder=Path(state) if state else None, panel=rows
+        )
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:

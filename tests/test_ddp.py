@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from ptfast.config.compose import compose
 from ptfast.config.read import read_config
 from ptfast.distributed import Ranks
 from ptfast.errors import ConfigError, DataError, MachineError, ParallelError, ReportedError
-from ptfast.launch import _check_torchrun, _outcome
+from ptfast.launch import _check_started, _outcome
 from ptfast.parallel import RunningStatistics
 from ptfast.run_folder import write_json
 from ptfast.worker import report_failure
@@ -31,10 +32,10 @@ WORDS = ("model.hidden=[16]", "model.dropout=0.2", "micro_batches=2", "log_every
 DDP = ("parallel=ddp", "parallel.nproc=2")
 
 
-def a_run(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """`ptfast train WORDS...` in a session of its own."""
+def a_run(*words: str, launcher: tuple[str, ...] = (), told: Mapping[str, str] = {}) -> subprocess.Popen[str]:
+    """`ptfast train WORDS...` in a session of its own, with the variables `told`."""
     command = [sys.executable, "-m", *launcher, "ptfast", "train", *words]
-    environment = {**os.environ, **WITH_TESTS}
+    environment = {**os.environ, **WITH_TESTS, **told}
     return subprocess.Popen(
         command,
         env=environment,
@@ -43,6 +44,15 @@ def a_run(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+def ranks_of_an_engine(*words: str) -> list[subprocess.Popen[str]]:
+    """Two ranks of `ptfast train WORDS...`, told of each other by nothing but variables."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [a_run(*words, told={**told, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
 
 
 @contextlib.contextmanager
@@ -86,16 +96,21 @@ def is_alive(pid: int) -> bool:
         ((), ("parallel.nproc=2", "batch_size=202")),
         # One sample to validate on: the first rank has none.
         (("torch.distributed.run", "--nproc-per-node", "2", "-m"), ("batch_size=256", "data.val=1samples")),
+        (None, ("batch_size=256", "data.val=1samples")),
     ],
-    ids=["ptfast", "torchrun"],
+    ids=["ptfast", "torchrun", "another engine"],
 )
 def test_two_processes_give_the_figures_of_one(
-    in_tmp: Path, launcher: tuple[str, ...], words: tuple[str, ...]
+    in_tmp: Path, launcher: tuple[str, ...] | None, words: tuple[str, ...]
 ) -> None:
     words = (*WORDS, *words, "epochs=2")
-    process = a_run(*words, "parallel=ddp", "run.name=two", launcher=launcher)
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
+    if launcher is None:
+        processes = ranks_of_an_engine(*words, "parallel=ddp", "run.name=two")
+    else:
+        processes = [a_run(*words, "parallel=ddp", "run.name=two", launcher=launcher)]
+    said = [process.communicate(timeout=200) for process in processes]
+    out, err = map("".join, zip(*said, strict=True))
+    assert [process.returncode for process in processes] == [0] * len(processes), err
     assert "Warning" not in err
     alone = [word for word in words if word != "parallel.nproc=2"]
     assert train(*alone, "run.dir=one") == 0
@@ -161,6 +176,15 @@ def test_running_statistics_are_those_of_one_process(two_ranks: dict[str, Any], 
             torch.testing.assert_close(right[name], value, rtol=1e-3, atol=1e-4)
         if "num_batches" in name:
             assert (int(value), int(right[name])) == (4 * 13, 4 * 13)
+
+
+@pytest.mark.slow
+def test_ranks_of_an_engine_are_refused_once(in_tmp: Path) -> None:
+    first, second = ranks_of_an_engine("parallel=ddp", "optimizer.lrr=1", "run.dir=a")
+    (_, line), said = first.communicate(timeout=200), second.communicate(timeout=200)
+    assert (first.returncode, second.returncode, said) == (2, 2, ("", ""))
+    assert line.startswith("ptfast: error[C002]: optimizer.lrr=1 (command line)")
+    assert not Path("a").exists()
 
 
 def test_a_stand_in_leaves_the_statistics_alone() -> None:
@@ -247,9 +271,9 @@ def test_ranks_that_were_killed_before_they_saved_are_no_preempted_run(in_tmp: P
     assert outcome(in_tmp, received=signal.SIGTERM) == 75
 
 
-def test_what_torchrun_decides_cannot_be_contradicted(in_tmp: Path) -> None:
+def test_what_whoever_starts_ranks_decides_cannot_be_contradicted(in_tmp: Path) -> None:
     def check(*words: str) -> None:
-        _check_torchrun(read_config(["parallel=ddp", *words])[1], Ranks(0, 0, 4, 2))
+        _check_started(read_config(["parallel=ddp", *words])[1], Ranks(0, 0, 4, 2))
 
     check()
     check("parallel.nproc=2", "parallel.nnodes=2")
@@ -257,7 +281,7 @@ def test_what_torchrun_decides_cannot_be_contradicted(in_tmp: Path) -> None:
         (("parallel.nproc=4",), "parallel.nproc"),
         (("parallel.nnodes=3",), "parallel.nnodes"),
     ):
-        with pytest.raises(ConfigError, match="torchrun started 2") as caught:
+        with pytest.raises(ConfigError, match="2 were started") as caught:
             check(*words)
         assert (caught.value.code, caught.value.key) == ("C011", key)
 

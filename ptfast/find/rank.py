@@ -9,7 +9,7 @@ from typing import Any
 
 from ptfast import run_folder
 from ptfast.config.read import load_config
-from ptfast.distributed import barrier, destroy_process_group, init_process_group, read_ranks
+from ptfast.distributed import Ranks, barrier, destroy_process_group, init_process_group, world
 from ptfast.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, PtfastError
 from ptfast.launch import FOUND
 from ptfast.worker import die_with_parent, leave, report_failure
@@ -36,7 +36,7 @@ def _search(what: str, folder: Path, keywords: dict[str, Any]) -> dict[str, Any]
     from ptfast.backend import resolve_device
 
     _, config = load_config(folder / run_folder.CONFIG, trusted=True)
-    ranks = read_ranks()
+    ranks = world() or Ranks()
     if ranks.distributed:
         init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
     found: dict[str, Any] | None = None
