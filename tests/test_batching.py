@@ -16,8 +16,9 @@ from ptfast.config.read import read_config
 from ptfast.data import encoded
 from ptfast.data.buckets import LengthPlan, padding_share
 from ptfast.data.encoded import Encoded, encode
+from ptfast.data.order import permutation
 from ptfast.data.ragged import Documents, TextSource
-from ptfast.data.sampler import Sampler, permutation
+from ptfast.data.sampler import Sampler
 from ptfast.data.source import Padding, SubsetSource
 from ptfast.data.tokens import Vocabulary
 from ptfast.durations import Duration

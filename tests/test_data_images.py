@@ -15,7 +15,8 @@ from PIL import Image
 
 from ptfast.data import build_data, choice, read_inputs
 from ptfast.data.crops import crop_all, draw_boxes
-from ptfast.data.imagefolder import ImageFiles, ImageFolder
+from ptfast.data.image_files import ImageFiles
+from ptfast.data.imagefolder import ImageFolder
 from ptfast.data.images import Decoder, fit, size_of
 from ptfast.data.normalize import statistics
 from ptfast.data.source import TensorSource

@@ -14,7 +14,8 @@ from torch import Tensor
 from ptfast.data import nvjpeg
 from ptfast.data.choice import choose
 from ptfast.data.crops import draw_boxes
-from ptfast.data.imagefolder import ImageFiles, ImageFolder
+from ptfast.data.image_files import ImageFiles
+from ptfast.data.imagefolder import ImageFolder
 from ptfast.data.images import Decoder
 from ptfast.data.nvjpeg import NvJpegFiles
 from ptfast.durations import Duration

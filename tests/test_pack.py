@@ -20,7 +20,7 @@ from packs import HALF, NO_VAL, files_of, load, mixed, pack, refused, same, tree
 from ptfast.cli import run
 from ptfast.data import packed
 from ptfast.data.crops import draw_boxes
-from ptfast.data.imagefolder import ImageFiles
+from ptfast.data.image_files import ImageFiles
 from ptfast.data.images import Decoder
 from ptfast.data.pack import make
 from ptfast.data.pack_images import plan_images, shrink

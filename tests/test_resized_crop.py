@@ -20,7 +20,8 @@ from ptfast.data.augment.resident import ResidentImages
 from ptfast.data.choice import choose
 from ptfast.data.crops import box_edges, draw_boxes, pixel_edges
 from ptfast.data.digits import Digits
-from ptfast.data.imagefolder import ImageFiles, ImageFolder
+from ptfast.data.image_files import ImageFiles
+from ptfast.data.imagefolder import ImageFolder
 from ptfast.data.images import Decoder
 from ptfast.data.originals import HeldImages
 from ptfast.data.pack import make

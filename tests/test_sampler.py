@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ptfast.data.sampler import Sampler, micro_batch_bounds, permutation, smallest_micro_batch
+from ptfast.data.order import micro_batch_bounds, permutation
+from ptfast.data.sampler import Sampler, smallest_micro_batch
 from ptfast.errors import DataError
 
 

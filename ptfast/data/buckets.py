@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptfast.data import draws
-from ptfast.data.sampler import Indices, micro_batch_bounds, permutation
+from ptfast.data.order import Indices, micro_batch_bounds, permutation
 from ptfast.data.source import Padding
 from ptfast.durations import Duration
 from ptfast.plan import BatchPlan, constant

@@ -20,7 +20,7 @@ from ptfast.data.generators import seeded
 from ptfast.data.iterable import IterableSource
 from ptfast.data.labels import as_classes, check_labels, shape_of, signed, tell_task
 from ptfast.data.masks import kind_of_target
-from ptfast.data.sampler import Indices
+from ptfast.data.order import Indices
 from ptfast.data.source import Padding, Source, Splits, TensorSource
 from ptfast.data.workers import RAISED, failed
 from ptfast.errors import DataError, PtfastError

@@ -14,9 +14,10 @@ from ptfast.data.augment import Augment
 from ptfast.data.augment.masks import cut_masks, planes
 from ptfast.data.augment.resident import ResidentImages
 from ptfast.data.crops import Sizes, box_edges, draw_boxes
+from ptfast.data.order import Indices
 from ptfast.data.originals import HeldImages
 from ptfast.data.prepare import Prepare
-from ptfast.data.sampler import Indices, Sampler
+from ptfast.data.sampler import Sampler
 from ptfast.data.source import Source, TensorSource, as_tensor
 from ptfast.errors import ConfigError, MachineError
 from ptfast.machine import available_memory

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from ptfast.data import draws
 from ptfast.data.generators import OwnGenerators, seed_all
-from ptfast.data.sampler import Indices
+from ptfast.data.order import Indices
 from ptfast.data.source import Source
 from ptfast.data.workers import RAISED, failed
 from ptfast.errors import ConfigError, DataError, PtfastError

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ptfast.data.crops import Boxes, pixel_edges
-from ptfast.data.imagefolder import ImageFiles
+from ptfast.data.image_files import ImageFiles
 from ptfast.data.images import AS_RGB, MAX_PIXELS, jpeg_shape, read_file
 from ptfast.errors import DataError, MachineError
 
 if TYPE_CHECKING:
-    from ptfast.data.sampler import Indices
+    from ptfast.data.order import Indices
 
 _END = b"\xff\xd9"
 

@@ -15,7 +15,7 @@ from ptfast.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ptfast.data.sampler import Indices
+    from ptfast.data.order import Indices
 
 
 class HeldImages(Source):

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ptfast.data.class_folders import list_tree
 from ptfast.data.crops import resize
-from ptfast.data.imagefolder import list_tree
 from ptfast.data.images import Decoder, Pixels, read_file
 from ptfast.data.normalize import finish_statistics
 from ptfast.data.pack import PIECE_BYTES, Piece, Plan, Written

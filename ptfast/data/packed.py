@@ -266,7 +266,7 @@ def source_files(path: Path, manifest: Manifest) -> Iterator[str]:
     if manifest.kind == "tokens":
         yield str(path)
         return
-    from ptfast.data.imagefolder import list_tree
+    from ptfast.data.class_folders import list_tree
 
     for paths, _ in list_tree(path)[1].values():
         yield from paths

@@ -22,7 +22,7 @@ from ptfast.run import DataInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ptfast.data.sampler import Indices
+    from ptfast.data.order import Indices
     from ptfast.data.sharing import Holder
 
 

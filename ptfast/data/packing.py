@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data import draws
+from ptfast.data.order import permutation
 from ptfast.data.ragged import Documents
-from ptfast.data.sampler import permutation
 from ptfast.data.source import Source
 from ptfast.run import IGNORE_INDEX, Packed
 
 if TYPE_CHECKING:
-    from ptfast.data.sampler import Indices
+    from ptfast.data.order import Indices
 
 Lengths = NDArray[np.int64]
 

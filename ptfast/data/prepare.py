@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ptfast.data.normalize import Normalizer
-from ptfast.data.sampler import Indices, Share
+from ptfast.data.order import Indices
+from ptfast.data.sampler import Share
 from ptfast.data.source import Source
 from ptfast.run import DataInfo, MicroBatch
 

@@ -15,7 +15,7 @@ from ptfast.data.source import Padding, Source, as_tensor
 from ptfast.run import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from ptfast.data.sampler import Indices
+    from ptfast.data.order import Indices
 
 Numbers = NDArray[np.integer]
 AS_THEY_COME = Padding()

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from ptfast.data.alike import CHECKED, Digest
 from ptfast.data.generators import OwnGenerators
 from ptfast.data.iterable import IterableSource, Reader
-from ptfast.data.sampler import micro_batch_bounds
+from ptfast.data.order import micro_batch_bounds
 from ptfast.data.workers import failed
 from ptfast.errors import DataError, PtfastError
 from ptfast.plan import BatchPlan

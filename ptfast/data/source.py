@@ -20,7 +20,7 @@ from ptfast.run import IGNORE_INDEX, DataInfo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ptfast.data.sampler import Indices
+    from ptfast.data.order import Indices
     from ptfast.data.sharing import Holder
     from ptfast.durations import Duration
 

@@ -10,7 +10,7 @@ from ptfast.data import draws
 from ptfast.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from ptfast.data.sampler import Indices
+    from ptfast.data.order import Indices
     from ptfast.durations import Duration
 
 

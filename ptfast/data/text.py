@@ -31,7 +31,7 @@ from ptfast.errors import DataError
 from ptfast.run import DataInfo
 
 if TYPE_CHECKING:
-    from ptfast.data.sampler import Indices
+    from ptfast.data.order import Indices
     from ptfast.durations import Duration
 
 _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from ptfast.data import draws
 from ptfast.data.contents import Contents, describe_part
-from ptfast.data.imagefolder import ImageFiles, OnCorrupt
+from ptfast.data.image_files import ImageFiles, OnCorrupt
 from ptfast.data.images import Decoder
-from ptfast.data.sampler import Indices, permutation
+from ptfast.data.order import Indices, permutation
 from ptfast.data.shard_index import Label, Shard, index_shard
 from ptfast.data.source import Splits, as_tensor
 from ptfast.data.tar import InTar

@@ -95,7 +95,7 @@ def training(run: Any, lengths: np.ndarray, num_steps: int) -> Callable[[], int]
 
     def order(epoch: int) -> np.ndarray:
         from ptfast.data.buckets import LengthPlan
-        from ptfast.data.sampler import permutation
+        from ptfast.data.order import permutation
 
         by_length = isinstance(plan, LengthPlan)
         return plan.order(epoch) if by_length else permutation(run.seed, epoch, len(lengths))

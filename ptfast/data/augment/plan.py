@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptfast.data import draws
 from ptfast.data.augment import pixels
-from ptfast.data.sampler import Indices
+from ptfast.data.order import Indices
 from ptfast.errors import ConfigError
 from ptfast.run import DataInfo
 

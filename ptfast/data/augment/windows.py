@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ptfast.data.augment.plan import Augment
 from ptfast.data.crops import draw_boxes
-from ptfast.data.sampler import Indices, Share
+from ptfast.data.order import Indices
+from ptfast.data.sampler import Share
 from ptfast.data.sharing import Holder
 from ptfast.data.source import Source
 
