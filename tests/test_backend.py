@@ -52,7 +52,7 @@ def test_ranks_share_the_cores(monkeypatch):
 def test_threads_spin_a_little_before_they_sleep_unless_the_user_says_how(monkeypatch, own):
     for name in ("OMP_WAIT_POLICY", *WAITING):
         monkeypatch.delenv(name, raising=False)
-    for name, value in own.items():
+    for name, value in {**own, "PTFAST_STARTED": "0"}.items():
         monkeypatch.setenv(name, value)
     seen = {}
     monkeypatch.setattr("ptfast.cli.run", lambda arguments: seen.update(os.environ) or 0)

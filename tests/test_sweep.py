@@ -91,10 +91,10 @@ def test_a_failed_job_takes_no_other_along(in_tmp: Path, run_ptfast: RunPtfast) 
 def test_the_exit_code_is_that_of_the_first_failure(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process(monkeypatch)
     words = ("model=custom", "model._target_=test_sweep.Sometimes", "steps=2", "optimizer=sgd")
-    assert run_cli(["train", "-m", *words, "optimizer.lr=0.1,1e38", "+model.ending=fine,broken"]) == 1
+    assert run_cli(["train", "-m", *words, "optimizer.lr=0.1,1e38", "+model.ending=fine,broken"]) == 2
     (folder,) = Path("runs/sweeps").iterdir()
     codes = [json.loads((folder / str(n) / "summary.json").read_text())["exit_code"] for n in range(4)]
-    assert codes == [0, 1, 5, 1]
+    assert codes == [0, 2, 5, 2]
 
 
 def test_a_point_that_cannot_be_trained_is_refused_before_any_is(
