@@ -178,7 +178,8 @@ def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
         for probe in probes:
             probe.grad = torch.zeros_like(probe)
         build_step(optimizer)()
-    except RuntimeError:
+    except (RuntimeError, AssertionError):
+        # The latter is what torch 2.9 has for an operator that does not take weights that are shared out.
         return False
     return True
 
