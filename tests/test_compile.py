@@ -142,7 +142,7 @@ class TestRun:
         build = Compilation.__init__
 
         def compile_slowly(graph: Any, inputs: Any) -> Any:
-            time.sleep(0.2)
+            time.sleep(0.5)
             return graph
 
         def built(self: Compilation, *args: Any, **kwargs: Any) -> None:
@@ -152,8 +152,8 @@ class TestRun:
         monkeypatch.setattr(Compilation, "__init__", built)
         assert train(*RUN, "data.val=1697samples", "epochs=2", "compile=blocks", "run.dir=run") == 0
         budget = summary(Path("run"))["time_budget"]
-        assert budget["warm_up"] >= 0.4
-        assert budget["forward"] + budget["backward"] < 0.2
+        assert budget["warm_up"] >= 1
+        assert budget["forward"] + budget["backward"] < 0.5
 
     def test_rehearsing_changes_no_bit(self, tmp_path: Path) -> None:
         words = (*RUN, "steps=3", "model.dropout=0.2")

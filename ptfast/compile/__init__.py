@@ -92,7 +92,7 @@ class Compilation:
             ConfigError: C005 when a pattern matches no module; C011 when nothing recurs.
         """
         if self.mode != "blocks":
-            model.compile(**self.options)
+            _compile(model, self.options)
             return
         import torch._dynamo
 
@@ -105,7 +105,7 @@ class Compilation:
         config: Any = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
         for block in self.blocks.values():
-            block.compile(**self.options)
+            _compile(block, self.options)
 
     def plain(self) -> AbstractContextManager[Any]:
         """A context in which compiled modules run as they were written."""
@@ -206,6 +206,19 @@ class Compilation:
         if self._too_often:
             report["advice"] = self._advice()
         return report
+
+
+def _compile(module: nn.Module, options: dict[str, Any]) -> None:
+    """Compile `module` in place."""
+    import torch
+
+    if torch.__version__ >= "2.10" or not type(module).__module__.startswith("torch.nn."):
+        module.compile(**options)
+        return
+    # Of a method torch 2.9 compiles only what does not stand in torch's own files.
+    from torch._dynamo.external_utils import wrap_inline
+
+    module._compiled_call_impl = torch.compile(wrap_inline(module._call_impl), **options)
 
 
 def _num_graphs() -> int:
