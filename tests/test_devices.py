@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from running import build_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptfast import devices, loop
+from ptfast.config.compose import compose
 from ptfast.data.prepare import Prepare
 
 
@@ -26,6 +28,20 @@ class NoFloat64(TorchDispatchMode):
 def test_sums_are_float64_where_there_is_such_a_thing() -> None:
     assert devices.sum_dtype(torch.device("mps")) is torch.float32
     assert devices.sum_dtype(torch.device("cpu")) is devices.sum_dtype(torch.device("cuda")) is torch.float64
+
+
+RECIPES = sorted(f"+recipe={path.stem}" for path in (ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("word", [*RECIPES, "preset=safe", "preset=fast"])
+def test_recipes_and_presets_name_nothing_that_a_common_cpu_lacks(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "CPU_INFO", ROOT / "tests" / "cpuinfo_avx2.txt")
+    tree = compose([word], complete=False).tree
+    assert devices.lack_of_precision("bf16", "cpu") is not None
+    assert devices.lack_of_precision(tree["precision"]["mode"], "cpu") is None
+    assert tree["compile"]["mode"] == "none"
 
 
 def test_the_loop_keeps_all_sums_in_the_type_of_the_device(
