@@ -86,7 +86,10 @@ def test_keys_that_contradict_each_other(changes: Tree) -> None:
         ("sweep__metric", "val.loss", None),
     ],
 )
-def test_keys_that_would_change_nothing(key: str, value: Any, remedy: Tree | None) -> None:
+def test_keys_that_would_change_nothing(
+    key: str, value: Any, remedy: Tree | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ptfast.devices.lack_of_compiler", lambda device: None)
     (warning,) = idle_keys(check(**{key: value}), typed)
     assert warning.startswith(f"{key.replace('__', '.')}=")
     assert "means nothing" in warning
