@@ -61,7 +61,8 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
                 raise Stopped
             batch = next(batches, None)
         except Stopped:
-            step = run.progress.step
+            # From here on it stays ended, whatever else comes.
+            run.waits, step = None, run.progress.step
             if several and not all_come_to(f"{step}/{number}", run.ranks, LATE_S):
                 raise Preempted(f"stopped at step {step}, without saving: not all ranks wait there") from None
             raise

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset
 from toys import blobs
 
 STUCK_S = 60.0
@@ -27,7 +27,7 @@ class Stuck(Dataset[Any]):
     num_classes = 2
 
     def __init__(self, at: int = 0, deaf: bool = False, val_at: int | None = None) -> None:
-        self.at, self.deaf, self.reads = at, deaf, 0
+        self.at, self.deaf, self.reads, self.pid = at, deaf, 0, os.getpid()
         self.inputs, self.targets = blobs(100).tensors
         if val_at is not None:
             self.val = Stuck(val_at)
@@ -44,11 +44,11 @@ class Stuck(Dataset[Any]):
     def get_stuck(self) -> None:
         number = signal.Signals[Path("stuck").read_text()]
         # The run is to have done all that it has the data for.
-        time.sleep(0.3 if get_worker_info() else 0)
+        time.sleep(0.3 if os.getpid() != self.pid else 0)
         end_s = time.monotonic() + STUCK_S
         while time.monotonic() < end_s:
             try:
-                os.kill(os.getppid() if get_worker_info() else os.getpid(), number)
+                os.kill(self.pid, number)
                 time.sleep(0.1 if self.deaf else STUCK_S)
             except BaseException:
                 if not self.deaf:

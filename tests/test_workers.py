@@ -29,7 +29,7 @@ def _torch_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reading(batches: Callable[[Any], Any]) -> Iterator[Any]:
-    return WorkerPool(batches, 1, 1).fetch(repeat(0, 100))
+    return WorkerPool(batches, 1, 1, start_method="fork").fetch(repeat(0, 100))
 
 
 def interrupt() -> None:
@@ -87,7 +87,7 @@ def test_a_worker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(share)
         return share
 
-    pool = WorkerPool(read, 2, 1)
+    pool = WorkerPool(read, 2, 1, start_method="fork")
     batches = pool.fetch(iter((0, 0, 1000, 1000)))
     assert next(batches) == 0
     time.sleep(0.3)
