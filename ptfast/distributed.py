@@ -198,6 +198,17 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
+def gathered(own: Tensor, num_ranks: int) -> Tensor:
+    """The flat tensor `own` of each rank, one after another, on every rank: (num_ranks, values)."""
+    import torch.distributed as dist
+
+    # torch 2.14 deprecates the name that older versions have it by.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    of_all = own.new_empty(num_ranks * len(own))
+    gather(of_all, own)
+    return of_all.view(num_ranks, -1)
+
+
 def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int]]]:
     """What begins to sum numbers over the ranks, and gives what waits for the sums; no device is involved.
 

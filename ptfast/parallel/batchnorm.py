@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ptfast.distributed import gathered
 from ptfast.errors import ConfigError
 
 
@@ -109,9 +110,8 @@ class _Normalized(torch.autograd.Function):
         variance, mean = torch.var_mean(wide, dims, correction=0)
         number = torch.full((1,), x.numel() / x.size(1) if counts else 0.0, device=x.device, dtype=mean.dtype)
         own = torch.cat([mean, variance, number])
-        gathered = own.new_empty(torch.distributed.get_world_size() * len(own))
-        torch.distributed.all_gather_into_tensor(gathered, own)
-        means, variances, numbers = gathered.view(-1, len(own)).split([len(mean), len(mean), 1], dim=1)
+        by_rank = gathered(own, torch.distributed.get_world_size())
+        means, variances, numbers = by_rank.split([len(mean), len(mean), 1], dim=1)
         count = numbers.sum().clamp(min=1)
         shares = numbers / count
         mean = (shares * means).sum(0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ptfast.distributed import Ranks, broadcast_buffers
+from ptfast.distributed import Ranks, broadcast_buffers, gathered
 from ptfast.parallel.batchnorm import SyncedBatchNorm
 
 if TYPE_CHECKING:
@@ -69,9 +69,7 @@ class RunningStatistics:
         if not self._buffers:
             return
         own = torch.cat([*self._buffers, torch.stack(self._counters) - self._counts])
-        gathered = own.new_empty(self._ranks.num_ranks * len(own))
-        torch.distributed.all_gather_into_tensor(gathered, own)
-        by_rank = gathered.view(-1, len(own))
+        by_rank = gathered(own, self._ranks.num_ranks)
         statistics, batches = by_rank.split([len(self._owner), len(self._counters)], dim=1)
         before = merged = self._statistics
         for moved, keep in zip(statistics, self._kept ** batches[:, self._owner], strict=True):
