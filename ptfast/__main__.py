@@ -13,14 +13,14 @@ neighbours would use (scripts/bench_waiting.py, docs/waiting.md)."""
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    from ptfast.machine import process_age_s
+    from ptfast.core.machine import process_age_s
 
     # The wall time of a run counts from there, the interpreter's own start and all imports included.
     os.environ.setdefault("PTFAST_STARTED", repr(time.time() - process_age_s()))
     # Read when torch is imported.
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING)):
         os.environ.update(WAITING)
-    from ptfast.cli import run
+    from ptfast.cli.command_line import run
 
     sys.exit(run(sys.argv[1:]))
 

@@ -31,10 +31,10 @@ ENDLESS = ("epochs=null", "steps=100000000", "log_every=100000000steps", "device
 def build(folder: Path, words: list[str]) -> Any:
     """The run of `words`, built and not trained."""
     from ptfast.config.read import read_config
-    from ptfast.display.plain import Display
-    from ptfast.distributed import Ranks
-    from ptfast.errors import PtfastError
-    from ptfast.runner import build
+    from ptfast.core.distributed import Ranks
+    from ptfast.core.errors import PtfastError
+    from ptfast.report.terminal.plain_display import Display
+    from ptfast.training.build import build
 
     given = {word.partition("=")[0]: word for word in [*ENDLESS, *words]}
     try:
@@ -72,7 +72,7 @@ def measure(words: list[str], steps: int, pairs: int, rounds: int) -> tuple[list
     with tempfile.TemporaryDirectory() as name, silence():
         folder = Path(name)
         run = build(folder, [*words, *(noise(folder) if "+recipe=resnet_cifar" in words[-1:] else [])])
-        from ptfast.trainer import Trainer
+        from ptfast.training.step import Trainer
 
         on_host = run.device.type == "cpu"
         now: Callable[[], float] = time.process_time if on_host else time.perf_counter
@@ -107,7 +107,7 @@ def measure(words: list[str], steps: int, pairs: int, rounds: int) -> tuple[list
 
 def mark_us() -> float:
     """Microseconds of one mark by itself, the fastest of many."""
-    from ptfast.clock import Clock
+    from ptfast.core.clock import Clock
 
     clock, repeats = Clock(), 100_000
     return (

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from bench_tools import machine, silence, version_of  # noqa: E402
 
-from ptfast import cli  # noqa: E402
+from ptfast.cli import command_line  # noqa: E402
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def trained(folder: Path, steps: int, seed: int, words: list[str]) -> dict[str, 
 
 def call(*words: str, accepts: tuple[int, ...] = (0,)) -> int:
     with silence():
-        exit_code = cli.run(list(words))
+        exit_code = command_line.run(list(words))
     if exit_code not in accepts:
         sys.exit(f"ptfast {' '.join(words)} failed with exit code {exit_code}")
     return exit_code

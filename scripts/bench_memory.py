@@ -67,9 +67,12 @@ class Bench:
         import torch
         import torch.nn.functional as F
 
-        from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
         from ptfast.models.gpt import Gpt
         from ptfast.models.resnet_cifar import ResNetCifar
+        from ptfast.techniques.checkpointing.activation_checkpointing import (
+            apply_checkpointing,
+            apply_memory_budget,
+        )
 
         self.torch, self.device, self.loss = torch, torch.device(device), F.cross_entropy
         self.autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")

@@ -58,10 +58,10 @@ class Bench:
     """Runs of one recipe, on data that is loaded once."""
 
     def __init__(self, recipe: str, words: Sequence[str], case: Case) -> None:
-        from ptfast.backend import resolve_device
         from ptfast.config.read import read_config
-        from ptfast.distributed import Ranks
-        from ptfast.loading import build_choice, load_data
+        from ptfast.core.distributed import Ranks
+        from ptfast.techniques.backend.torch_settings import resolve_device
+        from ptfast.training.prepare_data import build_choice, load_data
 
         plain = ["optimizer=sgd", "optimizer.momentum=0", "schedule=constant", "epochs=null"]
         self.case = case
@@ -73,10 +73,10 @@ class Bench:
     def train(self, batch: int, lr: float, seed: int, most_steps: int) -> dict[str, list[float]]:
         """Moments and losses of the steps up to the target, or up to the last step allowed."""
         from ptfast.config.read import read_config
-        from ptfast.display import Display
-        from ptfast.distributed import Ranks
-        from ptfast.find.noise import noise_of
-        from ptfast.runner import build
+        from ptfast.core.distributed import Ranks
+        from ptfast.measure.batch.gradient_noise import noise_of
+        from ptfast.report.terminal.display import Display
+        from ptfast.training.build import build
 
         cut = [f"batch_size={batch}", f"micro_batches={batch // self.case.micro_batch}"]
         _, config = read_config([*self.words, *cut, f"optimizer.lr={lr}", f"seed={seed}"])
@@ -129,7 +129,7 @@ def best_rate(tried: dict[float, list[int | None]], most_steps: int) -> float:
 
 def run_case(recipe: str, words: Sequence[str], case: Case, num_seeds: int) -> dict[str, Any]:
     """All runs of one recipe, told as they end."""
-    from ptfast.find.critical import estimate
+    from ptfast.measure.batch.critical_batch import estimate
 
     bench = Bench(recipe, words, case)
     print(f"{recipe}: target loss {case.target}, reference batch {case.reference}", flush=True)
@@ -152,7 +152,7 @@ def run_case(recipe: str, words: Sequence[str], case: Case, num_seeds: int) -> d
     middle, spread = statistics.mean(batches), statistics.stdev(batches)
     told = statistics.mean(critical.error for critical in estimates)
     print(f"  critical batch {middle:.0f}, deviation over seeds {spread:.0f}, as told by one run {told:.0f}")
-    from ptfast.find.critical import Critical
+    from ptfast.measure.batch.critical_batch import Critical
 
     critical = Critical(middle, spread, middle)
     rows = []

@@ -121,8 +121,8 @@ def tutorial(bench: Bench) -> Mlp:
 
 def by_hand(bench: Bench) -> Mlp:
     """The leanest loop that torch's documented interfaces allow, on ptfast's batches."""
-    from ptfast.data import build_data, build_train_loader
-    from ptfast.durations import Duration
+    from ptfast.core.durations import Duration
+    from ptfast.data.build_data import build_data, build_train_loader
 
     data = build_data(bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)
     one_rank = {"batch_size": BATCH_SIZE, "micro_batches": 1, "rank": 0, "num_ranks": 1, "seed": 0}
@@ -149,7 +149,7 @@ def by_hand(bench: Bench) -> Mlp:
 
 def ptfast(bench: Bench) -> Mlp:
     """The command line, in this process: composing, logging, seeding, saving and report included."""
-    from ptfast.cli import run
+    from ptfast.cli.command_line import run
 
     code = run(
         [

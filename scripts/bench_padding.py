@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from bench_tools import machine, silence, version_of  # noqa: E402
 
-from ptfast import cli  # noqa: E402
+from ptfast.cli import command_line  # noqa: E402
 
 SIDES = ("none", "buckets")
 
@@ -55,7 +55,9 @@ def trained(root: str, seed: int, *words: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         fixed = ("+recipe=text_sst2", f"data.root={root}", f"seed={seed}", "log_every=100epochs")
         with silence():
-            exit_code = cli.run(["train", *fixed, "eval.every=100epochs", f"run.dir={folder}/run", *words])
+            exit_code = command_line.run(
+                ["train", *fixed, "eval.every=100epochs", f"run.dir={folder}/run", *words]
+            )
         if exit_code:
             sys.exit(f"the run failed with exit code {exit_code}")
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text())

@@ -30,15 +30,15 @@ import torch
 from bench_tools import interval, machine, silence
 
 from ptfast.config.read import read_config
-from ptfast.display import Display
-from ptfast.distributed import Ranks
-from ptfast.measure.counting import StepCounter
-from ptfast.measure.peaks import measured_peaks
-from ptfast.measure.predict import benchmark, predict
-from ptfast.measure.replay import cache_bytes
-from ptfast.run import Run
-from ptfast.runner import build
-from ptfast.trainer import Trainer
+from ptfast.core.distributed import Ranks
+from ptfast.core.protocols import Run
+from ptfast.profiling.limits.machine_peaks import measured_peaks
+from ptfast.profiling.limits.operator_replay import cache_bytes
+from ptfast.profiling.limits.step_counting import StepCounter
+from ptfast.profiling.limits.step_prediction import benchmark, predict
+from ptfast.report.terminal.display import Display
+from ptfast.training.build import build
+from ptfast.training.step import Trainer
 
 STEPS = 8
 

@@ -60,12 +60,12 @@ def child(words: list[str]) -> None:
     import torch
 
     from ptfast.config.read import read_config
-    from ptfast.display.plain import Display
-    from ptfast.distributed import Ranks
-    from ptfast.errors import PtfastError
-    from ptfast.machine import peak_memory_bytes
-    from ptfast.runner import build
-    from ptfast.trainer import Trainer
+    from ptfast.core.distributed import Ranks
+    from ptfast.core.errors import PtfastError
+    from ptfast.core.machine import peak_memory_bytes
+    from ptfast.report.terminal.plain_display import Display
+    from ptfast.training.build import build
+    from ptfast.training.step import Trainer
 
     with tempfile.TemporaryDirectory() as folder, silence():
         try:

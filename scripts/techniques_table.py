@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ptfast.catalogue import in_readme  # noqa: E402
+from ptfast.cli.techniques_command import in_readme  # noqa: E402
 
 README = ROOT / "README.md"
 

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+IMPORT_PATHS = [str(ROOT), *(str(folder) for folder in sorted((ROOT / "tests").glob("**/")))]
+"""Where tests and the processes that they start find ptfast, what tests share, and each other."""
+sys.path += [path for path in IMPORT_PATHS if path not in sys.path]
 
 # Before any test imports torch: results depend on the number of threads, and two busy pools slow each other.
 os.environ["OMP_NUM_THREADS"] = "1"

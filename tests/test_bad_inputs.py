@@ -19,8 +19,8 @@ from bad_data import IMAGES, OWN, BadData
 from conftest import RunPtfast
 from refusals import Capture, Patch, assert_refused, assert_says, train_once, tree
 
-from ptfast import cli
-from ptfast.data import cifar
+from ptfast.cli import command_line
+from ptfast.data.sources import cifar
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
 
@@ -72,7 +72,7 @@ def test_25_surprises_of_yaml_are_warned_of(text: str, warning: str, capsys: Cap
 
 
 def test_10_a_whole_number_may_be_written_as_a_float(capsys: Capture) -> None:
-    assert cli.run(["train", "epochs=1e3", "--cfg", "job"]) == 0
+    assert command_line.run(["train", "epochs=1e3", "--cfg", "job"]) == 0
     assert re.search(r"^epochs: 1(000|e3|000\.0)$", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -162,7 +162,7 @@ def test_ranks_say_it_once(run_ptfast: RunPtfast, in_tmp: Path) -> None:
 
 
 def test_the_traceback_is_there_for_who_asks(capsys: Capture) -> None:
-    assert cli.run(["train", "optimizer.lrr=0.1", "--traceback"]) == 2
+    assert command_line.run(["train", "optimizer.lrr=0.1", "--traceback"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-1].startswith("ptfast: error[C002]: ")

@@ -18,7 +18,8 @@ from bad_data import ARRAYS, IMAGES, OWN
 from conftest import ROOT
 from refusals import Capture, Patch, assert_refused, assert_says, train_once
 
-from ptfast import cli, run_folder
+from ptfast.cli import command_line
+from ptfast.core import run_directory
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
 
@@ -33,7 +34,7 @@ def test_58_more_workers_than_cores(capsys: Capture, monkeypatch: Patch) -> None
 
 def test_59_a_second_run_in_the_same_folder(capsys: Capture) -> None:
     Path("held").mkdir()
-    with run_folder.hold(Path("held")):
+    with run_directory.hold(Path("held")):
         says = (f"held: in use by process {os.getpid()} on ", "Wait for it to end, or set another run.dir")
         assert_refused(["train", "run.dir=held"], "E003", says, capsys)
 
@@ -129,7 +130,7 @@ def test_56_shared_memory_too_small(data: str) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a few steps, not to be changed."""
     run = tmp_path_factory.mktemp("trained") / "run"
-    assert cli.run(["train", "steps=4", "run.dir=" + str(run)]) == 0
+    assert command_line.run(["train", "steps=4", "run.dir=" + str(run)]) == 0
     return run
 
 
@@ -225,6 +226,6 @@ def test_out_of_memory_says_what_to_do(capsys: Capture, monkeypatch: Patch) -> N
     def take_too_much(*_: object, **__: object) -> None:
         torch.empty(2**60)
 
-    monkeypatch.setattr("ptfast.loop.fit", take_too_much)
+    monkeypatch.setattr("ptfast.training.fit.fit", take_too_much)
     says = ("batch_size=64", "there is no memory left for a step", "ptfast find batch says what fits")
     assert_refused(["train", "model=mlp", "run.dir=full"], "E002", says, capsys)

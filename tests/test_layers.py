@@ -1,4 +1,4 @@
-"""The layers of the package: a module imports only from rows before its own, and light modules stay light."""
+"""The rooms of the package: files import from rooms before their own, in no circle; light ones stay light."""
 
 from __future__ import annotations
 
@@ -6,69 +6,52 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ptfast"
 
-# A module or package (taken as one) imports only from rows before its own, never from its own row.
-LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "0 ground": (
-        ("errors", "techniques"),
-        (
-            "clock",
-            "durations",
-            "distributed",
-            "units",
-            "run_folder",
-            "machine",
-            "splitmix",
-            "devices",
-            "shards",
-        ),
-        ("run", "plan", "stopping"),
-        ("config",),
-        ("blocks",),
-    ),
-    "1 parts": (
-        (
-            *("data", "models", "optim", "tasks"),
-            *("precision", "schedule", "gradients", "parallel", "checkpointing", "compile", "rewrites"),
-            *("curriculum", "backend", "debug", "ema", "flip", "full_size", "seeding", "applies"),
-            *("saving", "scaling", "logger", "display", "user_code"),
-        ),
-    ),
-    "1 pages": (("report", "panel"), ("compare", "catalogue")),
-    "2 loop": (("measure", "first_step"), ("trainer", "run_state"), ("loop",)),
-    "3 build": (
-        ("batching",),
-        ("loading",),
-        ("averaging", "shaping"),
-        ("runner",),
-        ("evaluate",),
-        ("predict",),
-    ),
-    "4 processes": (("worker", "place", "elastic"), ("launch", "dry_run")),
-    "5 tools": (("find",), ("sweep", "pack_command", "find_command", "flags")),
-    "6 commands": (("cli",), ("__main__",)),
-}
-ROWS = [row for rows in LAYERS.values() for row in rows]
-RANK = {module: rank for rank, row in enumerate(ROWS) for module in row}
+ROOMS = (
+    *("core", "techniques", "optim", "data", "models", "tasks", "config", "profiling", "report"),
+    *("training", "launch", "measure", "cli"),
+)
+"""A file imports only from its own room and from those before it."""
+MOST_ENTRIES = 15
 
 # Importing these takes seconds; a config error or `--help` must not wait for them.
 HEAVY = {"torch", "torchvision", "torchmetrics", "matplotlib", "transformers"}
-LIGHT_MODULES = ("errors", "durations", "clock", "run", "config", "cli", "__main__")
+LIGHT = (
+    "__main__",
+    "config/",
+    "cli/command_line",
+    "cli/flags",
+    "core/errors",
+    "core/durations",
+    "core/clock",
+    "core/protocols",
+)
+LIGHT_MODULES = (
+    "__main__",
+    "config.compose",
+    "config.read",
+    "cli.command_line",
+    "core.protocols",
+    "core.clock",
+)
+
+
+def files(package: Path) -> dict[str, Path]:
+    """The modules of a package by name, such as `data.sampling.sampler`; a folder's own by the folder's."""
+    names = {path: path.relative_to(package).with_suffix("").parts for path in sorted(package.rglob("*.py"))}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for path, parts in names.items()}
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, bool]]:
-    """Yield the absolute names that `source` imports, and whether each is imported as the module loads.
-
-    Imports under `if TYPE_CHECKING:` are left out: they are gone at run time, and a type may name
-    what a later layer defines.
-    """
+    """Yield the absolute names that `source` imports, and whether each is imported as the module loads."""
 
     def walk(node: ast.AST, at_load: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
@@ -83,6 +66,7 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, b
                     )
                 yield from ((f"{base}.{alias.name}", at_load) for alias in child.names)
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                yield from walk(ast.Module(body=child.body, type_ignores=[]), False)
                 yield from walk(ast.Module(body=child.orelse, type_ignores=[]), at_load)
             else:
                 in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -92,62 +76,87 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, b
 
 
 def violations(package: Path) -> list[str]:
-    """What in `package` breaks the table, one sentence each."""
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).with_suffix("").parts
-        own, is_package = parts[0], parts[-1] == "__init__"
-        if own not in RANK and own != "__init__":
-            found.append(f"{own} has no row in LAYERS")
-            continue
-        name = ".".join(["ptfast", *(parts[:-1] if is_package else parts)])
+    """What in `package` breaks the order of the rooms or goes in a circle, one sentence each."""
+    found, modules = [], files(package)
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for module, path in modules.items():
         place = path.relative_to(package).as_posix()
-        for imported, at_load in imports(path.read_text(encoding="utf-8"), name, is_package):
-            top, *rest = imported.split(".")
-            if top in ("hydra", "omegaconf") and own != "config":
+        room = module.partition(".")[0] if "/" in place else ""
+        if room and room not in ROOMS:
+            found.append(f"{place} is in none of ROOMS")
+            continue
+        name = f"ptfast.{module}".removesuffix(".")
+        for imported, at_load in imports(path.read_text("utf-8"), name, path.name == "__init__.py"):
+            top, _, rest = imported.partition(".")
+            if top in ("hydra", "omegaconf") and room != "config":
                 found.append(f"{place} imports {top}, which only config/ may")
-            if top in HEAVY and at_load and own in LIGHT_MODULES:
+            if top in HEAVY and at_load and place.startswith(LIGHT):
                 found.append(f"{place} imports {top} as it loads")
-            other = rest[0] if rest else ""
-            if top == "ptfast" and other in RANK and other != own and RANK[other] >= RANK.get(own, -1):
-                found.append(f"{place} imports {other}, which is not in a row before its own")
+            if top != "ptfast":
+                continue
+            while rest and rest not in modules:
+                rest = rest.rpartition(".")[0]
+            other = rest.partition(".")[0]
+            if room and other in ROOMS and ROOMS.index(other) > ROOMS.index(room):
+                found.append(f"{place} imports {rest}, which is in a later room")
+            elif rest and rest != module:
+                graph[module].add(rest)
+    found += [f"a circle: {', '.join(circle)}" for circle in circles(graph)]
     return list(dict.fromkeys(found))
 
 
-def test_the_package_keeps_its_layers() -> None:
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The modules that import each other: what is left once all that begin or end nothing are taken out."""
+    left = {module: set(others) for module, others in graph.items()}
+    while True:
+        wanted = {other for others in left.values() for other in others}
+        ends = {module for module, others in left.items() if not others or module not in wanted}
+        if not ends:
+            return [sorted(left)] if left else []
+        left = {module: others - ends for module, others in left.items() if module not in ends}
+
+
+def test_the_package_keeps_its_rooms() -> None:
     assert violations(PACKAGE) == []
 
 
-def test_the_tables_name_what_there_is() -> None:
-    modules = {
-        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert set(RANK) == modules - {"__init__"}
-    table = re.findall(r"^\| [a-z]+ \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    named = {
-        word.rstrip("/") for row in table for cell in re.findall(r"`(.*?)`", row) for word in cell.split()
-    }
-    assert named == set(RANK)
+def test_names_and_folders_can_be_told_apart() -> None:
+    """A newcomer who searches for a module finds one, and a folder fits on a screen."""
+    entries = [path for path in PACKAGE.rglob("*") if path.suffix == ".py" or path.is_dir()]
+    entries = [path for path in entries if path.name not in ("__init__.py", "__pycache__")]
+    assert [name for name, count in Counter(path.stem for path in entries).items() if count > 1] == []
+    crowded = Counter(path.parent for path in entries)
+    assert [str(folder) for folder, count in crowded.items() if count > MOST_ENTRIES] == []
+
+
+def test_contributing_names_the_rooms_in_their_order() -> None:
+    table = re.findall(r"^\| `(\w+)/` \|", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+    assert tuple(table) == ROOMS
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(ROOMS)
 
 
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
-        ("newcomer.py", "", "newcomer has no row in LAYERS"),
-        ("errors.py", "from ptfast.run import DataInfo", "errors.py imports run"),
+        ("newcomer/one.py", "", "newcomer/one.py is in none of ROOMS"),
+        ("core/errors.py", "from ptfast.data.cifar import Cifar", "core/errors.py imports data"),
         ("data/cifar.py", "import ptfast.models.mlp", "data/cifar.py imports models"),
         ("data/cifar.py", "from ..models import mlp", "data/cifar.py imports models"),
         ("data/__init__.py", "from .. import models", "data/__init__.py imports models"),
-        ("loop.py", "def f():\n    from ptfast import runner", "loop.py imports runner"),
+        ("data/cifar.py", "def f():\n    from ptfast.cli import flags", "data/cifar.py imports cli"),
+        ("data/cifar.py", "if TYPE_CHECKING:\n    from ptfast.cli import x", "data/cifar.py imports cli"),
         ("data/cifar.py", "try:\n    import omegaconf\nexcept ImportError:\n    pass", "imports omegaconf"),
-        ("cli.py", "import torch.nn as nn", "cli.py imports torch as it loads"),
-        ("__init__.py", "from ptfast.loop import fit", "__init__.py imports loop"),
+        ("cli/flags.py", "import torch.nn as nn", "cli/flags.py imports torch as it loads"),
+        ("data/a.py", "from ptfast.data.b import x", "a circle: data.a, data.b"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, path: str, source: str, complaint: str) -> None:
-    file = tmp_path / path
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(source)
+    others = {"data/cifar.py": "", "models/mlp.py": "", "models/__init__.py": "", "cli/__init__.py": ""}
+    others["data/b.py"] = "from ptfast.data import a" if "circle" in complaint else ""
+    for name, text in {**others, path: source}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     (found,) = violations(tmp_path)
     assert complaint in found
 
@@ -155,17 +164,11 @@ def test_a_wrong_import_is_found(tmp_path: Path, path: str, source: str, complai
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        (
-            "data/cifar.py",
-            "from ptfast.data import sampler\nfrom . import draws\nfrom ..errors import DataError",
-        ),
-        (
-            "data/cifar.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ptfast.loop import fit",
-        ),
-        ("cli.py", "def main():\n    import torch\n    from ptfast.launch import launch"),
+        ("data/cifar.py", "from ptfast.data import sampler\nfrom . import draws\nfrom ..core import errors"),
+        ("data/cifar.py", "if TYPE_CHECKING:\n    from ptfast.core.errors import DataError"),
+        ("cli/flags.py", "def main():\n    import torch\n    from ptfast.launch.launcher import launch"),
         ("config/compose.py", "import hydra"),
-        ("loop.py", "from ptfast import __version__"),
+        ("training/fit.py", "from ptfast import __version__"),
     ],
 )
 def test_a_right_import_is_let_through(tmp_path: Path, path: str, source: str) -> None:
@@ -190,13 +193,13 @@ def test_what_compiles_nothing_does_not_load_the_compiler() -> None:
     """In one process for all of it, since it takes seconds to start."""
     code = """
 import sys, torch
-import ptfast.runner
-from ptfast.backend import apply_backend
-from ptfast.checkpointing import apply_checkpointing, apply_memory_budget
-from ptfast.config.targets import Target
-from ptfast.measure.counting import Operators, StepCounter
+import ptfast.training.build
+from ptfast.techniques.backend.torch_settings import apply_backend
+from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing, apply_memory_budget
+from ptfast.core.sections.targets import Target
+from ptfast.profiling.limits.step_counting import Operators, StepCounter
 from ptfast.models.gpt import Gpt
-from ptfast.optim import build_optimizer, build_step
+from ptfast.optim.build_optimizer import build_optimizer, build_step
 
 heavy = {"torch._dynamo", "torch._functorch.config", "torch.utils.flop_counter"}
 apply_backend(1, cudnn_benchmark=True, deterministic=False, device=torch.device("cpu"))

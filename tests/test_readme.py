@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ptfast.catalogue import in_readme
-from ptfast.cli import COMMANDS, run
-from ptfast.config import paths
+from ptfast.cli.command_line import COMMANDS, run
+from ptfast.cli.techniques_command import in_readme
+from ptfast.config.files import paths
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)

@@ -29,12 +29,12 @@ from trials import (
     words_of,
 )
 
-from ptfast.config import paths
-from ptfast.data.prepare import Prepare
-from ptfast.data.source import TensorSource, as_tensor
-from ptfast.devices import multiplies_bf16
-from ptfast.techniques import CATALOGUE, PROMISES, Need, Technique
-from ptfast.trainer import Trainer
+from ptfast.config.catalogue import CATALOGUE, PROMISES, Need, Technique
+from ptfast.config.files import paths
+from ptfast.core.devices import multiplies_bf16
+from ptfast.data.dataset import TensorSource, as_tensor
+from ptfast.data.loaders.to_device import Prepare
+from ptfast.training.step import Trainer
 
 BY_NAME = {technique.name: technique for technique in CATALOGUE}
 SWITCHED = [technique for technique in CATALOGUE if technique.on]
@@ -52,14 +52,14 @@ NO_TECHNIQUES = {
 ALWAYS_ON = {
     "threads by cores": "test_backend.py::test_ranks_share_the_cores",
     "tensors made on the device": "test_techniques.py::test_a_step_makes_no_tensor_on_the_host",
-    "debugging aids off": "test_debug.py::test_off_leaves_the_run_as_it_is",
+    "debugging aids off": "test_debug_aids.py::test_off_leaves_the_run_as_it_is",
     "arrays without a copy": "test_techniques.py::test_built_in_data_shares_the_memory_of_its_arrays",
     "tokens kept on disk": "test_batching.py::test_tokens_are_kept_under_text_and_tokenizer",
     "gradients set to None": "test_gradients.py::test_none_and_zero_give_the_same_bits",
     "loss over the global count of items": "test_accumulation.py::test_accumulation_changes_nothing",
     "running sums on the device": "test_techniques.py::test_a_step_reads_nothing",
-    "inference mode": "test_loop.py::test_an_evaluation_keeps_nothing_for_a_backward_pass",
-    "larger evaluation batches": "test_loop.py::test_evaluation_takes_what_fits_into_memory",
+    "inference mode": "test_fit.py::test_an_evaluation_keeps_nothing_for_a_backward_pass",
+    "larger evaluation batches": "test_fit.py::test_evaluation_takes_what_fits_into_memory",
     "learning rates from a table": "test_schedule.py::test_any_segment_of_any_option_is_the_same_function",
 }
 """What cannot be switched off, and the test that shows it."""
@@ -111,7 +111,7 @@ def test_a_record_is_complete(technique: Technique) -> None:
     assert technique.on or not technique.off
     if not technique.on:
         file, _, function = ALWAYS_ON[technique.name].partition("::")
-        tree = ast.parse((Path(__file__).parent / file).read_text())
+        tree = ast.parse(next((ROOT / "tests").rglob(file)).read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 

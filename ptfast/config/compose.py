@@ -22,16 +22,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ptfast.config import paths, presets
-from ptfast.config.inherited import drop_inherited
+from ptfast.config.checks.inherited import drop_inherited
+from ptfast.config.checks.interpolations import resolve
+from ptfast.config.files import paths, presets
+from ptfast.config.files.paths import shown
+from ptfast.config.files.search_path import PRIMARY, PtfastSource, search_path
+from ptfast.config.files.yaml_file import YamlFile, read_yaml
 from ptfast.config.overrides import Argument, parse
-from ptfast.config.paths import shown
-from ptfast.config.resolve import resolve
 from ptfast.config.schema import flatten
-from ptfast.config.source import PRIMARY, PtfastSource, search_path
-from ptfast.config.suggest import did_you_mean
-from ptfast.config.yaml_file import YamlFile, read_yaml
-from ptfast.errors import COMMAND_LINE, ConfigError, PtfastError
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
+from ptfast.core.sections.nearest_name import did_you_mean
 
 _PLUGINS = {
     ("hydra/launcher", "submitit_slurm"): "'ptfast[slurm]' (hydra-submitit-launcher)",

@@ -19,14 +19,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ptfast import run_folder
-from ptfast.config import presets
 from ptfast.config.compose import Composed, Loader, compose, translate
-from ptfast.config.freeze import frozen_tree, load
+from ptfast.config.files import presets
+from ptfast.config.files.frozen import frozen_tree, load
+from ptfast.config.files.search_path import PRIMARY
 from ptfast.config.overrides import Argument, parse
-from ptfast.config.source import PRIMARY
-from ptfast.errors import COMMAND_LINE, ConfigError, PtfastError
-from ptfast.units import better_mode
+from ptfast.core import run_directory
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
+from ptfast.core.units import better_mode
 
 # Hydra writes nothing of its own: its files hold the command line in clear, secrets included.
 _QUIET = ("hydra.mode=MULTIRUN", "hydra.output_subdir=null", "hydra.sweep.subdir=.")
@@ -202,7 +202,7 @@ def _hydra_only(arguments: Sequence[str]) -> list[str]:
 @contextlib.contextmanager
 def _without_multirun_file(sweep_dir: Path) -> Iterator[None]:
     """Let Hydra's basic sweeper write its multirun.yaml, which holds the arguments in clear, to nowhere."""
-    made = run_folder.create_folder(sweep_dir)
+    made = run_directory.create_folder(sweep_dir)
     file = sweep_dir / "multirun.yaml"
     with contextlib.suppress(OSError):
         file.symlink_to(os.devnull)

@@ -10,10 +10,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from ptfast.config import paths
-from ptfast.config.choices import check_option, check_recipe
-from ptfast.config.suggest import did_you_mean
-from ptfast.errors import COMMAND_LINE, ConfigError, is_secret
+from ptfast.config.checks.options import check_option, check_recipe
+from ptfast.config.files import paths
+from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
+from ptfast.core.sections.nearest_name import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
         sweep: whether `key=a,b` is allowed (`-m`).
 
     Raises:
-        ConfigError: C001, C003, C006, C014 or C015; see `ptfast.errors.CODES`.
+        ConfigError: C001, C003, C006, C014 or C015; see `ptfast.core.errors.CODES`.
     """
     groups = paths.groups()
     parser = OverridesParser.create()

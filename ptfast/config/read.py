@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ptfast.config.checks.validate import validate
 from ptfast.config.compose import Composed, compose
-from ptfast.config.freeze import load
+from ptfast.config.files.frozen import load
 from ptfast.config.schema import Config
-from ptfast.config.validate import validate
-from ptfast.errors import COMMAND_LINE, ConfigError
+from ptfast.core.errors import COMMAND_LINE, ConfigError
 
 
 def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:

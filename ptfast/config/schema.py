@@ -6,38 +6,30 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
-from ptfast.config.coerce import POSITIVE, InUnit, Range
-from ptfast.config.sections import (
-    Augment,
-    Backend,
-    Batching,
-    Checkpointing,
-    Compile,
-    Count,
-    Curriculum,
-    Data,
-    Dataloader,
-    Debug,
-    Ema,
-    Eval,
-    Gradients,
-    Logger,
-    Model,
-    Optimizer,
-    Parallel,
-    Precision,
-    Rewrites,
-    RunOptions,
-    Saving,
-    Schedule,
-    Section,
-    Stop,
-    Sweep,
-    Task,
-)
-from ptfast.config.targets import Target
-from ptfast.durations import Duration
-from ptfast.errors import is_secret
+from ptfast.config.run_sections import Eval, Logger, RunOptions, Saving, Stop, Sweep
+from ptfast.core.durations import Duration
+from ptfast.core.errors import is_secret
+from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
+from ptfast.core.sections.section import Count, Section
+from ptfast.core.sections.targets import Target
+from ptfast.data import Data
+from ptfast.data.loaders import Dataloader
+from ptfast.data.sampling import Batching
+from ptfast.data.transforms import Augment
+from ptfast.models import Model
+from ptfast.optim import Optimizer
+from ptfast.tasks import Task
+from ptfast.techniques.backend import Backend
+from ptfast.techniques.checkpointing import Checkpointing
+from ptfast.techniques.compile import Compile
+from ptfast.techniques.curriculum import Curriculum
+from ptfast.techniques.debug import Debug
+from ptfast.techniques.ema import Ema
+from ptfast.techniques.gradients import Gradients
+from ptfast.techniques.parallel import Parallel
+from ptfast.techniques.precision import Precision
+from ptfast.techniques.rewrites import Rewrites
+from ptfast.techniques.schedule import Schedule
 
 FREE_KEYS = (
     *("recipe", "preset", "trust", "epochs", "steps", "log_every", "device", "run", "eval", "stop", "sweep"),

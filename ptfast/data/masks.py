@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from ptfast.data.iterable import IterableSource
-from ptfast.data.labels import check_labels, holds, is_ignored
-from ptfast.data.source import Source, Splits, TensorSource, as_tensor
-from ptfast.errors import DataError
+from ptfast.core.errors import DataError
+from ptfast.data.dataset import Source, Splits, TensorSource, as_tensor
+from ptfast.data.label_checks import check_labels, holds, is_ignored
+from ptfast.data.streams.iterable import IterableSource
 
 SCANNED = 2000
 """Masks that are read to find the classes, where the data set does not say how many there are."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.errors import ConfigError
+from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import Packed
 from ptfast.models.attention import attention, within_sequences
 from ptfast.models.drop_path import drop_path, rate_of_block
-from ptfast.run import Packed
 
 
 class Gpt(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.errors import ConfigError
+from ptfast.core.errors import ConfigError
 from ptfast.models.drop_path import drop_path, rate_of_block
 
 

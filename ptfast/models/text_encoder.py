@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.errors import ConfigError
+from ptfast.core.errors import ConfigError
 from ptfast.models.attention import attention
 
 

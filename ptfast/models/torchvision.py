@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ptfast.errors import ConfigError, MachineError
+from ptfast.core.errors import ConfigError, MachineError
 
 
 def build(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ptfast.errors import ConfigError
+from ptfast.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

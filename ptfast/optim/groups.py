@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ptfast.durations import Duration
-from ptfast.errors import ConfigError
-from ptfast.optim.depth import layer_depths
+from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError
 from ptfast.optim.freezing import Freezing, Window
+from ptfast.optim.layer_depth import layer_depths
 from ptfast.optim.muon import Muon
 from ptfast.optim.novograd import Novograd
 
 if TYPE_CHECKING:
-    from ptfast.config.sections import ParameterGroup
+    from ptfast.optim import ParameterGroup
 
 Scaling = Literal["none", "linear", "sqrt"]
 START = Duration(0, "epochs")

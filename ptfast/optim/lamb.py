@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ptfast.optim.layer_batches import Group, Portion, Tensors, multiplied
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, trust_ratios
-from ptfast.optim.portion import Group, Portion, Tensors, multiplied
 
 
 class Lamb(LayerwiseOptimizer):

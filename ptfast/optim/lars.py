@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ptfast.optim.layer_batches import Group, Portion
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step_by_momentum
-from ptfast.optim.portion import Group, Portion
 
 
 class Lars(LayerwiseOptimizer):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ptfast.optim.portion import Group, Portion, Tensors, laid_out_as, part, working_copy
+from ptfast.optim.layer_batches import Group, Portion, Tensors, laid_out_as, part, working_copy
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 

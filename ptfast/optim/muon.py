@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim._muon import muon
 
-from ptfast.errors import ConfigError
-from ptfast.optim.lean import build_step
-from ptfast.optim.portion import laid_out_as
+from ptfast.core.errors import ConfigError
+from ptfast.optim.fused_steps import build_step
+from ptfast.optim.layer_batches import laid_out_as
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ptfast.optim.lamb import Lamb
+from ptfast.optim.layer_batches import HALF_TYPES
 from ptfast.optim.layerwise import Params
-from ptfast.optim.portion import HALF_TYPES
 
 
 class Nvlamb(Lamb):

@@ -1,56 +1,22 @@
-"""What a batch is and what its loss means, by name or import path."""
+"""What a batch is and what its loss means."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
 from typing import Any
 
-from ptfast.errors import ConfigError
-from ptfast.run import TASKS, DataInfo, Task
+from pydantic import Field
 
-__all__ = ["TASKS", "build_task"]
-
-
-def build_task(name: str, info: DataInfo, **options: Any) -> Task:
-    """Construct the task of a run.
-
-    Args:
-        name: a key of `TASKS`, `auto` for what the data is for, or the import path of a class that fulfils
-            `Task`, constructed with `info` and the options.
-        info: what the data says.
-        options: keywords of the task's constructor, such as `label_smoothing`, or `loss`, a function of
-            outputs and targets.
-
-    Raises:
-        ConfigError: no such task (C003), one that cannot be imported or is none (C009), or an unknown option
-            (C002).
-    """
-    chosen = info.task if name == "auto" else name
-    factory = _find(name, chosen)
-    parameters = inspect.signature(factory).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for option, value in options.items():
-        if option not in parameters and not takes_any:
-            what = f"the task {chosen} takes no such option"
-            raise ConfigError("C002", what, key=f"task.{option}", value=value)
-    task = factory(info, **options)
-    missing = [
-        part for part in ("metric", "mode", "count", "loss", "metrics", "evaluate") if not hasattr(task, part)
-    ]
-    if missing:
-        raise ConfigError("C009", f"is no task: it has no {missing[0]}", key="task", value=name)
-    return task
+from ptfast.core.sections.section import Section
+from ptfast.core.sections.targets import built
 
 
-def _find(name: str, chosen: str) -> Any:
-    if "." not in chosen and chosen not in TASKS:
-        nearest = difflib.get_close_matches(chosen, TASKS, n=1)
-        suggestion = f"Did you mean {nearest[0]}?" if nearest else f"Choose one of {', '.join(TASKS)}"
-        raise ConfigError("C003", "unknown task", key="task", value=name, suggestion=suggestion)
-    module_name, _, class_name = TASKS.get(chosen, chosen).rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("C009", f"cannot be imported ({error})", key="task", value=name) from error
+class Task(Section):
+    """What a batch is and what its loss means: a name or import path, and the task's keywords beside it."""
+
+    name: str = "auto"
+    """A built-in task, `auto` for what the data is for, or the import path of your own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    def build_options(self) -> dict[str, Any]:
+        """Keywords of the task's constructor; what they name by import path is built."""
+        return built(self.options)

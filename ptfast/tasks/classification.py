@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 
-from ptfast.errors import ConfigError, DataError
-from ptfast.run import DataInfo, Metrics
+from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.protocols import DataInfo, Metrics
 from ptfast.tasks.ratios import Ratios, accuracy, top5_accuracy
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ptfast.run import IGNORE_INDEX
+from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.tasks.supervised import SupervisedTask
 from ptfast.tasks.token_classification import token_cross_entropy
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptfast import devices
-from ptfast.run import IGNORE_INDEX
+from ptfast.core import devices
+from ptfast.core.protocols import IGNORE_INDEX
 
 Parts = tuple[Tensor, Tensor | int]
 """What a batch adds to the dividend and to the divisor of a ratio."""

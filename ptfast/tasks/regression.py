@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptfast.run import Metrics, Mixed
+from ptfast.core.protocols import Metrics, Mixed
 from ptfast.tasks.ratios import Ratios, absolute_error
 from ptfast.tasks.supervised import SupervisedTask, full_precision
 

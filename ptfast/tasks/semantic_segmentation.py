@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from ptfast import devices
-from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
+from ptfast.core import devices
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ptfast.errors import ConfigError, described, name_of
-from ptfast.run import IGNORE_INDEX, DataInfo, Metrics, Mixed
+from ptfast.core.errors import ConfigError, described, name_of
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
 from ptfast.tasks.ratios import Ratios
 
 if TYPE_CHECKING:

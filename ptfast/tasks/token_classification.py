@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 
-from ptfast.run import IGNORE_INDEX, DataInfo, Metrics
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
 from ptfast.tasks.ratios import Ratios, accuracy
 from ptfast.tasks.supervised import LossFunction, SupervisedTask

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from ptfast.techniques.record import Technique
+from typing import Annotated, Literal
+
+from ptfast.core.sections.coerce import NOT_NEGATIVE
+from ptfast.core.sections.section import Count, Section
+from ptfast.core.technique import Technique
+
+
+class Debug(Section):
+    """Looks at a run that slow it down and change nothing in it."""
+
+    mode: Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"] = "none"
+    """What is looked at: NaN, operators, marks for Nsight Systems, the gradient of the loss, or memory."""
+    wait: Annotated[int, NOT_NEGATIVE] = 5
+    """Steps before `profiler` and `memory` start."""
+    warmup: Annotated[int, NOT_NEGATIVE] = 2
+    """Further steps, in which `profiler` runs without recording."""
+    active: Count = 5
+    """Steps that `profiler` and `memory` look at."""
+
 
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(

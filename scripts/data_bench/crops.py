@@ -29,9 +29,9 @@ SHARED: dict[str, Any] = {
 
 
 def build(folder: Path) -> list[Row]:
-    from ptfast.data.augment import build_augment
-    from ptfast.data.batches import MemoryBatches
-    from ptfast.data.sampler import Sampler
+    from ptfast.data.loaders.fetch import MemoryBatches
+    from ptfast.data.sampling.sampler import Sampler
+    from ptfast.data.transforms.augment import build_augment
 
     data, crop_flip = noise(), {"crop_padding": 4, "flip": True}
     augment = build_augment(crop_flip, data.info, images=True, task_name="auto", normalize=True)
@@ -57,9 +57,9 @@ def build(folder: Path) -> list[Row]:
 
 def noise() -> Any:
     """Images of random pixels, in memory."""
-    from ptfast.data import Data
-    from ptfast.data.source import TensorSource
-    from ptfast.run import DataInfo
+    from ptfast.core.protocols import DataInfo
+    from ptfast.data.build_data import Data
+    from ptfast.data.dataset import TensorSource
 
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)
@@ -78,7 +78,7 @@ def noise() -> Any:
 
 def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
     """Whole epochs as the training loop takes them, one a call."""
-    from ptfast.data import build_train_loader
+    from ptfast.data.build_data import build_train_loader
 
     words: dict[str, Any] = {"task_name": "auto", "workers": 0, "prefetch": 2, "pin": False}
     words |= {"normalize": True, "channels_last": True, "device": torch.device("cpu"), **SHARED}

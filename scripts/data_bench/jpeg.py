@@ -12,15 +12,15 @@ import torch
 
 from data_bench import Row
 from data_bench._photos import write_photos
-from ptfast.data.augment import build_augment
-from ptfast.data.batches import RawBatches
-from ptfast.data.imagefolder import ImageFolder
-from ptfast.data.originals import HeldImages
-from ptfast.data.pack import make
-from ptfast.data.pack_images import plan_images
-from ptfast.data.prepare import Prepare, build_prepare
-from ptfast.data.sampler import Share
-from ptfast.durations import Duration
+from ptfast.core.durations import Duration
+from ptfast.data.decoding.original_images import HeldImages
+from ptfast.data.loaders.fetch import RawBatches
+from ptfast.data.loaders.to_device import Prepare, build_prepare
+from ptfast.data.packs.pack_image_tree import plan_images
+from ptfast.data.packs.pack_writer import make
+from ptfast.data.sampling.sampler import Share
+from ptfast.data.sources.imagefolder import ImageFolder
+from ptfast.data.transforms.augment import build_augment
 
 NUM_FILES = 128
 BATCH, SIZE, PACKED_SIZE = 32, 224, 256

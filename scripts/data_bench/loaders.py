@@ -16,9 +16,9 @@ CROP_FLIP = {"crop_padding": 4, "flip": True}
 
 
 def build(folder: Path) -> list[Row]:
-    from ptfast.data.ahead import build_ahead
-    from ptfast.data.pack import make
-    from ptfast.data.pack_images import plan_images
+    from ptfast.data.loaders.read_ahead import build_ahead
+    from ptfast.data.packs.pack_image_tree import plan_images
+    from ptfast.data.packs.pack_writer import make
 
     write(folder / "files")
     make(plan_images(folder / "files", size=None, jpeg=False, skip_corrupt=False), folder / "pack", 1)
@@ -51,10 +51,10 @@ def write(root: Path) -> None:
 
 def opened(root: Path, hold: bool) -> Any:
     """The data set, left where it is or decoded into memory."""
-    from ptfast.data import build_data
-    from ptfast.data.choice import Choice
-    from ptfast.data.imagefolder import ImageFolder
-    from ptfast.durations import Duration
+    from ptfast.core.durations import Duration
+    from ptfast.data.build_data import build_data
+    from ptfast.data.loaders.loader_choice import Choice
+    from ptfast.data.sources.imagefolder import ImageFolder
 
     choice = Choice("memory" if hold else "plain", "", 0)
     nothing = Duration(0, "samples")
@@ -63,7 +63,7 @@ def opened(root: Path, hold: bool) -> Any:
 
 def loader(data: Any, kind: str) -> Any:
     """The training loader of one kind."""
-    from ptfast.data import build_train_loader
+    from ptfast.data.build_data import build_train_loader
 
     return build_train_loader(
         data,

@@ -25,10 +25,10 @@ class Drawn:
     name = "drawn"
 
     def load(self, **_: Any) -> Any:
-        from ptfast.data.encoded import Encoded
-        from ptfast.data.ragged import TextSource
-        from ptfast.data.source import Splits
-        from ptfast.run import DataInfo
+        from ptfast.core.protocols import DataInfo
+        from ptfast.data.dataset import Splits
+        from ptfast.data.decoding.encoded_text import Encoded
+        from ptfast.data.sources.ragged_text import TextSource
 
         generator = np.random.default_rng(0)
         lengths = np.clip(generator.lognormal(3.6, 0.7, NUM_TEXTS), 8, MAX_LENGTH).astype(np.int64)
@@ -71,10 +71,10 @@ def row(folder: Path, name: str, num_steps: int, words: tuple[str, ...]) -> Row:
 def a_run(folder: Path, *words: str) -> tuple[Any, np.ndarray]:
     """A run that is built, and the lengths of its texts."""
     from ptfast.config.read import read_config
-    from ptfast.display.plain import Display
-    from ptfast.distributed import Ranks
-    from ptfast.loading import load_data
-    from ptfast.runner import build as build_run
+    from ptfast.core.distributed import Ranks
+    from ptfast.report.terminal.plain_display import Display
+    from ptfast.training.build import build as build_run
+    from ptfast.training.prepare_data import load_data
 
     folder.mkdir()
     data = ("data=custom", f"data._target_={__name__}.Drawn", "data.val=0", "data.normalize=false")
@@ -88,14 +88,14 @@ def a_run(folder: Path, *words: str) -> tuple[Any, np.ndarray]:
 
 def training(run: Any, lengths: np.ndarray, num_steps: int) -> Callable[[], int]:
     """The next steps of a run, one call after another; returns how many tokens were no padding."""
-    from ptfast.trainer import Trainer
+    from ptfast.training.step import Trainer
 
     trainer, plan = Trainer(run), run.train_loader.plan
     batches = run.train_loader.steps(0, run.total_steps)
 
     def order(epoch: int) -> np.ndarray:
-        from ptfast.data.buckets import LengthPlan
-        from ptfast.data.order import permutation
+        from ptfast.data.sampling.length_buckets import LengthPlan
+        from ptfast.data.sampling.order import permutation
 
         by_length = isinstance(plan, LengthPlan)
         return plan.order(epoch) if by_length else permutation(run.seed, epoch, len(lengths))

@@ -1,0 +1,1 @@
+"""The commands, a file each; a heavy import waits until a command needs it."""

@@ -1,0 +1,406 @@
+"""The commands: reads flags, calls what does the work, prints errors; imports torch only where needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptfast.cli.flags import read_flags
+from ptfast.core.errors import (
+    COMMAND_LINE,
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    MachineError,
+    PtfastError,
+    ReportedError,
+    bug_line,
+    render,
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after `ptfast`.
+
+    Args:
+        usage: its arguments, as `--help` shows them.
+        summary: one line.
+        run: takes the flags given and the other arguments; returns the exit code.
+        flags: what may be given with dashes, and whether it takes a value.
+        max_arguments: how many other arguments it reads; None for any number.
+    """
+
+    usage: str
+    summary: str
+    run: Callable[[dict[str, Any], list[str]], int]
+    flags: dict[str, bool]
+    max_arguments: int | None = None
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; whatever goes wrong is printed, as one line."""
+    words = list(arguments)
+    show_traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
+    try:
+        return _dispatch(words)
+    except PtfastError as error:
+        _print_error(render(error), traceback.format_exc() if show_traceback else "")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _print_error("ptfast: interrupted", traceback.format_exc() if show_traceback else "")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left (`ptfast recipes | head`); keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except ReportedError as error:
+        _print_error(str(error), error.details if show_traceback else "")
+        return error.exit_code
+    except Exception as error:
+        _print_error(bug_line(error), traceback.format_exc() if show_traceback else "")
+        return EXIT_BUG
+
+
+def _dispatch(words: list[str]) -> int:
+    from ptfast import __version__
+
+    if not words or words[0] in ("-h", "--help", "help"):
+        _print_help()
+        return EXIT_OK
+    if words[0] in ("-V", "--version"):
+        print(f"ptfast {__version__}")
+        return EXIT_OK
+    name, *rest = words
+    if name == "__complete":
+        from ptfast.cli.find_command import SEARCHES
+        from ptfast.config.editors.completion import complete
+
+        flags = {name: sorted(command.flags) for name, command in COMMANDS.items()}
+        print("\n".join(complete(rest, flags, {"find": SEARCHES})))
+        return EXIT_OK
+    if name not in COMMANDS:
+        from ptfast.config.files.paths import recipe_file
+        from ptfast.core.sections.nearest_name import did_you_mean
+
+        hint = did_you_mean(name, COMMANDS) or f"Commands: {', '.join(COMMANDS)}"
+        if "=" in name or name.partition("=")[0] in ("-m", "-c", "-i", *COMMANDS["train"].flags):
+            hint = f"Did you mean ptfast train {name}?"
+        elif recipe_file(name):
+            hint = f"Did you mean ptfast train +recipe={name}?"
+        raise ConfigError("C015", "no such command", key=name, suggestion=hint)
+    command = COMMANDS[name]
+    flags, others = read_flags(rest, command.flags)
+    if "--help" in flags:
+        _print_command_help(name, command)
+        return EXIT_OK
+    if command.max_arguments is not None and others[command.max_arguments :]:
+        hint = f"Usage: ptfast {name} {command.usage}".rstrip()
+        raise ConfigError("C001", "one argument too many", key=others[command.max_arguments], suggestion=hint)
+    return command.run(flags, others)
+
+
+FLAG_HELP = {
+    "--multirun": "(-m) sweep: train one run per combination of key=a,b",
+    "--dry-run": "build everything, take one step of each kind, print what the run costs",
+    "--config": "train what a run's config.yaml says",
+    "--cfg": "(-c) print the composed config: job, hydra or all",
+    "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
+    "--split": "evaluate one split: val or test",
+    "--out": "file to write, or folder",
+    "--metric": "figure to rank by, such as val.accuracy",
+    "--mode": "max or min: which way the figure is better",
+    "--from": "lowest learning rate, or smallest batch, that is tried",
+    "--to": "highest learning rate, or largest batch, that is tried",
+    "--steps": "optimizer steps of the range test, or of the training that --noise watches",
+    "--trial-steps": "optimizer steps of each trial at one learning rate",
+    "--seconds": "that each size is measured for",
+    "--noise": "train a little, and say what the gradient noise makes of each batch",
+    "--checkpointing": "try larger batches with activations computed again, too",
+    "--write": "recipe to write with what was found",
+    "--markdown": "print the README's table of all techniques",
+    "--size": "of images: pixels that longer shorter sides are brought to, such as 256; or keep",
+    "--jpeg": "of images: keep the bytes of the files instead of their pixels",
+    "--on-corrupt": "of images: what becomes of files that cannot be read: error or skip",
+    "--tokenizer": "of text, as data.tokenizer: characters, words, a tokenizer.json, or a name on the hub",
+    "--documents": "of text, as data.documents: none, lines or paragraphs",
+    "--workers": "processes that convert; default: one for each core",
+    "--verify": "check every byte of a pack, and its source: ptfast pack --verify DST",
+    "--traceback": "show where an error comes from",
+}
+
+
+def _print_help() -> None:
+    from ptfast import __version__
+    from ptfast.config.editors.help import groups_text
+
+    print(f"ptfast {__version__}: train PyTorch models from YAML recipes, as fast as the machine allows\n")
+    print(
+        "Usage: ptfast COMMAND [key=value ...] [--flags]\n\nCommands (ptfast COMMAND --help shows its flags):"
+    )
+    width = max(len(name) + len(command.usage) for name, command in COMMANDS.items()) + 3
+    for name, command in COMMANDS.items():
+        print(f"  {f'{name} {command.usage}':<{width}}{command.summary}")
+    print("\nConfig groups, chosen with group=option; keys of an option are set with group.key=value:")
+    print(groups_text())
+    print("\nTry: ptfast train +recipe=resnet_digits    ptfast recipes    ptfast train --cfg job")
+
+
+def _print_command_help(name: str, command: Command) -> None:
+    print(f"Usage: ptfast {name} {command.usage}\n\n{command.summary}\n")
+    for flag, takes_value in {**command.flags, "--traceback": False}.items():
+        print(f"  {flag + (' VALUE' if takes_value else ''):<19} {FLAG_HELP[flag]}")
+
+
+def _train(flags: dict[str, Any], arguments: list[str]) -> int:
+    _check_pairs(flags)
+    file = Path(flags["--config"]) if "--config" in flags else None
+    if "--info" in flags or "--cfg" in flags:
+        from ptfast.config.multirun import show_config, show_info
+
+        if "--info" in flags:
+            show_info(flags["--info"], arguments)
+        else:
+            print(show_config(flags["--cfg"], arguments, file), end="")
+        return EXIT_OK
+    from ptfast.core.distributed import world
+
+    ranks = world()
+    if "--multirun" in flags:
+        from ptfast.cli.sweep_command import sweep
+
+        if ranks is not None:
+            hint = "Start it without torchrun; parallel=ddp launches the ranks of each job"
+            raise ConfigError("C014", "every rank would run the whole sweep", key="-m", suggestion=hint)
+        return sweep(arguments)
+
+    def read() -> Any:
+        return _read_config(arguments, file)
+
+    if "--dry-run" in flags:
+        from ptfast.cli.dry_run import dry_run
+
+        if ranks is not None and not ranks.is_first:
+            return EXIT_OK
+        composed, config = read()
+        with composed.naming_places():
+            return dry_run(config)
+    if ranks is not None:
+        from ptfast.launch.launcher import start_rank
+
+        return start_rank(ranks, read, arguments)
+    composed, config = read()
+    from ptfast.launch.launcher import start
+
+    with composed.naming_places():
+        return start(composed, config, arguments)
+
+
+def _check_pairs(flags: dict[str, Any]) -> None:
+    """Refuse flags of which one would be ignored: each of them but `--config` is a thing to do."""
+    actions = [flag for flag in flags if flag != "--config"]
+    if "--config" in flags and (other := {"--multirun", "--info"} & set(flags)):
+        actions = ["--config", *other]
+    if len(actions) > 1:
+        what = f"cannot be combined with {actions[0]}"
+        raise ConfigError("C011", what, key=actions[1], place=COMMAND_LINE, suggestion="Give one of the two")
+
+
+def _read_config(arguments: list[str], file: Path | None = None) -> Any:
+    """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
+    from ptfast.config.checks.unused_keys import idle_keys
+    from ptfast.config.read import load_config, read_config
+
+    composed, config = load_config(file, arguments) if file else read_config(arguments)
+    for warning in [*composed.warnings, *idle_keys(config, composed.place)]:
+        print(f"ptfast: warning: {warning}", file=sys.stderr)
+    chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
+    if not file and not composed.recipe and COMMAND_LINE not in map(composed.places.get, chosen):
+        print("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
+    return composed, config
+
+
+def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
+    path, overrides = _first(arguments, "eval", "RUN|STATE")
+    state_folder, composed, config = _saved_run(path, overrides)
+    from ptfast.training.saved_model import evaluate_saved
+
+    named = [key for key, place in composed.places.items() if place == COMMAND_LINE]
+    other_data = any(key.split(".")[0] == "data" for key in named)
+    with composed.naming_places():
+        return evaluate_saved(config, state_folder, flags.get("--split"), other_data=other_data)
+
+
+def _predict(flags: dict[str, Any], arguments: list[str]) -> int:
+    path, inputs = _first(arguments, "predict", "RUN PATH...")
+    overrides = [word for word in inputs if "=" in word and not Path(word).exists()]
+    state_folder, composed, config = _saved_run(path, overrides)
+    from ptfast.cli.predict_command import predict_files
+
+    paths = [word for word in inputs if word not in overrides]
+    _first(paths, "predict", "RUN PATH...")
+    with composed.naming_places():
+        return predict_files(config, state_folder, paths, out=flags.get("--out"))
+
+
+def _saved_run(path: str, overrides: list[str]) -> Any:
+    """The state folder that a user's path means, and the config that it was saved with, raw and checked."""
+    from ptfast.config.read import load_config
+    from ptfast.core.run_directory import CONFIG
+    from ptfast.core.saved_state import find_state
+
+    state_folder = find_state(Path(path))
+    return state_folder, *load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)
+
+
+def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.config.editors.help import recipes
+
+    for entry in recipes():
+        print(f"{entry.name}\n    {entry.summary}\n    {entry.command}\n")
+    print("ptfast copy NAME FILE gives you one to edit.")
+    return EXIT_OK
+
+
+def _find(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.find_command import find
+
+    return find(flags, arguments, _read_config)
+
+
+def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.techniques_command import markdown, show
+
+    name = " ".join(arguments)
+    if "--markdown" in flags and name:
+        hint = "Leave one of the two out"
+        raise ConfigError("C011", "the README's table is of all techniques", key=name, suggestion=hint)
+    if "--markdown" in flags:
+        print(markdown())
+    else:
+        show(name or None)
+    return EXIT_OK
+
+
+def _copy(flags: dict[str, Any], arguments: list[str]) -> int:
+    name, rest = _first(arguments, "copy", "NAME FILE")
+    from ptfast.config.editors.help import copy_recipe
+
+    file = Path(rest[0] if rest else f"{name}.yaml")
+    called = copy_recipe(name, file)
+    print(f"wrote {file}; run it with: ptfast train +recipe={called}")
+    return EXIT_OK
+
+
+def _schema(flags: dict[str, Any], arguments: list[str]) -> int:
+    import json
+
+    from ptfast.config.editors.json_schema import schema
+
+    text = json.dumps(schema(), indent=2)
+    if "--out" not in flags:
+        print(text)
+        return EXIT_OK
+    try:
+        Path(flags["--out"]).write_text(text + "\n")
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}"
+        raise MachineError("E001", what, key="--out", value=flags["--out"]) from error
+    return EXIT_OK
+
+
+def _compare(flags: dict[str, Any], arguments: list[str]) -> int:
+    _first(arguments, "compare", "RUN...")
+    from ptfast.cli.compare_command import compare
+
+    out = Path(flags["--out"]) if "--out" in flags else None
+    compare([Path(path) for path in arguments], flags.get("--metric"), flags.get("--mode", "auto"), out)
+    return EXIT_OK
+
+
+def _pack(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.pack_command import pack
+
+    return pack(flags, arguments)
+
+
+def _completion(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.config.editors.completion import script
+
+    print(script(arguments[0] if arguments else "bash"))
+    return EXIT_OK
+
+
+def _first(arguments: list[str], command: str, usage: str) -> tuple[str, list[str]]:
+    if not arguments:
+        hint = f"Usage: ptfast {command} {usage}"
+        raise ConfigError("C016", "an argument is missing", key=command, suggestion=hint)
+    return arguments[0], arguments[1:]
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        "[+recipe=NAME] [key=value ...]",
+        "train a model; -m sweeps over key=a,b",
+        _train,
+        {"--multirun": False, "--dry-run": False, "--config": True, "--cfg": True, "--info": True},
+    ),
+    "eval": Command(
+        "RUN|STATE [key=value ...]", "repeat an evaluation of a saved state", _eval, {"--split": True}
+    ),
+    "predict": Command(
+        "RUN PATH... [key=value ...]", "write predictions for files", _predict, {"--out": True}
+    ),
+    "compare": Command(
+        "RUN...",
+        "rank runs and draw their curves",
+        _compare,
+        {"--metric": True, "--mode": True, "--out": True},
+    ),
+    "pack": Command(
+        "SRC DST",
+        "turn images or text into memory-mapped files that training reads at once",
+        _pack,
+        {
+            "--size": True,
+            "--jpeg": False,
+            "--on-corrupt": True,
+            "--tokenizer": True,
+            "--documents": True,
+            "--workers": True,
+            "--verify": False,
+        },
+        2,
+    ),
+    "find": Command(
+        "lr|batch|workers [+recipe=NAME] [key=value ...]",
+        "find the best learning rate, batch size or loader here",
+        _find,
+        dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
+        | {"--noise": False, "--checkpointing": False},
+    ),
+    "recipes": Command("", "list the recipes and what each promises", _recipes, {}, 0),
+    "techniques": Command(
+        "[NAME]",
+        "what makes training faster, and what of it applies here",
+        _techniques,
+        {"--markdown": False},
+    ),
+    "copy": Command("NAME FILE", "copy a recipe to edit", _copy, {}, 2),
+    "schema": Command("", "print a JSON Schema of recipe files, for editors", _schema, {"--out": True}, 0),
+    "completion": Command("bash|zsh|fish", "print a shell completion script", _completion, {}, 1),
+}
+
+
+def _print_error(line: str, details: str) -> None:
+    sys.stdout.flush()
+    if details:
+        print(details, file=sys.stderr)
+    print(line, file=sys.stderr)

@@ -1,0 +1,93 @@
+"""`ptfast find`: reads what is asked for, and calls the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ptfast.core.durations import is_finite, read_number
+from ptfast.core.errors import COMMAND_LINE, ConfigError
+from ptfast.core.sections.nearest_name import did_you_mean
+
+FLAGS: dict[str, dict[str, tuple[str, float]]] = {
+    "lr": {
+        "--from": ("lowest", 0.0),
+        "--to": ("highest", 0.0),
+        "--steps": ("num_steps", 20),
+        "--trial-steps": ("trial_steps", 20),
+    },
+    "batch": {"--from": ("smallest", 1), "--to": ("largest", 1), "--seconds": ("seconds", 0.0)},
+    "workers": {"--to": ("most", 1), "--seconds": ("seconds", 0.0)},
+}
+"""Flags of each search that take a number: what the number is called, and its least value."""
+SEARCHES = tuple(FLAGS)
+
+
+def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
+    """Find a number for the config that the arguments mean.
+
+    Args:
+        read_config: composes and validates `key=value` words.
+
+    Raises:
+        ConfigError: C003 or C016 for what cannot be found, C005 for flags that make no sense.
+        PtfastError: whatever is wrong with the config, or stops its first steps.
+    """
+    usage = f"Usage: ptfast find {'|'.join(SEARCHES)} [+recipe=NAME] [key=value ...]"
+    if not arguments or "=" in arguments[0]:
+        raise ConfigError("C016", "what is to be found?", key="find", suggestion=usage)
+    what, *words = arguments
+    if what not in SEARCHES:
+        hint = did_you_mean(what, SEARCHES) or usage
+        raise ConfigError("C003", "nothing that can be found", key="find", value=what, suggestion=hint)
+    options: dict[str, Any] = {}
+    least = dict(FLAGS[what])
+    if what == "batch" and "--noise" in flags:
+        least["--steps"] = ("num_steps", 20)
+    switches = ("--noise", "--checkpointing") if what == "batch" else ()
+    options |= {flag.removeprefix("--"): True for flag in switches if flag in flags}
+    numbers = [flag for known in FLAGS.values() for flag in known]
+    for flag in dict.fromkeys([*numbers, "--noise", "--checkpointing"]):
+        if flag in flags and flag not in (*least, *switches):
+            hint = f"ptfast find {what} takes {', '.join([*least, *switches])}"
+            if what == "batch" and flag == "--steps":
+                hint = "It is for --noise"
+            raise ConfigError("C015", f"means nothing to find {what}", key=flag, suggestion=hint)
+    for flag, (name, lowest) in least.items():
+        if flag in flags:
+            value = _number(flag, flags[flag], lowest)
+            if lowest >= 1 and value != int(value):
+                raise ConfigError(
+                    "C005", "not a whole number", key=flag, value=flags[flag], place=COMMAND_LINE
+                )
+            options[name] = int(value) if lowest >= 1 else value
+    for flag, name in {"--out": "out", "--write": "write"}.items():
+        if flag in flags:
+            options[name] = Path(flags[flag]).expanduser()
+    from ptfast.core.distributed import world
+
+    if world() is not None:
+        hint = "Start it without torchrun; parallel=ddp launches the ranks"
+        raise ConfigError("C014", "every rank would search by itself", key="find", suggestion=hint)
+    composed, config = read_config(words)
+    with composed.naming_places():
+        if what == "lr":
+            from ptfast.measure.lr.lr_finder import find_lr
+
+            return find_lr(composed, config, words, **options)
+        if what == "workers":
+            from ptfast.measure.loader.loader_finder import find_workers
+
+            return find_workers(composed, config, words, **options)
+        from ptfast.measure.batch.batch_finder import find_batch
+
+        return find_batch(composed, config, words, **options)
+
+
+def _number(flag: str, text: str, least: float = 0.0) -> float:
+    value = read_number(text)
+    if value is None or not is_finite(value) or value <= 0 or value < least:
+        what = f"not a number of at least {least:g}" if least else "not a number above 0"
+        raise ConfigError("C005", what, key=flag, value=text, place=COMMAND_LINE)
+    return value

@@ -1,0 +1,64 @@
+"""`--flags`: parted from everything else on a command line, which is config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
+
+
+def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, Any], list[str]]:
+    """Part `--flags` from everything else.
+
+    Args:
+        known: flag -> whether a value follows, as `--flag value` or `--flag=value`.
+
+    Raises:
+        ConfigError: C015 for a flag that is not known, or is not followed by its value; C006 for one that is
+            given two values.
+    """
+    flags: dict[str, Any] = {}
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        name = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-i": "--info"}.get(name, name)
+        if not name.startswith("-") or name == "-":
+            others.append(word)
+        elif name == "--help":
+            flags[name] = True
+        elif name not in known:
+            raise _unknown_flag(name, value if equals else next(iter(rest), None), known)
+        elif name in flags and known[name]:
+            raise ConfigError("C006", "given twice", key=name, place=COMMAND_LINE, suggestion="Keep one")
+        elif not known[name]:
+            flags[name] = True
+        else:
+            if not equals:
+                value = rest.pop(0) if rest else ""
+            if not value:
+                raise ConfigError("C015", "needs a value", key=name, suggestion=f"Write {name} VALUE")
+            flags[name] = value
+    return flags, others
+
+
+def _unknown_flag(name: str, value: str | None, known: dict[str, bool]) -> ConfigError:
+    from ptfast.core.sections.nearest_name import did_you_mean
+
+    hint, bare = did_you_mean(name, known), name.lstrip("-")
+    if value is not None and value.startswith("-"):
+        value = None
+    if bare == "recipe":
+        bare = "+recipe"
+    if not hint and len(bare) > 1:
+        shown = "VALUE" if value is None or is_secret(bare) else value
+        hint = f"Config is key=value without dashes: {bare}={shown}"
+    return ConfigError(
+        "C015",
+        "no such flag",
+        key=name,
+        place=COMMAND_LINE,
+        suggestion=hint or f"Flags: {', '.join(known)}",
+    )

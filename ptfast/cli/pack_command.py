@@ -1,0 +1,168 @@
+"""`ptfast pack`: turn images or text into a pack once, so that training starts at once."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ptfast.core.errors import EXIT_OK, ConfigError, DataError
+from ptfast.core.units import duration, grouped, num_bytes
+
+if TYPE_CHECKING:
+    from ptfast.data.packs.pack_reader import Manifest
+    from ptfast.data.packs.pack_writer import Plan
+
+_OF_IMAGES = ("--size", "--jpeg", "--on-corrupt")
+_OF_TEXT = ("--tokenizer", "--documents")
+_SHOWN_FILES = 10
+
+
+def pack(flags: dict[str, Any], arguments: list[str]) -> int:
+    """Make the pack that the command line asks for, or check one.
+
+    Raises:
+        ConfigError: C005, C011 or C016 for flags and folders that make no sense together.
+        DataError: what is wrong with the source, or with the pack to be checked.
+        MachineError: E001 to E003 where it cannot be written.
+    """
+    if "--verify" in flags:
+        return _verify(flags, arguments)
+    if len(arguments) < 2:
+        hint = "Usage: ptfast pack SRC DST [--size N|keep]"
+        raise ConfigError("C016", "takes a source and a folder to write", key="pack", suggestion=hint)
+    source, folder = (Path(word).expanduser() for word in arguments)
+    if source.resolve() in (folder.resolve(), *folder.resolve().parents):
+        what, hint = "lies within its source", "Write the pack beside it"
+        raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
+    _check_source(source)
+    texts = source.is_file()
+    for flag in _OF_IMAGES if texts else _OF_TEXT:
+        if flag in flags:
+            what = f"is for {'images' if texts else 'text'}, and SRC is a {'file' if texts else 'folder'}"
+            raise ConfigError("C011", what, key=flag, suggestion="Leave it out")
+    plan, unit = (_plan_text(source, flags), "bytes") if texts else (_plan_images(source, flags), "images")
+    workers = _workers(flags)
+    from ptfast.data.packs.pack_reader import same_as
+    from ptfast.data.packs.pack_writer import check_folder, goes_on, make
+    from ptfast.report.terminal.progress_counter import counting
+
+    whole = check_folder(folder, plan.header)
+    if whole is not None and same_as(whole, plan.header):
+        if whole.skipped and _choice(flags, "--on-corrupt", ("error", "skip")) == "error":
+            first = whole.skipped[0]
+            what = f"was left out of the pack: {first['reason']}"
+            hint = "Mend or remove it and pack again, or give --on-corrupt skip"
+            raise DataError("D005", what, key=first["file"], suggestion=hint)
+        print(f"{folder} is a whole pack of {source} already: nothing to do")
+        return EXIT_OK
+    if whole is not None:
+        print(f"{folder} holds a pack of what {source} was, or made in another way: it is made anew")
+    elif goes_on(folder, plan.header) is False:
+        print(f"{folder} holds part of a pack that was begun in another way: it is begun anew")
+    start_s = time.perf_counter()
+    try:
+        with counting("packing", unit, plan.num_seen) as count:
+            manifest = make(plan, folder, workers, count)
+    except KeyboardInterrupt:
+        print(f"{folder} is unfinished; the same command goes on with it")
+        raise
+    took_s = time.perf_counter() - start_s
+    _report(manifest, folder, took_s)
+    return EXIT_OK
+
+
+def _check_source(source: Path) -> None:
+    if not source.exists():
+        raise DataError("D001", "no such file or folder", key="SRC", value=source)
+    if source.is_dir():
+        from ptfast.data.packs.pack_reader import MANIFEST, is_manifest
+
+        if is_manifest(source / MANIFEST):
+            raise DataError("D001", "is a pack already", key="SRC", value=source)
+
+
+def _plan_images(source: Path, flags: dict[str, Any]) -> Plan:
+    size, jpeg = _size(flags), "--jpeg" in flags
+    skip_corrupt = _choice(flags, "--on-corrupt", ("error", "skip")) == "skip"
+    if jpeg and size is not None:
+        what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
+        raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
+    # Imported now: what is wrong with the flags is said without waiting for torch.
+    from ptfast.data.packs.pack_image_tree import plan_images
+
+    return plan_images(source, size=size, jpeg=jpeg, skip_corrupt=skip_corrupt)
+
+
+def _plan_text(source: Path, flags: dict[str, Any]) -> Plan:
+    documents = _choice(flags, "--documents", ("none", "lines", "paragraphs"))
+    from ptfast.data.packs.pack_text_file import plan_text
+
+    return plan_text(source, tokenizer=flags.get("--tokenizer", "characters"), documents=documents)
+
+
+def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
+    """Say what was made, what was left out, and how to train from it."""
+    samples = sum(split.samples for split in manifest.splits.values())
+    size = sum(split.bytes for split in manifest.splits.values())
+    what, data = f"{grouped(samples)} images", f"imagefolder data.root={folder}"
+    if (text := manifest.text) is not None:
+        width = 2 if text.dtype == "uint16" else 4
+        what, data = f"{grouped(size // width)} tokens", f"text_file data.path={folder}"
+        data += f" data.tokenizer={text.tokenizer}" * (text.tokenizer != "characters")
+        data += f" data.documents={text.documents}" * (text.documents != "none")
+    print(f"packed {what} into {folder}: {num_bytes(size)} in {duration(took_s)}")
+    for file in manifest.skipped[:_SHOWN_FILES]:
+        print(f"skipped {file['file']}: {file['reason']}")
+    if (count := len(manifest.skipped)) > _SHOWN_FILES:
+        print(f"skipped {count:,} files in all; manifest.json in {folder} names them")
+    print(f"train from it with: ptfast train data={data}")
+
+
+def _verify(flags: dict[str, Any], arguments: list[str]) -> int:
+    if len(flags) > 1 or len(arguments) != 1:
+        hint = "Usage: ptfast pack --verify DST"
+        raise ConfigError("C011", "checks one pack and takes nothing else", key="--verify", suggestion=hint)
+    from ptfast.data.packs.pack_reader import check_data, check_source, open_pack
+    from ptfast.report.terminal.progress_counter import counting
+
+    folder = Path(arguments[0]).expanduser()
+    manifest = open_pack(folder, "DST")
+    if manifest is None:
+        raise DataError("D001", "holds no pack", key="DST", value=folder)
+    size = sum(split.bytes for split in manifest.splits.values())
+    with counting("checking", "bytes", size) as count:
+        check_data(folder, manifest, count)
+    check_source(folder, manifest, "DST", whole=True)
+    there = Path(manifest.source.path).exists()
+    source = "its source has not changed" if there else f"its source {manifest.source.path} is not there"
+    print(f"{folder} is whole: {num_bytes(size)} as they were written; {source}")
+    return EXIT_OK
+
+
+def _size(flags: dict[str, Any]) -> int | None:
+    word = flags.get("--size", "keep")
+    return None if word == "keep" else _count("--size", word, "Give pixels, such as 256, or keep")
+
+
+def _workers(flags: dict[str, Any]) -> int:
+    from ptfast.core.machine import spare_cores
+
+    if "--workers" not in flags:
+        return spare_cores(most=sys.maxsize)
+    return _count("--workers", flags["--workers"], "Give a number of processes")
+
+
+def _count(flag: str, word: str, hint: str) -> int:
+    if not word.isascii() or not word.isdigit() or int(word) < 1:
+        raise ConfigError("C005", "no whole number above 0", key=flag, value=word, suggestion=hint)
+    return int(word)
+
+
+def _choice(flags: dict[str, Any], flag: str, choices: tuple[str, ...]) -> str:
+    word = flags.get(flag, choices[0])
+    if word not in choices:
+        hint = f"Use {' or '.join(choices)}"
+        raise ConfigError("C005", "no such way", key=flag, value=word, suggestion=hint)
+    return word

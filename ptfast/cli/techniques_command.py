@@ -1,0 +1,121 @@
+"""The catalogue of techniques as tables: for this machine on the terminal, for all in Markdown."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from ptfast.config.applicability import ThisMachine, verdict
+from ptfast.config.catalogue import CATALOGUE, PROMISES, Technique
+from ptfast.core.errors import ConfigError
+from ptfast.core.sections.nearest_name import did_you_mean
+from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
+
+WIDE = 180
+"""Columns of a terminal that has room for what techniques are worth."""
+ALWAYS_ON = "always on"
+BEGIN, END = "<!-- techniques: written by scripts/techniques_table.py -->", "<!-- end of techniques -->"
+"""Marks in the README, between which the table stands."""
+
+
+def show(name: str | None = None) -> None:
+    """Print what applies on this machine: every technique, those of a family, or all about one.
+
+    Args:
+        name: of a technique or a family, in words or joined by hyphens; None for all.
+
+    Raises:
+        ConfigError: C003 when there is neither.
+    """
+    machine = ThisMachine()
+    wanted = None if name is None else _plain(name)
+    named = [technique for technique in CATALOGUE if _plain(technique.name) == wanted]
+    if named:
+        _show_one(named[0], machine)
+        return
+    chosen = CATALOGUE if wanted is None else [t for t in CATALOGUE if _plain(t.family) == wanted]
+    if not chosen:
+        known = [technique.name for technique in CATALOGUE]
+        families = dict.fromkeys(technique.family for technique in CATALOGUE)
+        hint = did_you_mean(str(name), [*known, *families]) or f"Families: {', '.join(families)}"
+        raise ConfigError("C003", "no such technique", key=name, suggestion=hint)
+    _show_all(chosen, machine)
+
+
+def markdown() -> str:
+    """The README's table: what there is, on any machine."""
+    lines = ["| technique | class | switch | why it is faster | when not |", "|---|---|---|---|---|"]
+    family = None
+    for technique in in_order(CATALOGUE):
+        if technique.family != family:
+            family = technique.family
+            lines.append(f"| **{family}** | | | | |")
+        switch = "<br>".join(f"`{word}`" for word in technique.on) or ALWAYS_ON
+        cells = (technique.name, technique.kind, switch, technique.why, technique.avoid)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def in_readme(text: str) -> str:
+    """`text` with the table between its two marks written anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert end, f"the README has lost its marks {BEGIN} and {END}"
+    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{after}"
+
+
+def in_order(techniques: Sequence[Technique]) -> list[Technique]:
+    """Techniques with those of a family together, families as they first come."""
+    families = list(dict.fromkeys(technique.family for technique in techniques))
+    return sorted(techniques, key=lambda technique: families.index(technique.family))
+
+
+def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
+    stream = standard_output()
+    wide = not is_terminal(stream) or shutil.get_terminal_size().columns >= WIDE
+    headers = ["family", "technique", "class", "switch", "here"] + ["worth"] * wide
+    rows, muted = [], set()
+    for number, technique in enumerate(in_order(techniques)):
+        here = verdict(technique, machine)
+        switch = " ".join(technique.on) or ALWAYS_ON
+        row = [technique.family, technique.name, technique.kind, switch, here.text]
+        rows.append(row + [f"{technique.claim} {technique.measured}".rstrip()] * wide)
+        if not here.applies:
+            muted.add(number)
+    table(headers, rows, grouped=True, muted=muted)
+    if is_terminal(stream):
+        columns = shutil.get_terminal_size().columns
+        for kind, promise in PROMISES.items():
+            print(textwrap.fill(f"{kind}: {promise}.", columns))
+        print("\nptfast techniques NAME shows all about one, and what it is worth.")
+
+
+def _show_one(technique: Technique, machine: ThisMachine) -> None:
+    rivals = [
+        other.name
+        for other in CATALOGUE
+        if technique.alternatives and other.alternatives == technique.alternatives and other != technique
+    ]
+    rows = {
+        "family": technique.family,
+        "class": f"{technique.kind}: {PROMISES[technique.kind]}",
+        "on": " ".join(technique.on) or ALWAYS_ON,
+        "off": " ".join(technique.off),
+        "here": verdict(technique, machine).text,
+        "why": technique.why,
+        "worth": technique.claim,
+        "source": technique.source,
+        "measured": technique.measured,
+        "command": technique.command,
+        "when not": technique.avoid,
+        "lacking if": technique.audit,
+        "drift": f"at most {technique.drift:g} of the loss over ten steps" if technique.drift else "",
+        "options": " ".join(technique.options),
+        "instead of": ", ".join(rivals),
+    }
+    build_display().panel(technique.name, [(name, value) for name, value in rows.items() if value])
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", " ").replace("_", " ")

@@ -1,0 +1,97 @@
+"""Which techniques apply on this machine, and why the others do not."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ptfast.config.catalogue import Need, Technique
+from ptfast.core import devices
+from ptfast.core.machine import spare_cores
+
+_GPU_FILES = ("dev/nvidia0", "dev/kfd", "dev/dxg")
+"""What Linux shows of a GPU that torch may compute on: NVIDIA's, AMD's, and either one under Windows."""
+_OF_THE_RUN: dict[Need, str] = {
+    "images": "on images",
+    "sequences": "on sequences",
+    "convolutions": "in models with convolutions",
+    "batchnorm": "in models with BatchNorm",
+    "pack": "on what ptfast pack has made",
+}
+"""What depends on the model and the data rather than on the machine."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a technique applies here."""
+
+    applies: bool
+    text: str
+    """`yes`, perhaps with where, or `no` with the reason."""
+
+
+class ThisMachine:
+    """What techniques need of a machine, looked up when first asked for.
+
+    Args:
+        root: where the files of the system are.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+
+    @cached_property
+    def device(self) -> str:
+        """`cuda`, `mps` or `cpu`. Imports torch, which takes seconds, only where there may be a GPU."""
+        if sys.platform == "linux" and not any((self._root / file).exists() for file in _GPU_FILES):
+            return "cpu"
+        return devices.device_type("auto")
+
+    @cached_property
+    def num_gpus(self) -> int:
+        """CUDA devices that are visible."""
+        if self.device != "cuda":
+            return 0
+        import torch
+
+        return torch.cuda.device_count()
+
+    def lacks(self, need: Need) -> str | None:
+        """Why `need` is not met here, as a clause; None where it is, or is no matter of the machine."""
+        if need == "cuda":
+            return None if self.device == "cuda" else "no CUDA device is visible"
+        if need == "nvidia_tf32":
+            lack = devices.lack_of_precision("tf32", self.device)
+            return lack.what if lack else None
+        if need == "bf16":
+            fast = devices.multiplies_bf16(self.device)
+            return None if fast else f"bfloat16 is no faster on this {self._device_name}"
+        if need == "half":
+            fast = self.device == "cuda" or devices.multiplies_bf16(self.device)
+            return None if fast else f"neither half-width type is faster on this {self._device_name}"
+        if need == "fp16":
+            return None if self.device == "cuda" else f"float16 is no faster on this {self._device_name}"
+        if need == "compiler":
+            lack = devices.lack_of_compiler(self.device)
+            return lack.what if lack else None
+        if need == "ranks":
+            here = f"{self.num_gpus} GPU" if self.num_gpus else f"one {self._device_name}"
+            return None if self.num_gpus > 1 else f"it takes several GPUs or machines, and here is {here}"
+        if need == "cores":
+            return None if spare_cores() > 1 else "no core is to spare"
+        return None
+
+    @property
+    def _device_name(self) -> str:
+        return "CPU" if self.device == "cpu" else "GPU"
+
+
+def verdict(technique: Technique, machine: ThisMachine) -> Verdict:
+    """Whether `technique` applies on `machine`, going by what it needs."""
+    for need in technique.needs:
+        if lack := machine.lacks(need):
+            return Verdict(False, f"no: {lack}")
+    where = [_OF_THE_RUN[need] for need in technique.needs if need in _OF_THE_RUN]
+    return Verdict(True, ", ".join(["yes", *where]))

@@ -1,0 +1,1 @@
+"""What is checked of a composed config: names, types, rules across keys, trust."""

@@ -1,0 +1,143 @@
+"""Resolving interpolations of a whole config at once, so that a broken one is found at the start."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from ptfast.core.errors import ConfigError
+from ptfast.core.sections.nearest_name import nearest
+
+ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
+"""A value that is a reference to an environment variable and nothing else."""
+
+RESOLVERS = (
+    "oc.env",
+    "oc.select",
+    "oc.decode",
+    "oc.create",
+    "oc.deprecated",
+    "oc.dict.keys",
+    "oc.dict.values",
+)
+
+
+def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+    """A copy of `tree` with every interpolation replaced by its value.
+
+    Raises:
+        ConfigError: C016 for a value that is still `???`, C008 for an interpolation of a missing key or
+            variable, a cyclic one, or one that cannot be read. Each names the key and its place.
+    """
+    has_interpolations = "${" in str(tree)
+    try:
+        # Hydra has read the tree before: only interpolations can be wrong in it.
+        config = OmegaConf.create(tree if has_interpolations else {})
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", None) or "") or None
+        raise ConfigError(
+            "C008", f"cannot be read: {_first_line(error)}", key=key, place=place(key) if key else None
+        ) from error
+    for key in _missing(tree, ""):
+        raise ConfigError(
+            "C016", "a value is required", key=key, place=place(key), suggestion=f"Give {key}=VALUE"
+        )
+    if not has_interpolations:
+        return copy.deepcopy(tree)
+    for key, parent, name in _interpolations(config, ""):
+        try:
+            value = parent[name]
+            if isinstance(value, (DictConfig, ListConfig)):
+                OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, RecursionError) as error:
+            raise _broken(key, parent._get_node(name)._value(), place(key), error) from error
+    resolved = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _missing(value: Any, key: str) -> Iterator[str]:
+    """Dotted keys whose value is `???`."""
+    if isinstance(value, (dict, list)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _missing(item, f"{key}.{name}" if key else str(name))
+    elif value == "???":
+        yield key
+
+
+def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -> dict[str, Any]:
+    """`tree` as a file may hold it: values that came from the environment refer to it again."""
+    if "oc.env" not in str(tree_unresolved):
+        return _escaped(tree)
+    config = OmegaConf.create(tree_unresolved)
+    references: list[str] = []
+
+    def refer(*arguments: Any) -> str:
+        references.append(f"${{oc.env:{','.join(map(str, arguments))}}}")
+        return f"\0{len(references) - 1}\0"
+
+    from_environment = oc.env
+    OmegaConf.register_new_resolver("oc.env", refer, replace=True)
+    try:
+        marked = OmegaConf.to_container(config, resolve=True)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
+    return _replace(
+        _escaped(marked), lambda text: re.sub(r"\0(\d+)\0", lambda m: references[int(m[1])], text)
+    )
+
+
+def _interpolations(config: DictConfig | ListConfig, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    names: list[Any] = list(range(len(config)) if isinstance(config, ListConfig) else config.keys())
+    for name in names:
+        if OmegaConf.is_interpolation(config, name):
+            yield f"{prefix}{name}", config, name
+            continue
+        node = config._get_node(name)
+        if isinstance(node, (DictConfig, ListConfig)) and not node._is_none():
+            yield from _interpolations(node, f"{prefix}{name}.")
+
+
+def _broken(key: str, written: Any, place: str, error: BaseException) -> ConfigError:
+    message = str(error)
+    suggestion = None
+    variable = re.search(r"Environment variable '([^']*)' not found", message)
+    resolver = re.search(r"Unsupported interpolation type (\S+)", message)
+    absent = re.search(r"Interpolation key '([^']*)' not found", message)
+    if variable:
+        what = f"the environment variable {variable[1]} is not set"
+        suggestion = f"Set it, or give a default: ${{oc.env:{variable[1]},DEFAULT}}"
+    elif resolver:
+        what = f"there is no interpolation {resolver[1]}"
+        near = nearest(resolver[1], RESOLVERS)
+        suggestion = f"Did you mean {near}?" if near else f"There are {', '.join(RESOLVERS)}"
+    elif absent:
+        what = f"there is no key {absent[1]}"
+    elif isinstance(error, RecursionError) or "recursi" in message.lower():
+        what = "an interpolation that leads back to itself"
+    else:
+        what = f"an interpolation that cannot be resolved: {_first_line(error)}"
+    return ConfigError("C008", what, key=key, value=written, place=place, suggestion=suggestion)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _escaped(value: Any) -> Any:
+    """Text that holds `${` as it is, not as an interpolation, written so that it is read back the same."""
+    return _replace(value, lambda text: text.replace("${", "\\${"))
+
+
+def _replace(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replace(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value

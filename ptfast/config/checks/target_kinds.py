@@ -1,0 +1,270 @@
+"""What each `_target_` section accepts: the kind of class or function, and the keywords of its signature."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from ptfast.core.protocols import HOOKS, Callback, DataInfo
+from ptfast.core.sections.coerce import EMPTY, coerce
+from ptfast.core.sections.nearest_name import did_you_mean, nearest
+from ptfast.core.sections.problem import Problem
+from ptfast.core.sections.targets import Target, keywords, locate, signature, swallows_keywords
+
+Locate = Callable[[str], Any]
+SECTIONS = ("data", "model", "optimizer", "schedule", "logger")
+_DATA_FACTS = frozenset(field.name for field in dataclasses.fields(DataInfo))
+_MODEL_SWITCHES = frozenset({"pretrained"})
+
+
+def check_target(
+    target: Target,
+    section: str,
+    *,
+    fixed: Iterable[str] = (),
+    locate: Locate = locate,
+    prefix: str | None = None,
+) -> tuple[Target, list[Problem]]:
+    """Check a target against its section and its own signature.
+
+    Args:
+        target: as given, its values uncoerced.
+        section: one of `SECTIONS`, `callbacks`, `task`, or `` for a target inside another's keywords.
+        fixed: keys of the section that are not the target's, for suggestions.
+        locate: how import paths are resolved; `Trust.locate` for a config from elsewhere.
+        prefix: the key that messages start with, by default the section.
+
+    Returns:
+        The target with its values coerced, and what is wrong with it.
+    """
+    prefix = section if prefix is None else prefix
+    try:
+        function = locate(target.path)
+        _check_kind(function, target.path, section)
+    except Problem as problem:
+        return target, [problem.at(f"{prefix}._target_", target.path)]
+    parameters = own_parameters(function, section)
+    open_ended = swallows_keywords(function)
+    kwargs: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, value in target.kwargs.items():
+        key = f"{prefix}.{name}"
+        value, nested = _check_nested(value, key, locate)
+        problems += nested
+        if name not in parameters and not open_ended:
+            # An option file may say `fused: auto` for any optimizer: on where there is such a thing.
+            if not (section == "optimizer" and name == "fused" and value == "auto"):
+                problems.append(_unknown(name, value, prefix, [*parameters, *fixed]))
+            continue
+        try:
+            kwargs[name] = _coerced(name, value, parameters.get(name), section)
+        except Problem as problem:
+            problems.append(problem.at(key, value))
+    if not target.partial:
+        problems += _missing(parameters, kwargs, target, section, prefix)
+    return dataclasses.replace(target, kwargs=kwargs), problems
+
+
+def own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
+    """The keywords that a config may set: not the first one of those that are given parameters or facts."""
+    parameters = keywords(function)
+    if section in ("optimizer", "task") and parameters:
+        parameters.pop(next(iter(parameters)))
+    return parameters
+
+
+def _coerced(name: str, value: Any, parameter: inspect.Parameter | None, section: str) -> Any:
+    if parameter is None:
+        return coerce(value, name=name)
+    if section == "optimizer" and name == "fused" and value == "auto":
+        return value
+    return coerce(value, parameter.annotation, name=name, default=parameter.default, unit="epochs")
+
+
+def _missing(
+    parameters: dict[str, inspect.Parameter],
+    kwargs: dict[str, Any],
+    target: Target,
+    section: str,
+    prefix: str,
+) -> list[Problem]:
+    supplied = (_DATA_FACTS | _MODEL_SWITCHES) if section == "model" else set()
+    return [
+        Problem("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
+        for name, parameter in parameters.items()
+        if parameter.default is EMPTY
+        and name not in kwargs
+        and name not in target.kwargs
+        and name not in supplied
+    ]
+
+
+def _check_nested(value: Any, key: str, locate: Locate) -> tuple[Any, list[Problem]]:
+    """Check the targets inside a keyword's value."""
+    if isinstance(value, Target):
+        return check_target(value, "", locate=locate, prefix=key)
+    if isinstance(value, dict):
+        checked = {name: _check_nested(item, f"{key}.{name}", locate) for name, item in value.items()}
+        return {name: item for name, (item, _) in checked.items()}, [
+            p for _, found in checked.values() for p in found
+        ]
+    if isinstance(value, list):
+        checked = [_check_nested(item, f"{key}.{index}", locate) for index, item in enumerate(value)]
+        return [item for item, _ in checked], [problem for _, found in checked for problem in found]
+    return value, []
+
+
+def _unknown(name: str, value: Any, prefix: str, known: list[str]) -> Problem:
+    hint = did_you_mean(name, known, f"{prefix}.{{}}")
+    if hint is None:
+        hint = f"It takes {', '.join(known[:12])}" if known else "It takes no keywords"
+    return Problem("C002", "unknown key", key=f"{prefix}.{name}", value=value, suggestion=hint)
+
+
+def _check_kind(found: Any, path: str, section: str) -> None:
+    """Raise a C009 `Problem` unless `found` can be called for what the section needs."""
+    if isinstance(found, ModuleType):
+        raise Problem("C009", "is a module, not a class", suggestion=_class_in_reach(found, path))
+    if not callable(found):
+        raise Problem("C009", f"is a value of type {type(found).__name__}, not a class or function")
+    if not section:
+        return
+    if not inspect.isclass(found) and not _is_python_function(found):
+        raise Problem("C009", f"is a built-in function, not {_WANTED[section]}")
+    if (getattr(found, "__module__", None) or "").split(".")[0] in sys.stdlib_module_names:
+        raise Problem("C009", f"is part of Python's standard library, not {_WANTED[section]}")
+    if section == "callbacks" and inspect.isclass(found):
+        _check_hooks(found)
+    if not _FITS[section](found):
+        raise Problem("C009", f"is not {_WANTED[section]}")
+
+
+def _check_hooks(found: type) -> None:
+    """Raise a C009 `Problem` for a method that is named like a hook and never called, or not so."""
+    for name in dir(found):
+        method = inspect.getattr_static(found, name)
+        if not name.startswith("on_") or not inspect.isfunction(method):
+            continue
+        if name not in HOOKS:
+            hint = f"{did_you_mean(_in_our_words(name), HOOKS) or ''} The hooks are {', '.join(HOOKS)}"
+            raise Problem("C009", f"its method {name} would never be called", suggestion=hint.strip())
+        takes = list(inspect.signature(getattr(Callback, name)).parameters)
+        try:
+            inspect.signature(method).bind(*takes)
+        except TypeError as error:
+            called = f"{name}({', '.join(takes)})"
+            raise Problem("C009", f"its method {name} cannot be called as {called}: {error}") from error
+
+
+def _in_our_words(name: str) -> str:
+    """The name of a hook of other frameworks by what it is about, without its moment."""
+    for theirs, ours in _OTHER_HOOKS.items():
+        if theirs in name:
+            return ours
+    return name
+
+
+def _is_python_function(found: Any) -> bool:
+    if inspect.ismethod(found):
+        return inspect.isclass(found.__self__)
+    return inspect.isfunction(found) or isinstance(found, functools.partial)
+
+
+def _class_in_reach(module: ModuleType, path: str) -> str | None:
+    """The class that was meant by the module of the same name: `torch.optim.SGD` for `torch.optim.sgd`."""
+    before, _, name = path.rpartition(".")
+    around = {"": module, before: sys.modules.get(before)}
+    for prefix, place in ((before, around[before]), (path, module)):
+        classes = [key for key, value in vars(place or module).items() if inspect.isclass(value)]
+        if found := nearest(name, classes):
+            return f"Did you mean {prefix}.{found}?"
+    return None
+
+
+def _fits_optimizer(found: Any) -> bool:
+    from torch.optim import Optimizer
+
+    return inspect.isclass(found) and issubclass(found, Optimizer) and found is not Optimizer
+
+
+def _fits_model(found: Any) -> bool:
+    from torch import nn
+
+    if inspect.isclass(found):
+        return issubclass(found, nn.Module)
+    called = signature(found)
+    returned = called.return_annotation if called else None
+    if returned is inspect.Signature.empty:
+        return True
+    return not inspect.isclass(returned) or issubclass(returned, nn.Module)
+
+
+def _fits_data(found: Any) -> bool:
+    if not inspect.isclass(found):
+        return True
+    return any(hasattr(found, name) for name in ("__getitem__", "__iter__", "load")) and not _is_network_part(
+        found
+    )
+
+
+def _is_network_part(found: type) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(found, (torch.nn.Module, torch.optim.Optimizer))
+
+
+def _fits_schedule(found: Any) -> bool:
+    return not inspect.isclass(found) or hasattr(found, "factor")
+
+
+def _fits_logger(found: Any) -> bool:
+    return not inspect.isclass(found) or hasattr(found, "log")
+
+
+def _fits_callback(found: Any) -> bool:
+    if not inspect.isclass(found):
+        return False
+    return issubclass(found, Callback) or any(hasattr(found, name) for name in HOOKS)
+
+
+def _fits_task(found: Any) -> bool:
+    return not inspect.isclass(found) or hasattr(found, "loss")
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "data": _fits_data,
+    "model": _fits_model,
+    "optimizer": _fits_optimizer,
+    "schedule": _fits_schedule,
+    "logger": _fits_logger,
+    "callbacks": _fits_callback,
+    "task": _fits_task,
+}
+_OTHER_HOOKS = {
+    "val": "on_evaluation",
+    "test": "on_evaluation",
+    "eval": "on_evaluation",
+    "batch": "on_step",
+    "step": "on_step",
+    "optimizer": "on_step",
+    "epoch": "on_epoch",
+    "save": "on_save",
+    "checkpoint": "on_save",
+    "begin": "on_start",
+    "start": "on_start",
+    "end": "on_end",
+}
+"""Words of other frameworks' hooks, the telling ones first, and our hook of that kind."""
+_WANTED = {
+    "data": "a data set (a class with __getitem__ or __iter__, or a function that returns one)",
+    "model": "a torch.nn.Module, nor a function that returns one",
+    "optimizer": "a torch.optim.Optimizer",
+    "schedule": "a ptfast.techniques.schedule.lr_schedules.Shape",
+    "logger": "a logger (a class with log and close)",
+    "callbacks": "a ptfast.core.protocols.Callback",
+    "task": "a task (a class with the methods of ptfast.core.protocols.Task)",
+}

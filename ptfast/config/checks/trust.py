@@ -1,0 +1,100 @@
+"""Which import paths a config from elsewhere may name: checked before the import, and along every alias."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ptfast.core.sections.problem import Problem
+from ptfast.core.sections.targets import locate
+
+ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast")
+# Of the functions in these packages only those that build models are called for a stranger's file:
+# torchvision also has functions that download and unpack.
+_FUNCTION_ROOTS = ("torchvision.models", "ptfast.models")
+_CLASS_ROOTS = (
+    *(
+        "ptfast.data",
+        "ptfast.models",
+        "ptfast.optim",
+        "ptfast.tasks",
+        "ptfast.techniques.schedule.lr_schedules",
+        "ptfast.report.loggers",
+    ),
+    "torchvision.transforms",
+)
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The packages that a config from elsewhere may import from.
+
+    Args:
+        packages: packages that the user named with `trust=[...]`, besides `ROOTS`.
+    """
+
+    packages: tuple[str, ...] = ()
+
+    def locate(self, path: str) -> Any:
+        """Import what `path` names, if that is trusted.
+
+        Raises:
+            Problem: C009, the path or what it leads to lies outside, or is no part of a run.
+        """
+        self.check_path(path)
+        found = locate(path, self._visit)
+        self._check_kind(found)
+        return found
+
+    def check_path(self, path: str) -> None:
+        """Raise a C009 `Problem` unless `path` lies in a trusted package; imports nothing."""
+        if not self._covers(path):
+            package = path.split(".")[0]
+            offered = None if package in sys.stdlib_module_names else package
+            raise _untrusted("it lies outside what a config file from elsewhere may name", offered)
+        if any(part.startswith("_") for part in path.split(".")):
+            raise _untrusted("it is private")
+
+    def _covers(self, name: str) -> bool:
+        return _lies_in(name, (*ROOTS, *self.packages))
+
+    def _visit(self, found: Any, path: str) -> None:
+        """Refuse a step that leads outside, as the alias `torchvision.datasets.utils.os` does."""
+        if isinstance(found, ModuleType):
+            outside = not self._covers(found.__name__) and found.__name__ != path
+            home = found.__name__
+        else:
+            home = getattr(found, "__module__", None)
+            outside = not isinstance(home, str) or not self._covers(home)
+        if outside:
+            raise _untrusted(f"{path} leads to {home or 'a built-in'}")
+
+    def _check_kind(self, found: Any) -> None:
+        home = getattr(found, "__module__", None) or ""
+        if _lies_in(home, self.packages):
+            return
+        if inspect.isclass(found):
+            fits = _lies_in(home, _CLASS_ROOTS) or _is_part_of_training(found)
+        else:
+            fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
+        if not fits:
+            raise _untrusted("it is no model, data set, optimizer or other part of a run")
+
+
+def _is_part_of_training(found: type) -> bool:
+    from torch import nn, optim
+    from torch.utils.data import Dataset
+
+    return issubclass(found, (nn.Module, optim.Optimizer, Dataset))
+
+
+def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _untrusted(why: str, package: str | None = None) -> Problem:
+    hint = f"If you trust it, add 'trust=[{package}]' to the command line" if package else None
+    return Problem("C009", f"not trusted, {why}", suggestion=hint)

@@ -1,0 +1,253 @@
+"""Check a composed config, every key of it, and give the typed `Config` or the first error with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from ptfast.config.checks.rules import Place, across_keys, check_batch
+from ptfast.config.checks.target_kinds import check_target
+from ptfast.config.checks.trust import Trust
+from ptfast.config.schema import Config, entry_of, flatten, section_of
+from ptfast.core import protocols
+from ptfast.core.sections.nearest_name import did_you_mean, nearest
+from ptfast.core.sections.problem import Problem
+from ptfast.core.sections.section import Section
+from ptfast.core.sections.targets import Target, locate, parse_target, parse_value
+
+__all__ = ["check_batch", "validate"]
+
+REQUIRED = "???"
+TASKS = ("auto", *protocols.TASKS)
+
+
+def validate(
+    tree: dict[str, Any], place: Place, *, trusted: bool = True, extra_trust: Iterable[str] = ()
+) -> Config:
+    """Check a whole config.
+
+    Args:
+        tree: the composed config as plain data, interpolations resolved; not changed.
+        place: where a dotted key was given: `command line` or `file.yaml:12`.
+        trusted: False for a config from a file that is not the user's own; its targets must lie in trusted
+            packages.
+        extra_trust: packages that the user trusts; the `trust` in an untrusted tree does not count.
+
+    Returns:
+        The config with every value in its type, and one of `epochs` and `steps` None.
+
+    Raises:
+        ConfigError: the first thing wrong, unknown keys before all else.
+    """
+    checker = _Checker(tree, None if trusted else Trust(tuple(extra_trust)))
+    config = checker.check()
+    if not checker.problems:
+        assert config is not None
+        config, checker.problems = across_keys(config, place)
+    if checker.problems:
+        first = min(checker.problems, key=lambda problem: problem.code != "C002")
+        raise first.error(place(first.key))
+    assert config is not None
+    return config
+
+
+# What other programs call keys that have another name, or another place, here.
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "num_workers": "dataloader.workers",
+    "max_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "gpus": "parallel.nproc",
+    "devices": "parallel.nproc",
+    "output_dir": "run.dir",
+    "pretrained": "model.weights",
+    "agc": "gradients.clip_adaptive",
+    "max_norm": "gradients.clip_norm",
+    "grad_clip": "gradients.clip_norm",
+    "gradient_clip_val": "gradients.clip_norm",
+    "pin_memory": "dataloader.pin",
+    "prefetch_factor": "dataloader.prefetch",
+    "gradient_checkpointing": "checkpointing.mode",
+    "accumulate_grad_batches": "gradients.accumulate",
+    "gradient_accumulation_steps": "gradients.accumulate",
+}
+
+
+class _Checker:
+    """Collects what is wrong with single keys."""
+
+    def __init__(self, tree: dict[str, Any], trust: Trust | None) -> None:
+        self.tree, self.trust = tree, trust
+        self.locate = trust.locate if trust else locate
+        self.problems: list[Problem] = []
+
+    def check(self) -> Config | None:
+        """The config, or None where `problems` says why not."""
+        self.problems += [_not_set(key) for key, value in flatten(self.tree).items() if value == REQUIRED]
+        prepared = {key: _without_required(value) for key, value in self.tree.items() if value != REQUIRED}
+        for name, field in Config.model_fields.items():
+            section, given = section_of(field.annotation), prepared.get(name)
+            if section and "target" in section.model_fields and isinstance(given, dict):
+                prepared[name] = self._separate(name, given, section)
+        if isinstance(prepared.get("callbacks"), list):
+            prepared["callbacks"] = [
+                self._callback(item, f"callbacks.{index}") for index, item in enumerate(prepared["callbacks"])
+            ]
+        if "task" in prepared:
+            prepared["task"] = self._task(prepared["task"])
+        try:
+            config = Config.model_validate(prepared)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_input=True)
+            self.problems += [self._of_pydantic(dict(item)) for item in found]
+            return None
+        return config
+
+    def _separate(self, name: str, given: dict[str, Any], section: type[Section]) -> dict[str, Any]:
+        """A section's fixed keys, with its target's keywords gathered under `target`."""
+        fixed = [key for key in section.model_fields if key != "target"]
+        prepared = {key: value for key, value in given.items() if key in fixed}
+        rest = {key: value for key, value in given.items() if key not in fixed}
+        optional = not section.model_fields["target"].is_required()
+        if optional and rest.get("_target_") is None:
+            prepared |= {"target": None, **{key: value for key, value in rest.items() if key != "_target_"}}
+        else:
+            prepared["target"] = self._target(rest, name, name, fixed)
+        return prepared
+
+    def _target(self, tree: dict[str, Any], section: str, prefix: str, fixed: Iterable[str] = ()) -> Target:
+        try:
+            target = parse_target(tree)
+        except Problem as problem:
+            self.problems.append(problem.at(prefix))
+            return Target("")
+        target, found = check_target(target, section, fixed=fixed, locate=self.locate, prefix=prefix)
+        self.problems += found
+        return target
+
+    def _callback(self, item: Any, key: str) -> Any:
+        if isinstance(item, str):
+            item = {"_target_": item}
+        if isinstance(item, dict):
+            return self._target(item, "callbacks", key)
+        self.problems.append(
+            Problem("C004", "expected an import path, or a mapping with _target_", key=key, value=item)
+        )
+        return Target("")
+
+    def _task(self, given: Any) -> Any:
+        """The task's name, with its options checked and gathered under `options`."""
+        if not isinstance(given, dict):
+            given = {"name": given}
+        name = given.get("name", "auto")
+        if not isinstance(name, str):
+            problem = Problem("C004", "expected the name or import path of a task", key="task", value=name)
+            self.problems.append(problem)
+            return {}
+        if name not in TASKS and "." not in name:
+            hint = did_you_mean(name, TASKS) or f"Known are {', '.join(TASKS)}, or an import path"
+            self.problems.append(Problem("C003", "unknown task", key="task", value=name, suggestion=hint))
+            return {}
+        options = {key: value for key, value in given.items() if key != "name"}
+        try:
+            options = {key: parse_value(value, key) for key, value in options.items()}
+            if (loss := options.get("loss")) is not None:
+                options["loss"] = self._loss(loss)
+        except Problem as problem:
+            self.problems.append(problem.at("task"))
+            return {}
+        if options or name not in TASKS:
+            options = self._task_options(name, options)
+        return {"name": name, "options": options}
+
+    def _task_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The options as the task's signature wants them; for `auto`, as that of any built-in one does."""
+        paths = protocols.TASKS.values() if name == "auto" else [protocols.TASKS.get(name, name)]
+        attempts = [
+            check_target(Target(path, options), "task", fixed=("name",), locate=self.locate) for path in paths
+        ]
+        target, found = min(attempts, key=lambda attempt: len(attempt[1]))
+        for problem in found:
+            of_name = problem.key == "task._target_"
+            self.problems.append(
+                Problem(problem.code, problem.what, key="task", value=name, suggestion=problem.suggestion)
+                if of_name
+                else problem
+            )
+        return target.kwargs
+
+    def _loss(self, given: Any) -> Target:
+        """A loss: an object of a class, or a function, which is not called before there is a batch."""
+        target = Target(given) if isinstance(given, str) else given
+        if not isinstance(target, Target):
+            raise Problem(
+                "C004", "expected an import path, or a mapping with _target_", key="loss", value=given
+            )
+        try:
+            return replace(target, partial=not isinstance(self.locate(target.path), type))
+        except Problem as problem:
+            raise problem.at("loss._target_", target.path) from None
+
+    def _of_pydantic(self, item: dict[str, Any]) -> Problem:
+        key, kind, value = ".".join(map(str, item["loc"])), item["type"], item["input"]
+        if kind == "extra_forbidden":
+            return self._unknown(key, value)
+        if kind == "missing":
+            return _not_set(key)
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, Problem):
+            return cause.at(key, value)
+        known = _known_keys(key)
+        expected = f"expected keys such as {key}.{known[0]}" if known else item["msg"].lower()
+        return Problem("C004", expected, key=key, value=value)
+
+    def _unknown(self, key: str, value: Any) -> Problem:
+        """An unknown key of a fixed section, or at the top."""
+        section, _, name = key.rpartition(".")
+        leaf = ""
+        if isinstance(value, dict) and (leaves := flatten(value)):
+            leaf, value = next(iter(leaves.items()))
+        near = nearest(name, _known_keys(section))
+        prefix, suffix = section and f"{section}.", leaf and f".{leaf}"
+        if near == "recipe" and not section:
+            hint = f"Did you mean +recipe={value}?"
+        elif near:
+            hint = f"Did you mean {prefix}{near}{suffix}?"
+        else:
+            others = [known for known in self._all_keys() if known != f"{key}{suffix}"]
+            elsewhere = [known for known in others if known.rpartition(".")[2] == name]
+            meant = ELSEWHERE.get(name) or (elsewhere[0] if elsewhere else None)
+            hint = f"Did you mean {meant}?" if meant else None
+        return Problem("C002", "unknown key", key=f"{key}{suffix}", value=value, suggestion=hint)
+
+    def _all_keys(self) -> list[str]:
+        fixed = [f"{name}.{key}" for name in Config.model_fields for key in _known_keys(name)]
+        return [*Config.model_fields, *fixed, *flatten(self.tree)]
+
+
+def _not_set(key: str) -> Problem:
+    return Problem("C016", "required, but not set", key=key, suggestion=f"Add {key}=VALUE")
+
+
+def _without_required(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_required(item) for key, item in value.items() if item != REQUIRED}
+    return value
+
+
+def _known_keys(section: str) -> list[str]:
+    """The fixed keys of a section, or the top-level keys for an empty name."""
+    model: type[Section] = Config
+    for name in filter(None, section.split(".")):
+        if name.isdigit():
+            continue  # one of a list
+        field = model.model_fields.get(name)
+        inner = (section_of(field.annotation) or entry_of(field.annotation)) if field else None
+        if inner is None:
+            return []
+        model = inner
+    return [name for name in model.model_fields if name not in ("target", "options")]

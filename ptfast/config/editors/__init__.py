@@ -1,0 +1,1 @@
+"""What people are offered while they write: help, completion and a JSON Schema."""

@@ -1,0 +1,166 @@
+"""Shell completion of commands, groups, options, recipes and keys, without importing Hydra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.files import paths
+from ptfast.core.errors import ConfigError, PtfastError
+
+_SCRIPTS = {
+    "bash": """\
+_ptfast() {
+    local line="${COMP_LINE:0:$COMP_POINT}" words word prefix
+    read -ra words <<< "$line"
+    [[ "$line" == *" " ]] && words+=("")
+    word="${words[${#words[@]} - 1]}"
+    COMPREPLY=($(ptfast __complete "${words[@]:1}" 2>/dev/null))
+    # Readline completes what follows the last `=` or `:`, so the part before it must go.
+    prefix="${word%"${word##*[=:]}"}"
+    COMPREPLY=("${COMPREPLY[@]#"$prefix"}")
+    [[ "${#COMPREPLY[@]}" == 1 && "${COMPREPLY[0]}" == *[=./] ]] && compopt -o nospace
+}
+complete -o default -F _ptfast ptfast
+""",
+    "zsh": """\
+#compdef ptfast
+_ptfast() {
+    local -a found open
+    found=(${(f)"$(ptfast __complete "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    open=(${(M)found:#*[=./]})
+    found=(${found:#*[=./]})
+    (( $#open )) && compadd -Q -S '' -- $open
+    (( $#found )) && compadd -Q -- $found
+    (( $#open + $#found )) || _files
+}
+compdef _ptfast ptfast
+""",
+    "fish": """\
+function __ptfast_complete
+    set -l words (commandline -opc) (commandline -ct)
+    ptfast __complete $words[2..-1] 2>/dev/null
+end
+complete -c ptfast -a '(__ptfast_complete)'
+""",
+}
+
+
+def script(shell: str) -> str:
+    """The completion script to be sourced by `bash`, `zsh` or `fish`.
+
+    Raises:
+        ConfigError: C015 for another shell.
+    """
+    if shell not in _SCRIPTS:
+        raise ConfigError(
+            "C015", "no completion for this shell", key=shell, suggestion="Name bash, zsh or fish"
+        )
+    return _SCRIPTS[shell]
+
+
+def complete(
+    words: Sequence[str],
+    commands: Mapping[str, Iterable[str]] | None = None,
+    first_words: Mapping[str, Iterable[str]] | None = None,
+) -> list[str]:
+    """What the last of `words` can become.
+
+    Args:
+        words: what follows `ptfast` on the line, the last one being typed (`""` after a space).
+        commands: the program's commands, and the flags of each.
+        first_words: what follows those commands that config does not follow at once.
+    """
+    commands = commands or {}
+    word = words[-1] if words else ""
+    if len(words) <= 1 and commands:
+        return [name for name in commands if name.startswith(word)]
+    if word.startswith("-"):
+        return sorted(flag for flag in commands.get(words[0], ()) if flag.startswith(word))
+    if len(words) == 2 and words[0] in (first_words or {}):
+        return [name for name in (first_words or {})[words[0]] if name.startswith(word)]
+    if words[0] == "techniques":
+        return [name for name in _techniques() if name.startswith(word)]
+    try:
+        return _config(word, words[:-1])
+    except (PtfastError, OSError):
+        return []
+
+
+def _techniques() -> list[str]:
+    from ptfast.config.catalogue import CATALOGUE
+
+    return [technique.name.replace(" ", "-") for technique in CATALOGUE]
+
+
+def _config(word: str, before: Sequence[str]) -> list[str]:
+    head, equals, typed = word.partition("=")
+    prefix = head[: len(head) - len(head.lstrip("+~"))]
+    key = head.lstrip("+~")
+    if equals:
+        done, comma, part = typed.rpartition(",")
+        if key == paths.RECIPES:
+            names = list(paths.options(key))
+            if part.startswith((".", "/")):
+                names = _files(part)
+        elif key in (known := paths.groups()) and key in known:
+            names = list(paths.options(key))
+        else:
+            return []
+        return [f"{head}={done}{comma}{name}" for name in names if name.startswith(part)]
+    if prefix == "+" and paths.RECIPES.startswith(key) and "." not in key:
+        return [f"+{paths.RECIPES}="]
+    groups = [f"{group}=" for group in paths.groups()]
+    keys = [f"{name}=" for name in known_keys(before)]
+    if "." not in key:
+        # One step at a time: sections first, their keys after the dot.
+        keys = sorted({f"{k.partition('.')[0]}." if "." in k else k for k in keys})
+    found = [name for name in [*groups, *keys] if name.startswith(key)]
+    if not prefix and not key:
+        found.insert(0, f"+{paths.RECIPES}=")
+    return [prefix + name for name in dict.fromkeys(found)]
+
+
+def known_keys(arguments: Sequence[str] = ()) -> list[str]:
+    """Every dotted key of the config that `arguments` choose, read from the option files alone."""
+    from ptfast.config.files.lineage import lineage
+    from ptfast.config.files.yaml_file import read_yaml
+
+    primary = read_yaml(paths.builtin_root().conf / "config.yaml").data
+    chosen: dict[str, str] = {}
+    for entry in primary.pop("defaults"):
+        chosen |= entry if isinstance(entry, dict) else {}
+    given = dict(a.lstrip("+").split("=", 1) for a in arguments if "=" in a)
+    recipe = paths.recipe_file(given.get(paths.RECIPES, ""))
+    for content in lineage(paths.RECIPES, recipe) if recipe else []:
+        for entry in content.defaults:
+            if isinstance(entry, dict):
+                chosen |= {str(k).removeprefix("override ").lstrip("/ "): str(v) for k, v in entry.items()}
+    chosen |= {group: option for group, option in given.items() if group in chosen}
+    tree = primary | {group: _option(group, option) for group, option in chosen.items()}
+    return sorted(_flat(tree, ""))
+
+
+def _option(group: str, option: str) -> dict[str, Any]:
+    """An option's own keys and those of the options that it inherits."""
+    from ptfast.config.files.lineage import lineage
+
+    file = paths.options(group).get(option)
+    layers = [content.data for content in lineage(group, file)] if file else []
+    return {key: value for layer in layers for key, value in layer.items() if key != "defaults"}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> Iterable[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _files(part: str) -> list[str]:
+    folder, _, _ = part.rpartition("/")
+    base = Path(folder or ("/" if part.startswith("/") else "."))
+    found = [f for f in base.iterdir() if f.is_dir() or f.suffix == ".yaml"] if base.is_dir() else []
+    return sorted(f"{folder + '/' if '/' in part else ''}{f.name}{'/' if f.is_dir() else ''}" for f in found)

@@ -1,0 +1,112 @@
+"""What `--help`, `ptfast recipes` and `ptfast copy` show, read from the first comment of each file.
+
+Imports neither Hydra nor YAML, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptfast.config.files import paths
+from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.sections.nearest_name import did_you_mean
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An option or a recipe: its name, its file, and what its opening comment says."""
+
+    name: str
+    file: Path
+    comment: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of the comment, on one line."""
+        paragraph: list[str] = []
+        for line in self.comment:
+            if not line and paragraph:
+                break
+            paragraph.append(line)
+        return " ".join(paragraph)
+
+    @property
+    def command(self) -> str:
+        """The first command that the comment names, or an empty text."""
+        return next((line for line in self.comment if line.startswith("ptfast ")), "")
+
+
+def groups() -> dict[str, list[Entry]]:
+    """Every config group with its options."""
+    return {group: entries(group) for group in paths.groups()}
+
+
+def entries(group: str) -> list[Entry]:
+    """The options of one group."""
+    return [Entry(name, file, _opening_comment(file)) for name, file in paths.options(group).items()]
+
+
+def recipes() -> list[Entry]:
+    """Every recipe, the user's own included."""
+    return entries(paths.RECIPES)
+
+
+def groups_text(width: int = 24) -> str:
+    """The groups and their options, one line each, as `--help` shows them."""
+    lines: list[str] = []
+    for group, options in groups().items():
+        lines.append(f"{group}:")
+        lines += [f"  {f'{group}={option.name}':<{width}}  {option.summary}" for option in options]
+    return "\n".join(lines)
+
+
+def copy_recipe(name: str, file: Path) -> str:
+    """Copy a recipe to a file of the user's own, whose comment then names that file.
+
+    Returns:
+        What `+recipe=` takes for the copy: its name in `./recipes`, its path elsewhere.
+
+    Raises:
+        ConfigError: there is no such recipe (C003), or `file` is not named `.yaml` (C001).
+        MachineError: the file exists already or cannot be written (E001).
+    """
+    known = paths.options(paths.RECIPES)
+    if name not in known:
+        hint = did_you_mean(name, known) or f"Recipes: {', '.join(known)}"
+        raise ConfigError("C003", "no such recipe", key=name, suggestion=hint)
+    if file.suffix != ".yaml":
+        raise ConfigError(
+            "C001",
+            "a recipe's file ends in .yaml",
+            key=str(file),
+            suggestion=f"Write {file.with_suffix('.yaml')}",
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as target:
+            copied = {path.resolve(): own for own, path in paths.options(paths.RECIPES).items()}
+            called = copied.get(file.resolve()) or str(file if file.is_absolute() else f"./{file}")
+            text = known[name].read_text(encoding="utf-8")
+            target.write(re.sub(rf"\+recipe={re.escape(name)}(?=\s|$)", lambda _: f"+recipe={called}", text))
+    except FileExistsError:
+        raise MachineError(
+            "E001", "exists already and is not overwritten", key=str(file), suggestion="Choose another name"
+        ) from None
+    except OSError as error:
+        raise MachineError("E001", f"cannot be written: {error.strerror}", key=str(file)) from None
+    return called
+
+
+def _opening_comment(file: Path) -> tuple[str, ...]:
+    comment: list[str] = []
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            text = line.strip()
+            if text.startswith("# @") or (not text and not comment):
+                continue
+            if not text.startswith("#"):
+                break
+            comment.append(text.lstrip("#").strip())
+    return tuple(comment)

@@ -1,0 +1,143 @@
+"""The frozen config of a run: written without secrets, and read back as the same tree."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from omegaconf._utils import OmegaConfDumper
+
+from ptfast.config.checks.interpolations import ENV, resolve_keeping_env
+from ptfast.config.checks.rules import losing_length
+from ptfast.config.compose import Composed, apply, finish
+from ptfast.config.files.search_path import with_sections
+from ptfast.config.files.yaml_file import read_yaml
+from ptfast.config.run_sections import RunOptions
+from ptfast.core.errors import SECRET, ConfigError, is_secret
+
+
+class _Dumper(yaml.Dumper if TYPE_CHECKING else getattr(yaml, "CDumper", yaml.Dumper)):
+    """As OmegaConf writes YAML, whose dumper is none of libyaml's and takes ten times as long."""
+
+
+_Dumper.add_representer(str, OmegaConfDumper.str_representer)
+
+
+def freeze(composed: Composed, path: Path) -> list[str]:
+    """Write the config with which `ptfast train --config PATH` repeats the run.
+
+    Interpolations are replaced by their values, except that `${oc.env:X}` stays as it is. A secret that is no
+    such reference is not written, nor is what held for this run alone: its folder and what it was resumed
+    from.
+
+    Returns:
+        A warning for each secret left out.
+    """
+    tree, hidden = frozen_tree(composed)
+    ours = {key: RunOptions.model_fields[key].default for key in ("dir", "resume")}
+    tree["run"] = {**tree.get("run", {}), **ours}
+    text = yaml.dump(tree, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    path.write_text(
+        f"# The whole config of this run. Repeat it: ptfast train --config {path.name}\n{text}", "utf-8"
+    )
+    return [
+        f"{key} ({composed.place(key)}): not written to the run's files. "
+        f"Give it as {key}='${{oc.env:NAME}}' so that the run can be repeated"
+        for key in hidden
+    ]
+
+
+def check_no_secrets(composed: Composed) -> None:
+    """Refuse a secret given in clear where several processes read the frozen config, which leaves it out.
+
+    Raises:
+        ConfigError: C011, naming the key.
+    """
+    _, hidden = frozen_tree(composed)
+    for key in hidden:
+        what = "the ranks read the run's config.yaml, and a secret is not written there"
+        hint = f"Give it as {key}='${{oc.env:NAME}}'"
+        raise ConfigError("C011", what, key=key, value=SECRET, place=composed.place(key), suggestion=hint)
+
+
+def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """What `freeze` writes, and the keys of the secrets that it leaves out.
+
+    Args:
+        resolved: False keeps interpolations, those that fail included.
+    """
+    hidden: list[str] = []
+
+    def hide(key: str, value: Any) -> Any:
+        if not is_secret(key) or value in (None, "") or isinstance(value, bool):
+            return value
+        if isinstance(value, str) and (value == SECRET or ENV.fullmatch(value)):
+            return value
+        hidden.append(key)
+        return SECRET
+
+    tree = composed.tree_unresolved
+    if resolved:
+        tree = resolve_keeping_env(composed.tree, tree)
+    if tree.get("epochs") is not None and tree.get("steps") is not None:
+        # Once in one file, it no longer shows which of the two was meant.
+        tree = {**tree, loser: None} if (loser := losing_length(composed.place)) else tree
+    return _map(copy.deepcopy(tree), "", hide), hidden
+
+
+def load(path: Path, arguments: Sequence[str] = (), *, complete: bool = True) -> Composed:
+    """Read a frozen config, or any whole config in one file, and apply arguments to it.
+
+    Args:
+        path: the YAML file.
+        arguments: `key=value` and `group=option`; a group's section is replaced as a whole.
+        complete: as in `compose`.
+
+    Raises:
+        ConfigError: C007 for a file that cannot be read; otherwise as `compose`.
+    """
+    content = read_yaml(path)
+    tree, places = apply(with_sections(content.data), content.places, arguments)
+    return finish(
+        tree, places, recipe=None, warnings=content.warnings, arguments=arguments, complete=complete
+    )
+
+
+def redact(arguments: Sequence[str]) -> list[str]:
+    """A command line without its secrets, for what is written about the run."""
+    result: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if hide_next:
+            argument = SECRET
+        elif equals and is_secret(key.lstrip("+~-")) and not ENV.fullmatch(value.strip("'\"")):
+            argument = f"{key}={SECRET}"
+        elif equals and "{" in value:
+            argument = f"{key}={_INLINE.sub(_redact_inline, value)}"
+        hide_next = not equals and argument.startswith("--") and is_secret(argument)
+        result.append(argument)
+    return result
+
+
+_INLINE = re.compile(
+    r"""(?P<key>[\w.-]+)(?P<colon>['"]?\s*:\s*)(?P<value>\$\{[^}]*\}|'[^']*'|"[^"]*"|[^,{}\[\]]+)"""
+)
+
+
+def _redact_inline(match: re.Match[str]) -> str:
+    secret = is_secret(match["key"]) and not ENV.fullmatch(match["value"].strip())
+    return f"{match['key']}{match['colon']}{SECRET}" if secret else match[0]
+
+
+def _map(value: Any, key: str, change: Callable[[str, Any], Any]) -> Any:
+    """`value` with every leaf, and every section with a secret name, changed."""
+    if isinstance(value, dict) and not is_secret(key):
+        return {k: _map(v, f"{key}.{k}" if key else str(k), change) for k, v in value.items()}
+    if isinstance(value, list) and not is_secret(key):
+        return [_map(v, f"{key}.{i}", change) for i, v in enumerate(value)]
+    return change(key, value)

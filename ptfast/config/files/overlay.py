@@ -1,0 +1,97 @@
+"""A recipe that says what some arguments say, with values that were found for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from ptfast.config.files import paths
+from ptfast.config.overrides import parse
+from ptfast.core.errors import ConfigError, MachineError, is_secret
+
+OWN = ("run", "recipe")
+"""Sections of a single run, which no recipe holds."""
+
+
+def check_overlay(file: Path) -> None:
+    """Refuse a file that `write_overlay` could not write, before anything long is done for it.
+
+    Raises:
+        ConfigError: C001 for a name that no recipe has.
+        MachineError: E001 if it exists or its folder cannot be written.
+    """
+    if file.suffix != ".yaml":
+        hint = f"Write --write {file.with_suffix('.yaml')}"
+        raise ConfigError("C001", "a recipe's file ends in .yaml", key="--write", value=file, suggestion=hint)
+    if file.exists():
+        what, hint = "exists already and is not overwritten", "Choose another name"
+        raise MachineError("E001", what, key="--write", value=file, suggestion=hint)
+    if not file.absolute().parent.is_dir():
+        raise MachineError("E001", "its folder does not exist", key="--write", value=file)
+
+
+def check_out(folder: Path | None) -> None:
+    """Refuse a folder that nothing could be written to, before anything long is done for it.
+
+    Raises:
+        MachineError: E001.
+    """
+    if folder is None:
+        return
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what, hint = "is no folder that can be written", "Choose another one"
+        raise MachineError("E001", what, key="--out", value=folder, suggestion=hint)
+
+
+def write_overlay(
+    file: Path, arguments: Sequence[str], found: Mapping[str, Any], comment: Sequence[str]
+) -> str:
+    """Write a recipe that inherits the arguments' own and sets what they set, with `found` over it.
+
+    Secrets are left out, and so is what names the folder of a run.
+
+    Args:
+        found: values by dotted key.
+        comment: lines at its head, the first of which `ptfast recipes` shows.
+
+    Returns:
+        What `+recipe=` takes for it.
+
+    Raises:
+        ConfigError, MachineError: as `check_overlay`.
+    """
+    check_overlay(file)
+    called = str(file if file.is_absolute() else f"./{file}")
+    defaults: list[Any] = []
+    values = OmegaConf.create()
+    parser = OverridesParser.create()
+    for argument in parse(arguments):
+        if argument.kind == "recipe":
+            # A path means the folder that the command was given in.
+            known = argument.option in paths.options(paths.RECIPES)
+            defaults.insert(0, argument.option if known else str(paths.recipe_file(argument.option)))
+        elif argument.kind == "group":
+            defaults.append({f"override /{argument.key}": argument.option})
+        elif (
+            argument.kind == "value" and argument.key.split(".")[0] not in OWN and not is_secret(argument.key)
+        ):
+            override = parser.parse_override(argument.text)
+            OmegaConf.update(values, override.key_or_group, override.value(), merge=True, force_add=True)
+    for key, value in found.items():
+        OmegaConf.update(values, key, value, merge=True, force_add=True)
+    head = "".join(f"# {line}".rstrip() + "\n" for line in [*comment, "", f"  ptfast train +recipe={called}"])
+    choices = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults})) + "\n" if defaults else ""
+    try:
+        with file.open("x", encoding="utf-8") as target:
+            target.write(head + choices + OmegaConf.to_yaml(values))
+    except OSError as error:
+        raise MachineError(
+            "E001", f"cannot be written: {error.strerror}", key="--write", value=file
+        ) from error
+    return called

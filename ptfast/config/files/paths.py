@@ -1,0 +1,88 @@
+"""Where option files and recipes are: the user's own folders first, then those of the package."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+# Presets are expanded into overrides before Hydra composes, so Hydra must not see them as a group.
+PRESETS = "preset"
+RECIPES = "recipe"
+
+
+@dataclass(frozen=True)
+class Root:
+    """A folder of option files, `<group>/<option>.yaml`, and the folder of recipes next to it."""
+
+    conf: Path
+    recipes: Path
+
+
+@functools.cache
+def builtin_root() -> Root:
+    """The folders of the package: inside it when installed, at the top of the tree when run from source."""
+    package = Path(__file__).resolve().parents[2]
+    if (package / "_conf").is_dir():
+        return Root(package / "_conf", package / "_recipes")
+    return Root(package.parent / "conf", package.parent / "recipes")
+
+
+def roots() -> list[Root]:
+    """Every root, the one searched first at the front."""
+    builtin = builtin_root()
+    own = Root(Path.cwd() / "conf", Path.cwd() / "recipes")
+    if own.conf.resolve() == builtin.conf.resolve():
+        return [builtin]
+    return [own, builtin]
+
+
+def has_own() -> bool:
+    """Return True if the user has option files or recipes in the working folder."""
+    return any(root != builtin_root() and (root.conf.is_dir() or root.recipes.is_dir()) for root in roots())
+
+
+def groups() -> list[str]:
+    """Names of all config groups, `preset` included, sorted."""
+    found = {folder.name for root in roots() if root.conf.is_dir() for folder in root.conf.iterdir()}
+    return sorted(name for name in found if options(name))
+
+
+def options(group: str) -> dict[str, Path]:
+    """Option names of a group (or recipe names, for the group `recipe`) and their files, sorted."""
+    found: dict[str, Path] = {}
+    for root in reversed(roots()):
+        folder = root.recipes if group == RECIPES else root.conf / group
+        if folder.is_dir():
+            pattern = "**/*.yaml" if group == RECIPES else "*.yaml"
+            found |= {
+                file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.glob(pattern)
+            }
+    return dict(sorted(found.items()))
+
+
+def recipe_file(name: str, folder: Path | None = None) -> Path | None:
+    """The file of a recipe given by name (`resnet_cifar`) or by path (`./mine.yaml`), or None.
+
+    Args:
+        folder: that of a recipe which inherits it, where paths begin and bare names are looked for too; None
+            for what was typed, in the working folder.
+    """
+    if name in (known := options(RECIPES)):
+        return known[name]
+    if folder is not None or name.endswith(".yaml") or "/" in name:
+        file = (folder or Path.cwd()) / Path(name).expanduser()
+        file = file if file.suffix == ".yaml" else file.with_name(file.name + ".yaml")
+        # What is typed keeps its name, which is the run's; of what is inherited only the place is shown.
+        file = file if folder is None else file.resolve()
+        return file if file.is_file() else None
+    return None
+
+
+def shown(file: Path) -> str:
+    """`file` as messages name it: relative to the working folder or the package's root, if it lies there."""
+    builtin = builtin_root()
+    for base in (Path.cwd(), builtin.conf.parent):
+        if file.is_relative_to(base):
+            return file.relative_to(base).as_posix()
+    return str(file)

@@ -1,0 +1,224 @@
+"""Strict reading of YAML: every key's line is known, and nothing is dropped or reinterpreted in silence."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ptfast.config.files.paths import shown
+from ptfast.core.errors import ConfigError, shorten
+
+MAX_NODES = 100_000
+_FLOAT = re.compile(
+    r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[0-9][0-9_]*[eE][-+]?[0-9]+
+    |\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+    |\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+_ODD_SPACE = re.compile(
+    r"""(?: *|[^#"']*?[:,\[{-])([\xa0\u1680\u2000-\u200b\u202f\u205f\u3000])|[^"']*?([\x85\u2028\u2029])"""
+)
+"""Looks like a space that indents a line or ends a key, and is none; or ends a line where nobody sees it."""
+_BOOL, _INT, _STR = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:str"
+
+
+class _Loader(yaml.SafeLoader if TYPE_CHECKING else getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """YAML 1.1 with `1e-3` read as a number and dates left as text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":float", ":value"))
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+@dataclass(frozen=True)
+class YamlFile:
+    """What a file holds, and where.
+
+    `places` maps each dotted key (list items by index: `callbacks.0`) to `file:line`; `warnings` name the
+    values that YAML 1.1 reads differently from what they look like.
+    """
+
+    path: Path
+    text: str
+    data: dict[str, Any]
+    places: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def defaults(self) -> list[Any]:
+        """The entries of its defaults list, if it has one."""
+        entries = self.data.get("defaults")
+        return entries if isinstance(entries, list) else []
+
+
+class _Text:
+    """A file's text, and its lines as editors count them.
+
+    YAML ends a line at U+0085, U+2028 and U+2029 too, where editors end none.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.lines = name, text.split("\n")
+        self._starts = [0, *(match.end() for match in re.finditer("\n", text))]
+
+    def place(self, mark: Any) -> str:
+        """`file:line` of a mark of the parser."""
+        return f"{self.name}:{self._line(mark) + 1}"
+
+    def error(self, mark: Any, problem: str) -> ConfigError:
+        """What is wrong at a mark, with its column and the line there."""
+        if mark is None:
+            return ConfigError("C007", problem, place=self.name)
+        line = self._line(mark)
+        return self._error(line, mark.index - self._starts[line], problem)
+
+    def odd_space(self, mark: Any) -> ConfigError | None:
+        """What is wrong if it is a space that YAML does not know, in the line or the last one with text."""
+        for line in range(self._line(mark), -1, -1):
+            if found := _ODD_SPACE.match(self.lines[line]):
+                character = self.lines[line][found.end() - 1]
+                called = f"U+{ord(character):04X} ({unicodedata.name(character, 'next line').lower()})"
+                return self._error(line, found.end() - 1, f"YAML does not take {called} for a space")
+            if line < self._line(mark) and self.lines[line].partition("#")[0].strip():
+                break
+        return None
+
+    def _line(self, mark: Any) -> int:
+        return bisect_right(self._starts, mark.index) - 1
+
+    def _error(self, line: int, column: int, problem: str) -> ConfigError:
+        place = f"{self.name}:{line + 1}:{column + 1}"
+        return ConfigError("C007", f"{problem}: `{shorten(self.lines[line].rstrip())}`", place=place)
+
+
+def read_yaml(path: Path) -> YamlFile:
+    """Read a file that holds one mapping.
+
+    Raises:
+        ConfigError: C007, with file, line and column, when it cannot be read, is empty or gives a key twice.
+    """
+    name = shown(path)
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError("C007", "not a UTF-8 text file", place=name) from None
+    except OSError as error:
+        raise ConfigError("C007", f"cannot be read: {error.strerror}", place=name) from None
+    text = _Text(name, content)
+    try:
+        loader = _Loader(content)
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError("C007", "the file is empty", place=name)
+        if not isinstance(node, yaml.MappingNode):
+            mark = node.start_mark
+            raise text.odd_space(mark) or text.error(mark, "expected `key: value` lines")
+        file = YamlFile(path, content, {})
+        for key, key_node, value_node in _walk(node, "", text, [MAX_NODES]):
+            file.places[key] = text.place(key_node.start_mark)
+            surprise = _surprise(value_node)
+            if surprise:
+                file.warnings.append(f"{key}={value_node.value} ({file.places[key]}): {surprise}")
+        file.data.update(_with_todays_names(loader.construct_document(node)))
+    except yaml.MarkedYAMLError as error:
+        raise _unreadable(text, error) from None
+    except RecursionError:
+        raise ConfigError("C007", "nested too deeply, or in itself", place=name) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError("C007", f"cannot be read as YAML: {shorten(error)}", place=name) from None
+    return file
+
+
+_MOVED = {
+    **{f"ptfast.data.{name}": f"ptfast.data.sources.{name}" for name in ("arrays", "cifar", "digits")},
+    "ptfast.data.hf": "ptfast.data.sources.hf_dataset",
+    "ptfast.data.imagefolder": "ptfast.data.sources.imagefolder",
+    "ptfast.data.text": "ptfast.data.sources.text_dataset",
+    "ptfast.data.webdataset": "ptfast.data.sources.webdataset_shards",
+    "ptfast.logger": "ptfast.report.loggers",
+    "ptfast.models.hf": "ptfast.models.transformers",
+    "ptfast.schedule": "ptfast.techniques.schedule.lr_schedules",
+}
+"""Where modules are whose targets stand in the configs of earlier runs."""
+
+
+def _with_todays_names(value: Any, key: str = "") -> Any:
+    """`value` with targets that have moved named by where they are today."""
+    if isinstance(value, dict):
+        return {name: _with_todays_names(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_todays_names(item) for item in value]
+    if key == "_target_" and isinstance(value, str):
+        module, _, name = value.rpartition(".")
+        return f"{_MOVED[module]}.{name}" if module in _MOVED else value
+    return value
+
+
+def _walk(
+    node: yaml.Node, prefix: str, text: _Text, budget: list[int]
+) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Yield (dotted key, key node, value node) of all below `node`; refuse what a mapping would hide."""
+    budget[0] -= 1
+    if budget[0] < 0:
+        raise ConfigError("C007", "too large, or anchors that multiply it", place=text.name)
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            key = f"{prefix}{index}"
+            yield key, item, item
+            yield from _walk(item, f"{key}.", text, budget)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key_node, value_node in node.value:
+            label = str(key_node.value)
+            if key_node.tag in (_BOOL, "tag:yaml.org,2002:null"):
+                raise text.error(key_node.start_mark, f"the key `{label}` is not read as text; quote it")
+            if label in seen and label != "<<":
+                raise text.error(key_node.start_mark, f"the key `{label}` is given twice")
+            seen.add(label)
+            yield f"{prefix}{label}", key_node, value_node
+            yield from _walk(value_node, f"{prefix}{label}.", text, budget)
+
+
+def _surprise(node: yaml.Node) -> str | None:
+    """What YAML 1.1 makes of an unquoted value that looks like something else."""
+    if not isinstance(node, yaml.ScalarNode) or node.style not in (None, ""):
+        return None
+    value = node.value
+    if node.tag == _BOOL and value.lower() not in ("true", "false"):
+        meaning = "true" if value.lower() in ("yes", "on") else "false"
+        return f"YAML reads {value} as {meaning}. Quote it to keep the text"
+    if node.tag == _INT and ":" in value:
+        total = 0
+        for part in value.replace("_", "").lstrip("+-").split(":"):
+            total = total * 60 + int(part)
+        sign = "-" if value.startswith("-") else ""
+        return f"YAML reads {value} as the number {sign}{total}. Quote it to keep the text"
+    if node.tag == _INT and re.fullmatch(r"[-+]?0[0-7_]+", value):
+        return f"YAML reads {value} as the octal number {int(value, 8)}. Write it without the leading 0"
+    if node.tag == _STR and re.fullmatch(r"0o[0-7]+", value):
+        return f"YAML reads {value} as text. Write {int(value, 8)} for the number"
+    return None
+
+
+def _unreadable(text: _Text, error: yaml.MarkedYAMLError) -> ConfigError:
+    problem = (error.problem or "cannot be read as YAML").replace("\t", "\\t")
+    mark, context = error.problem_mark or error.context_mark, error.context or ""
+    if error.context_mark and ("flow" in context or "simple key" in context):
+        # Where the bracket opens, or the line with no colon is, says more than where the parser gave up.
+        mark = error.context_mark
+        if "flow" in context:
+            problem = "a bracket that is not closed, or a missing comma"
+    return (text.odd_space(mark) if mark else None) or text.error(mark, problem)

@@ -1,0 +1,184 @@
+"""Which samples make up which optimizer step: figures that grow in stages, and epochs of unequal length."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ptfast.core.durations import Duration
+
+
+class Stages(NamedTuple):
+    """A figure that grows in stages."""
+
+    values: tuple[int, ...]
+    """Rising."""
+    starts: tuple[int, ...]
+    """The first step, from 0, of each value."""
+
+    def at(self, step: int) -> int:
+        """The figure at a step."""
+        return self.values[bisect_right(self.starts, step) - 1]
+
+    @property
+    def mean_before_last(self) -> float:
+        """Mean over the steps before the last stage, all stages being equally long."""
+        growing = self.values[:-1] or self.values
+        return sum(growing) / len(growing)
+
+
+def grow(first: int, last: int, multiple: int, over_steps: int) -> Stages:
+    """From `first` by the multiples of `multiple` to `last`, which begins with step `over_steps`.
+
+    Stages are equally long but for rounding. Few of them keep shapes few, of which each is searched for the
+    best kernels or compiled once.
+    """
+    values = (first, *range((first // multiple + 1) * multiple, last, multiple), last)
+    return Stages(values, tuple(index * over_steps // (len(values) - 1) for index in range(len(values))))
+
+
+def constant(value: int) -> Stages:
+    """A figure that does not grow."""
+    return Stages((value,), (0,))
+
+
+class BatchPlan:
+    """Which samples, by their place in the order of their epoch, make up each optimizer step.
+
+    A pure function of the step. What lies before the last stage takes a table of an entry an epoch; from the
+    first epoch that is wholly at the full size on, everything is a division.
+
+    Args:
+        size: samples of an epoch; None for data of unknown length, which is one endless epoch.
+        sizes: samples of a step over all ranks, by step.
+        last: `keep` or `drop` the last batch of an epoch where it is short, or `pad` it.
+    """
+
+    def __init__(self, size: int | None, sizes: Stages, last: str = "keep") -> None:
+        self.size, self.sizes, self.batch_size = size, sizes, sizes.values[-1]
+        self._drops, self._pads = last == "drop", last == "pad"
+        stages = zip(sizes.values, pairwise(sizes.starts), strict=False)
+        self._before = [0]
+        for value, (start, stop) in stages:
+            self._before.append(self._before[-1] + (stop - start) * value)
+        self.steps_per_epoch = None if size is None else self._parts(size, self.batch_size)
+        """Of an epoch at the full size; None for data of unknown length."""
+        self._firsts = [0]
+        while size is not None and self.steps_per_epoch and self._firsts[-1] < sizes.starts[-1]:
+            self._firsts.append(self._end(self._firsts[-1], size))
+
+    @property
+    def grows(self) -> bool:
+        return len(self.sizes.values) > 1
+
+    def batch(self, step: int) -> tuple[int, int, int]:
+        """Epoch of a step, and where its samples begin and end in the order of that epoch.
+
+        What lies beyond the end of a padded epoch is its beginning again.
+        """
+        steady, per_epoch = self._firsts[-1], self.steps_per_epoch
+        if self.size is None or per_epoch is None:
+            start = self._samples_before(step)
+            return 0, start, start + self.sizes.at(step)
+        if step >= steady:
+            epoch, position = divmod(step - steady, per_epoch)
+            start = position * self.batch_size
+            return epoch + len(self._firsts) - 1, start, self._stop(start + self.batch_size, self.size)
+        epoch, first, _ = self.epoch_of(step)
+        start = self._samples_before(step) - self._samples_before(first)
+        return epoch, start, self._stop(start + self.sizes.at(step), self.size)
+
+    def epoch_of(self, step: int) -> tuple[int, int, int]:
+        """The epoch that a step of data with a length lies in, its first step, and that of the next epoch."""
+        steady, per_epoch = self._firsts[-1], self.steps_per_epoch
+        assert per_epoch is not None
+        if step >= steady:
+            epochs, position = divmod(step - steady, per_epoch)
+            return epochs + len(self._firsts) - 1, step - position, step - position + per_epoch
+        epoch = bisect_right(self._firsts, step) - 1
+        return epoch, self._firsts[epoch], self._firsts[epoch + 1]
+
+    def epoch_at(self, step: int) -> float:
+        """Epochs done after so many steps; 0 for data of unknown length."""
+        if not self.steps_per_epoch:
+            return 0.0
+        if not self.grows:
+            return step / self.steps_per_epoch
+        epoch, first, end = self.epoch_of(step)
+        return epoch + (step - first) / (end - first)
+
+    def steps(self, duration: Duration, total_steps: int | None) -> int:
+        """`duration` from the start of the run, in optimizer steps to the nearest; at least 1 unless it is 0.
+
+        Raises:
+            ValueError: the unit cannot be counted in steps with what is known.
+        """
+        epochs = duration.value
+        if duration.unit == "samples" and self.size is not None:
+            epochs /= self.size
+        elif duration.unit != "epochs":
+            epochs = None
+        if not self.grows or epochs is None or self.size is None or not epochs:
+            return duration.steps(total_steps, self.steps_per_epoch, self.batch_size)
+        return max(1, self._first_step(epochs))
+
+    def every(self, duration: Duration, total_steps: int) -> Sequence[int]:
+        """The steps, rising, after which another `duration` is over; none for a duration of 0.
+
+        Raises:
+            ValueError: as `steps`.
+        """
+        steps = self.steps(duration, total_steps)
+        if not steps:
+            return ()
+        if not self.grows or duration.unit not in ("epochs", "samples"):
+            return range(steps, total_steps + 1, steps)
+        found: list[int] = []
+        times = 1
+        while steps <= total_steps:
+            if not found or steps > found[-1]:
+                found.append(steps)
+            times += 1
+            steps = self.steps(Duration(times * duration.value, duration.unit), total_steps)
+        return found
+
+    def all_sizes(self) -> set[int]:
+        """Every number of samples that a step of this plan has, however long the run."""
+        found = set(self.sizes.values)
+        if self.size is not None and self.steps_per_epoch is not None:
+            ends = [*self._firsts[1:], self._firsts[-1] + self.steps_per_epoch]
+            for end in ends:
+                _, start, stop = self.batch(end - 1)
+                found.add(stop - start)
+            found = {size for size in found if size <= self.size or self._pads}
+        return found
+
+    def _stop(self, stop: int, size: int) -> int:
+        return stop if self._pads else min(stop, size)
+
+    def _samples_before(self, step: int) -> int:
+        """Samples of all steps before `step`, were no batch cut short by the end of an epoch."""
+        stage = bisect_right(self.sizes.starts, step) - 1
+        return self._before[stage] + (step - self.sizes.starts[stage]) * self.sizes.values[stage]
+
+    def _end(self, first: int, size: int) -> int:
+        """The first step of the epoch after the one that begins at `first`."""
+        target = self._samples_before(first) + size
+        stage = bisect_right(self._before, target) - 1
+        return self.sizes.starts[stage] + self._parts(target - self._before[stage], self.sizes.values[stage])
+
+    def _first_step(self, epochs: float) -> int:
+        """The step that begins after so many epochs, to the nearest."""
+        whole, part = int(epochs), epochs - int(epochs)
+        steady_epochs, per_epoch = len(self._firsts) - 1, self.steps_per_epoch
+        assert per_epoch is not None
+        if whole >= steady_epochs:
+            return self._firsts[-1] + math.floor((epochs - steady_epochs) * per_epoch + 0.5)
+        first, end = self._firsts[whole], self._firsts[whole + 1]
+        return first + math.floor(part * (end - first) + 0.5)
+
+    def _parts(self, samples: int, size: int) -> int:
+        return samples // size if self._drops else -(-samples // size)

@@ -1,0 +1,372 @@
+"""Who this rank is, the process group, and the few reductions a run needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+from ptfast.core.errors import ParallelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T")
+_stores: list[Any] = []
+"""The store of the ranks, once it is open: that of the first serves the others for as long as it is kept."""
+THREADS_VARIABLE = "PTFAST_THREADS"
+"""What the user's OMP_NUM_THREADS was before ptfast launched its ranks; torchrun sets it to 1 itself."""
+
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What a rank has to be told."""
+
+
+class Starter(NamedTuple):
+    """A program that starts processes and tells them none of `WORLD`."""
+
+    size: str
+    """The variable with their number."""
+    rank: str
+    """The one with this process's place."""
+    local_size: str
+    """The one with their number on this machine."""
+    one: str
+    """What starts a single process here, with the cores of all."""
+    each: str
+    """What starts one on each of several machines."""
+
+
+STARTERS = {
+    "mpirun": Starter(
+        *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        *("", "mpirun -n {nodes} --map-by ppr:1:node "),
+    ),
+    # Of the step: a batch script and an interactive shell know the tasks of their job, and are none of them.
+    "srun": Starter(
+        *("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", ""),
+        *("srun -n 1 -c {cores} ", "srun -N {nodes} -n {nodes} -c {cores} "),
+    ),
+    "mpiexec": Starter("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "", "mpiexec -n {nodes} -ppn 1 "),
+}
+_ALONE = "nobody has told these processes of each other: each would train by itself"
+_TORCHRUN = (
+    "torchrun --nnodes {} --nproc-per-node {} --rdzv-backend c10d --rdzv-endpoint {}:29500 "
+    "-m ptfast train ... parallel=ddp"
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the processes of a run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    num_ranks: int = 1
+    num_local_ranks: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_ranks > 1
+
+
+def under_torchrun() -> bool:
+    """Return True if torchrun (the user's, or the one ptfast launched) started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def world() -> Ranks | None:
+    """This process's place among the ranks that somebody has started; None where it is alone.
+
+    It is told by `WORLD`: by torchrun, or by any engine that sets all of it. One that sets torchrun's options
+    instead (`PET_*`) and starts a process a node, as Kubeflow does, is taken at its word: `WORLD` is set by
+    them.
+
+    Raises:
+        ParallelError: P002 for variables that make no sense, and where several processes were started that
+            nobody has told of each other: each would train by itself. The first says so; others exit.
+    """
+    if not under_torchrun() and not all(map(os.environ.get, WORLD)) and not _take_options():
+        _refuse_several()
+        return None
+    rank, size, local_rank = map(_number, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if rank >= size:
+        raise ParallelError("P002", f"WORLD_SIZE is {size}", key="RANK", value=rank)
+    if not under_torchrun():
+        _number("MASTER_PORT")
+    return Ranks(rank, local_rank, size, _number("LOCAL_WORLD_SIZE", "1"))
+
+
+def _number(name: str, default: str = "") -> int:
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise ParallelError("P002", "no whole number", key=name, value=text)
+    return int(text)
+
+
+def _take_options() -> bool:
+    """Set `WORLD` by torchrun's options, where they say that each of several nodes runs one process."""
+    get = os.environ.get
+    nodes, node = get("PET_NNODES", "1"), get("PET_NODE_RANK", "")
+    if nodes in ("1", "1:1"):
+        return False
+    address, port = get("PET_MASTER_ADDR"), get("PET_MASTER_PORT")
+    if not (nodes.isdecimal() and node and address and port) or get("PET_NPROC_PER_NODE", "1") != "1":
+        what, hint = (
+            "this is one node of several, and torchrun starts the ranks of each",
+            "torchrun -m ptfast",
+        )
+        _refuse(node, what, f"{hint} train ... parallel=ddp", "PET_NNODES", nodes)
+    one = {"RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update({**one, "MASTER_ADDR": str(address), "MASTER_PORT": str(port)})
+    return True
+
+
+def _refuse_several() -> None:
+    """Refuse to be one of several processes that do not know of each other."""
+    get = os.environ.get
+    if "RANK" in os.environ and get("WORLD_SIZE", "1") != "1":
+        missing = [name for name in WORLD if not get(name)]
+        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and {_ALONE}"
+        hint = f"{_TORCHRUN.format('N', 'M', 'HOST')}, or set what is missing"
+        _refuse(get("RANK", ""), what, hint, "WORLD_SIZE", get("WORLD_SIZE"))
+    for name, starter in STARTERS.items():
+        if starter.rank in os.environ and get(starter.size, "1") != "1":
+            size = _number(starter.size)
+            hint = _command(starter, size)
+            _refuse(
+                get(starter.rank, ""), f"{name} has started {size}, and {_ALONE}", hint, starter.size, size
+            )
+
+
+def _command(starter: Starter, size: int) -> str:
+    """What starts one run in place of `size` processes."""
+    nodes = _number("SLURM_STEP_NUM_NODES", "1") if starter.size.startswith("SLURM") else 1
+    local_size = _number(starter.local_size, str(max(1, size // nodes)))
+    nodes = -(-size // local_size)
+    cores = local_size * _number("SLURM_CPUS_PER_TASK", "1")
+    if nodes == 1:
+        return f"{starter.one.format(cores=cores)}ptfast train ... parallel=ddp parallel.nproc={size}"
+    return starter.each.format(nodes=nodes, cores=cores) + _TORCHRUN.format(
+        nodes, local_size, socket.gethostname()
+    )
+
+
+def _refuse(rank: str, what: str, command: str, key: str, value: Any) -> NoReturn:
+    if rank not in ("", "0"):
+        raise SystemExit(ParallelError.exit_code)
+    raise ParallelError("P002", what, key=key, value=value, suggestion=f"Run {command}")
+
+
+def init_process_group(device: torch.device, timeout_s: float) -> None:
+    """Join the ranks of this run: NCCL between GPUs, gloo between CPU processes."""
+    import torch
+    import torch.distributed as dist
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
+    else:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if one was joined."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """`tensor` summed over all ranks, in place; on one rank, itself."""
+    if ranks.distributed:
+        import torch.distributed as dist
+
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gathered(own: Tensor, num_ranks: int) -> Tensor:
+    """The flat tensor `own` of each rank, one after another, on every rank: (num_ranks, values)."""
+    import torch.distributed as dist
+
+    # torch 2.14 deprecates the name that older versions have it by.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    of_all = own.new_empty(num_ranks * len(own))
+    gather(of_all, own)
+    return of_all.view(num_ranks, -1)
+
+
+def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int]]]:
+    """What begins to sum numbers over the ranks, and gives what waits for the sums; no device is involved.
+
+    To be called on all ranks at once: they open a channel of their own for it.
+    """
+    if num_ranks == 1:
+        return lambda numbers: lambda: list(numbers)
+    import torch
+    import torch.distributed as dist
+
+    group: Any = dist.new_group(backend="gloo")
+
+    def begin(numbers: Sequence[int]) -> Callable[[], list[int]]:
+        sums = torch.tensor(numbers)
+        work: Any = dist.all_reduce(sums, group=group, async_op=True)
+
+        def finish() -> list[int]:
+            work.wait()
+            return sums.tolist()
+
+        return finish
+
+    return begin
+
+
+def joined() -> bool:
+    """Whether this process is in a process group."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def on_all_ranks(value: T, num_ranks: int) -> list[T]:
+    """The `value` of each rank, on every rank. Waits for all; without a process group, this one's alone."""
+    import torch.distributed as dist
+
+    if num_ranks == 1 or not joined():
+        return [value]
+    found: list[Any] = [None] * num_ranks
+    dist.all_gather_object(found, value)
+    return found
+
+
+def broadcast_object(value: Any, ranks: Ranks) -> Any:
+    """The first rank's `value`, on every rank. Waits for all; never in a training step."""
+    if not ranks.distributed:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
+    """What `compute` gives on the first rank, on every rank. Waits for all."""
+    return broadcast_object(compute() if ranks.is_first else None, ranks)
+
+
+def tell_ranks(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> str:
+    """The first rank's `word`, on every rank, over their store: needs no process group yet.
+
+    Raises:
+        ParallelError: P001 where the ranks do not find each other.
+    """
+    if word is not None and not ranks.distributed:
+        return word
+    store = _open_store(ranks, timeout_s)
+    # A restarted group must not hear what was said to the one before it.
+    place = f"ptfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    heard = [f"{place}/heard/{rank}" for rank in range(ranks.num_ranks)]
+    with _meeting():
+        if not ranks.is_first:
+            heard_word: str = store.get(f"{place}/word").decode()
+            store.set(heard[ranks.rank], "")
+            return heard_word
+        assert word is not None
+        store.set(f"{place}/word", word)
+        if not under_torchrun():
+            # The store goes with this process.
+            store.wait(heard[1:], timedelta(seconds=timeout_s))
+        return word
+
+
+def count_neighbours(ranks: Ranks, timeout_s: float = 600.0) -> Ranks:
+    """`ranks` with the number of those on this machine, where nobody has said it. Waits for all.
+
+    Raises:
+        ParallelError: P001 where the ranks do not find each other.
+    """
+    if "LOCAL_WORLD_SIZE" in os.environ or not ranks.distributed:
+        return ranks
+    store, mine = _open_store(ranks, timeout_s), socket.gethostname()
+    with _meeting():
+        store.set(f"ptfast/host/{ranks.rank}", mine)
+        hosts = [store.get(f"ptfast/host/{rank}").decode() for rank in range(ranks.num_ranks)]
+    # Read wherever the machine is shared out.
+    os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(mine))
+    return replace(ranks, num_local_ranks=hosts.count(mine))
+
+
+def _open_store(ranks: Ranks, timeout_s: float) -> Any:
+    """What the ranks write notes to each other in; the first serves it, unless torchrun does."""
+    from torch.distributed.rendezvous import rendezvous
+
+    if not _stores:
+        with _meeting():
+            _stores.append(next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))[0])
+    return _stores[0]
+
+
+@contextlib.contextmanager
+def _meeting() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        what = f"the ranks do not find each other there ({str(error).splitlines()[0]})"
+        hint = "MASTER_ADDR and MASTER_PORT name the machine of rank 0, and a free port of it"
+        raise ParallelError("P001", what, key=address, suggestion=hint) from error
+
+
+def all_come_to(place: str, ranks: Ranks, timeout_s: float) -> bool:
+    """Return True if all ranks call this with the same `place` within `timeout_s`.
+
+    By way of their store: the process group may be busy with what a missing rank has left undone.
+    """
+    import torch.distributed as dist
+
+    store: Any = dist.distributed_c10d._get_default_store()
+    keys = [f"ptfast/{place}/{rank}" for rank in range(ranks.num_ranks)]
+    store.set(keys[ranks.rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        return False
+    return True
+
+
+def broadcast_buffers(buffers: list[Tensor], ranks: Ranks) -> None:
+    """Give every rank the first rank's buffers (BatchNorm statistics), so that all evaluate one model."""
+    if ranks.distributed:
+        import torch.distributed as dist
+
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+
+
+def barrier(ranks: Ranks) -> None:
+    """Wait until every rank is here."""
+    if ranks.distributed:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Return True if `error` says that another rank has left."""
+    import torch.distributed as dist
+
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))

@@ -1,0 +1,419 @@
+"""What a run is made of: the facts about the data, the batches, and the protocols that parts fulfil."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from ptfast.core.clock import Clock
+from ptfast.core.distributed import Ranks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ptfast.core.batch_plan import BatchPlan
+
+TASKS = {
+    "classification": "ptfast.tasks.classification.Classification",
+    "multilabel": "ptfast.tasks.multilabel.MultiLabel",
+    "regression": "ptfast.tasks.regression.Regression",
+    "semantic_segmentation": "ptfast.tasks.semantic_segmentation.SemanticSegmentation",
+    "token_classification": "ptfast.tasks.token_classification.TokenClassification",
+    "language_modelling": "ptfast.tasks.language_modelling.LanguageModelling",
+    "hf": "ptfast.tasks.own_loss.OwnLoss",
+}
+"""Built-in tasks by name."""
+IGNORE_INDEX = -100
+"""The label that torch's losses skip: of padding, of a sample nobody has labelled."""
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What the data says about the model and the task; models take these as keywords of the same name.
+
+    A model's constructor keyword that has the name of a field here and is not set in the config is filled
+    from it.
+    """
+
+    kind: str
+    """`image`, `features`, `text` (classified sequences), `tokens` (language modelling) or `other`."""
+    task: str
+    """The task this data is for unless the config names another, e.g. `classification`."""
+    num_classes: int | None = None
+    class_names: tuple[str, ...] | None = None
+    input_shape: tuple[int, ...] | None = None
+    """Shape of one input by itself: (channels, height, width) of an image, (features,) of a vector."""
+    in_channels: int | None = None
+    vocab_size: int | None = None
+    pad_id: int | None = None
+    context_length: int | None = None
+    """Longest sequence the data yields, in tokens."""
+    ignores_labels: bool = False
+    """Whether there may be labels that do not count (`IGNORE_INDEX`): items then have to be counted."""
+    token_bytes: float | None = None
+    """Mean bytes of text per token; turns nats per token into bits per byte or character."""
+    num_train: int | None = None
+    """Training samples; None for data of unknown length."""
+    task_reason: str = ""
+    """What of the labels tells the task, in words for the panel; empty where nothing was guessed."""
+    target_kind: Literal["whole", "mask", "map", "unknown"] = "whole"
+    """What a target speaks of: the input as a whole (a class, a figure), each pixel of an image (a `mask` of
+    classes, a `map` of figures), or who knows what, such as boxes, which would move with the pixels."""
+    ignore_index: int = IGNORE_INDEX
+    """The label of pixels that do not count, in masks."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What `predict` needs to read new inputs the same way (vocabulary, normalisation), JSON-serialisable."""
+
+
+class MicroBatch(NamedTuple):
+    """One forward and backward of one rank."""
+
+    data: Any
+    """What the task understands, on the device: `(inputs, targets)` for the built-in tasks, where mixed
+    samples have `Mixed` for targets."""
+    num_samples: int
+    """Samples that count; 0 for an empty share, whose one stand-in sample keeps the ranks in step."""
+
+
+Watched = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
+"""What goes through batches, and may break off the wait for one."""
+
+
+class Mixed(NamedTuple):
+    """Targets of samples of which each is mixed out of two."""
+
+    targets: Tensor
+    """Of the first sample of each pair, in the order of the batch."""
+    partners: Tensor
+    """Of the second: the same targets in another order."""
+    shares: Tensor
+    """Part of the first sample of each pair, in [0, 1]; the rest is the second's. float32 (batch,)."""
+
+
+class Packed(NamedTuple):
+    """Sequences side by side in the rows of a batch, of which each is to be seen by itself."""
+
+    tokens: Tensor
+    """(batch, length)."""
+    positions: Tensor
+    """(batch, length): of each token in its sequence; 0 where one begins."""
+
+
+class StepBatch(NamedTuple):
+    """What one rank trains on in one optimizer step."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_samples: int
+    """Samples of the whole step, over all ranks."""
+
+
+@runtime_checkable
+class TrainLoader(Protocol):
+    """The training batches of one rank, a pure function of (seed, step)."""
+
+    plan: BatchPlan
+    """Which samples make up each step."""
+    kind: str
+    """What `auto` was resolved to."""
+    reason: str
+    """Why, in a few words for the panel."""
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
+        ...
+
+    def close(self) -> None:
+        """Stop worker processes."""
+        ...
+
+
+@runtime_checkable
+class EvalLoader(Protocol):
+    """One rank's share of an evaluation split, each sample exactly once over all ranks."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples that are evaluated, over all ranks; None for data of unknown length."""
+        ...
+
+    @property
+    def left_out(self) -> int:
+        """Samples of the split that are not, over all ranks: those of a last, smaller batch, if so wanted."""
+        ...
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+    def close(self) -> None:
+        """Stop worker processes."""
+        ...
+
+
+class Metrics(Protocol):
+    """Figures summed on the device, such as a torchmetrics `MetricCollection`."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None: ...
+    def compute(self) -> dict[str, Any]: ...
+    def to(self, device: Any) -> Any: ...
+
+
+class Task(Protocol):
+    """What a batch is and what its loss means."""
+
+    metric: str
+    """The figure that `best` follows when none is named, e.g. `accuracy`."""
+    mode: str
+    """`max` or `min`: which way `metric` is better."""
+    counts_samples: bool
+    """Whether every sample is one item of the loss, so that no rank needs to hear of another's count."""
+
+    def count(self, data: Any, num_samples: int) -> int | Tensor:
+        """How many items the loss of a micro-batch is averaged over (samples, or tokens that count)."""
+        ...
+
+    def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, Tensor | int]:
+        """Sum of the losses of the items (0-d, on the device, with gradient) and their count."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Fresh metrics of one evaluation."""
+        ...
+
+    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, Tensor | int]:
+        """One forward pass, without gradients: update `metrics`, return loss sum and count."""
+        ...
+
+    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
+        """Figures of an evaluation from its mean loss and computed metrics (adds e.g. bits per character)."""
+        ...
+
+    def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
+        """One JSON-serialisable record per input."""
+        ...
+
+
+class Callback:
+    """A user's own code in the loop: subclass it, name it under `callbacks`, override any of its methods.
+
+    Runs on every rank, on the host, between steps: reading a tensor's value here makes the host wait for
+    the device. What it remembers is saved with the run, and restored on every rank, if it has `state_dict()`
+    (of tensors and plain values; asked for on the first rank) and `load_state_dict(state)`.
+    """
+
+    def on_start(self, run: Any) -> None:
+        """Before the first step of this process: `run.progress.step` is above 0 where a run goes on."""
+
+    def on_epoch(self, run: Any, epoch: int) -> None:
+        """After the last step of epoch `epoch` (the first is 1), before what is due then is evaluated.
+
+        Never for data of unknown length.
+        """
+
+    def on_step(self, run: Any, step: int) -> None:
+        """After optimizer step `step` (the first is 1)."""
+
+    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
+        """After an evaluation of `split`, before it is logged: numbers added to `figures` are logged too."""
+
+    def on_save(self, run: Any, step: int, folder: Path) -> None:
+        """After the state of `step` was written to `folder`; on the first rank alone, which writes it."""
+
+    def on_end(self, run: Any, status: str) -> None:
+        """After the last evaluation and save: `finished`, `stopped`, `paused`, `preempted`, `interrupted`.
+
+        Not where an error ends the run.
+        """
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+"""The methods of callbacks that are called."""
+
+
+def hooks(callbacks: Sequence[Any], name: str) -> list[Callable[..., None]]:
+    """The methods `name` of those callbacks that have one of their own."""
+    methods = [getattr(callback, name, None) for callback in callbacks]
+    idle = getattr(Callback, name)
+    return [method for method in methods if method and getattr(method, "__func__", None) is not idle]
+
+
+TELLING_STEPS, TELLING_S = 5, 2.0
+"""Of fewer steps or seconds after the warm-up no throughput is told: a neighbour's burst would make it."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with the weights and restored with them."""
+
+    step: int = 0
+    samples: int = 0
+    best_value: float | None = None
+    best_step: int | None = None
+    evaluations_without_gain: int = 0
+    timed_steps: int = 0
+    """Steps that tell how fast the run trains, over all attempts: none that warm up or that are measured."""
+    timed_samples: int = 0
+    timed_s: float = 0.0
+    """Seconds that those steps took."""
+    window_loss: float = 0.0
+    """Sum of the item losses since the last log line, so that a resumed run logs the same figure."""
+    window_items: float = 0.0
+    epoch_loss: float = 0.0
+    """Sum of the item losses since the last evaluation, without the open window."""
+    epoch_items: float = 0.0
+    evaluation_due: bool = False
+    """Whether the evaluation of this step is still to be made."""
+    skipped_steps: int = 0
+    """Steps that were left out because fp16 gradients overflowed."""
+    skipped_before: int = 0
+    """The same before the last step: how far the schedule is behind in the next one."""
+    skipped_logged: int = 0
+    """The same at the last log line."""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Training samples a second, warm-up left out; None where the run was too short to tell."""
+        told = self.timed_steps >= TELLING_STEPS and self.timed_s >= TELLING_S
+        return self.timed_samples / self.timed_s if told else None
+
+
+@dataclass
+class Cadence:
+    """After which optimizer steps, rising, the host looks up from training."""
+
+    log_steps: Sequence[int]
+    eval_steps: Sequence[int]
+    save_steps: Sequence[int]
+    switch_steps: Sequence[int] = ()
+    """Steps before which parameters freeze or thaw."""
+    epoch_steps: Sequence[int] = ()
+    """Steps that end an epoch, where a callback asks for them."""
+
+    def next_stop(self, step: int, total_steps: int) -> int:
+        """The first step after `step` at which something is due."""
+        stop = total_steps
+        for steps in (
+            *(self.log_steps, self.eval_steps, self.save_steps),
+            *(self.switch_steps, self.epoch_steps),
+        ):
+            if (index := bisect_right(steps, step)) < len(steps):
+                stop = min(stop, steps[index])
+        return stop
+
+
+@dataclass
+class Run:
+    """Everything the loop needs, built once by `runner.build`."""
+
+    model: nn.Module
+    """The plain model; its parameter names are the saved ones."""
+    forward: Any
+    """What the loop calls: the model, wrapped for its ranks where there are several."""
+    task: Task
+    info: DataInfo
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    precision: Any
+    clip: Callable[[], Any] | None
+    ema: Any | None
+    """The average of the weights, of `ptfast.techniques.ema.weight_averages`."""
+    train_loader: TrainLoader
+    eval_loaders: dict[str, EvalLoader]
+    device: torch.device
+    ranks: Ranks
+    seed: int
+    seed_step: Callable[[int, int, int], None]
+    """Seeds dropout and its like from (seed, step, micro-batch)."""
+    total_steps: int
+    batch_size: int
+    micro_batches: int
+    cadence: Cadence
+    best_metric: str
+    best_mode: str
+    patience: int | None
+    max_time_s: float | None
+    keep_best: bool
+    folder: Path
+    callbacks: list[Callback]
+    display: Any
+    logger: Any
+    save: Callable[[Run, bool], None]
+    """Writes the state of now; the flag says whether it is the best so far."""
+    wrap: Callable[[], Any]
+    """Wraps the model for its ranks; anew where parameters freeze or thaw, of which none hears."""
+    compilation: Any | None = None
+    """What torch.compile does in this run, where it is on."""
+    marks: Any | None = None
+    """Where the passes over iterable data began."""
+    freezing: Any | None = None
+    """When which parameters train, where that changes over the run."""
+    debug: str = "none"
+    """The debugging aid that was asked for."""
+    log_norm: bool = False
+    """Whether the gradients' norm is logged."""
+    groups_note: str | None = None
+    """What is asked of single parameters, for the panel."""
+    progress: Progress = field(default_factory=Progress)
+    watchers: list[Callback] = field(default_factory=list, init=False)
+    """Debugging aids: called after the callbacks' `on_step`, and never saved."""
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The newest evaluation of each split."""
+    best_figures: dict[str, float] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+    resolved: dict[str, Any] = field(default_factory=dict)
+    """What `auto` became."""
+    watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
+    """What looks at the training batches as they go by."""
+    flip: bool = False
+    """Whether evaluations average over each image and its mirror image."""
+    resumed_note: str = ""
+    """What resuming took, for the panel."""
+    full_size: int | None = None
+    """Samples that smaller batches of an evaluation are filled up to; None where they stay as they are."""
+    data_note: str = ""
+    """The data in one line, for the panel."""
+    unreadable: Callable[[], list[str]] | None = None
+    """Names the files that were left out so far; None where one that cannot be read ends the run."""
+    counter: Any = None
+    """What has counted the operators of a step."""
+    stop_reason: str | None = None
+    """Why training ended before its last step."""
+    stop_signal: int | None = None
+    """Set by a signal handler; the loop ends after the step it is in."""
+    waits: Literal["alone", "together"] | None = None
+    """In a wait for data that a signal may end: by this rank's own decision, or by that of all."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank has a part of the weights only: all have to be there when the model is used."""
+        return getattr(self.forward, "sharded", False)
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether every rank has something that is saved, and so has to take part in saving."""
+        return self.sharded or getattr(self.forward, "compression", None) is not None
+
+    def uncompiled(self) -> AbstractContextManager[Any]:
+        """A context in which the model runs as it was written: forward passes that train nothing."""
+        return nullcontext() if self.compilation is None else self.compilation.plain()
+
+    def tell(self, hook: str, *facts: Any) -> None:
+        """Call the method `hook` of its callbacks."""
+        if methods := hooks(self.callbacks, hook):
+            self.clock.to("callbacks")
+            for method in methods:
+                method(self, *facts)
+            self.clock.to(None)
+
+    def close(self) -> None:
+        """Stop the processes that load its data."""
+        for loader in (self.train_loader, *self.eval_loaders.values()):
+            loader.close()
+
+    @property
+    def epoch(self) -> float:
+        """Epochs trained so far; 0 where the data has no length."""
+        return self.train_loader.plan.epoch_at(self.progress.step)

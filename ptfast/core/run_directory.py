@@ -1,0 +1,202 @@
+"""The run directory: where it lies, who holds it, and the facts written beside the figures."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import math
+import os
+import platform
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from ptfast.core.errors import MachineError
+
+SUMMARY = "summary.json"
+CONFIG = "config.yaml"
+RESOLVED = "resolved.json"
+ENVIRONMENT = "environment.json"
+WANDB = "wandb.json"
+FAILURE = ".failure.json"
+
+
+def new_folder(root: Path, name: str) -> Path:
+    """A path for a new run: `<root>/<name>/<YYYYmmdd-HHMMSS>-<4 hex>`. Nothing is created."""
+    return root / name / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def create_folder(folder: Path) -> list[Path]:
+    """Create `folder`; returns what was made, `folder` first and the folders around it after.
+
+    Raises:
+        MachineError: E001 when it cannot be written.
+    """
+    made = [path for path in folder.parents if not path.exists()]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            # Of two that create it at the same moment, one has made it.
+            folder.mkdir()
+            made.insert(0, folder)
+        probe = folder / f".probe.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        hint = "Set run.root or run.dir to a folder you may write"
+        raise MachineError(
+            "E001", f"cannot be written ({error.strerror})", key=str(folder), suggestion=hint
+        ) from error
+    return made
+
+
+def discard(folder: Path, made: list[Path]) -> None:
+    """Remove a run directory that was made in vain, and what was made around it; one with figures stays.
+
+    Args:
+        made: what `create_folder` returned.
+    """
+    if (
+        folder not in made
+        or (folder / "saved").exists()
+        or any(path.stat().st_size for path in folder.glob("metrics.*"))
+    ):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in made:
+        with contextlib.suppress(OSError):  # another run has come into it
+            path.rmdir()
+
+
+def list_runs(parent: Path) -> list[Path]:
+    """Run directories in `parent`, newest first."""
+    if not parent.is_dir():
+        return []
+    runs = [path for path in parent.iterdir() if (path / CONFIG).is_file()]
+    return sorted(runs, key=lambda path: path.name, reverse=True)
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Any:
+    """Hold `folder` for this process; the system lets go of it however the process ends.
+
+    Raises:
+        MachineError: E003 when another run holds it, naming the holder.
+    """
+    file: TextIO = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        hint = "Wait for it to end, or set another run.dir"
+        raise MachineError("E003", f"in use by {holder}", key=str(folder), suggestion=hint) from error
+    try:
+        file.truncate(0)
+        file.write(
+            f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        )
+        file.flush()
+        yield
+    finally:
+        # The file stays: were it removed, one process could hold the old file and another a new one.
+        file.truncate(0)
+        file.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON whole or not at all; a number that is not finite becomes null, as JSON has no name for it.
+
+    Raises:
+        MachineError: E002 when the disk is full, E001 when the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(_finite(value), indent=2, default=str) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else f"cannot be written ({error.strerror})"
+        raise MachineError("E002" if full else "E001", what, key=str(path)) from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty where there is none to be read."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def environment(command_line: list[str]) -> dict[str, Any]:
+    """What has to be the same for the same bits: versions, device, cores, threads, commit, command line."""
+    import numpy as np
+    import torch
+
+    torchvision = sys.modules.get("torchvision")
+    facts: dict[str, Any] = {
+        "command_line": command_line,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": getattr(torchvision, "__version__", None) or _version("torchvision"),
+        "numpy": np.__version__,
+        "ptfast": _version("ptfast"),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "host": socket.gethostname(),
+        "git_commit": _git_commit(),
+    }
+    if torch.cuda.is_available():
+        facts["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _git_commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,257 @@
+"""State on disk: written whole or not at all, checked before it is believed, loaded without running code."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptfast.core.errors import MachineError, SavedStateError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class State:
+    """What one state folder holds.
+
+    Args:
+        model: the plain model's state dict.
+        training: optimizer, gradient scaler and averaged weights, by name; tensors and plain values only.
+        facts: JSON: progress, the data's facts, what the run resolved to.
+    """
+
+    model: dict[str, torch.Tensor]
+    training: dict[str, Any]
+    facts: dict[str, Any]
+
+
+def write_state(saved: Path, step: int, state: State) -> Path:
+    """Write `saved/step-<step>/` and point `saved/last` at it.
+
+    The folder is written under another name, flushed to disk and renamed, so that a kill at any moment
+    leaves either the whole state or none. Every file's SHA-256 goes into its manifest: torch does not
+    notice a flipped bit.
+
+    Raises:
+        MachineError: E002 when the disk is full, E001 when the folder cannot be written; nothing is left
+            behind.
+    """
+    final = saved / f"step-{step}"
+    draft = saved / f".step-{step}.{os.getpid()}"
+    try:
+        # A killed process of the same id may have left one: in a container, ids repeat.
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        torch.save(state.model, draft / "model.pt")
+        torch.save(state.training, draft / "training.pt")
+        (draft / "state.json").write_text(json.dumps(state.facts, indent=1))
+        digests = {path.name: _sha256(path) for path in sorted(draft.iterdir())}
+        manifest = {"format": FORMAT, "step": step, "sha256": digests}
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in [*draft.iterdir(), draft]:
+            _flush(path)
+        if final.exists():
+            # Of an attempt that went further and was damaged, or gone back from.
+            _remove(final)
+        draft.rename(final)
+        _flush(saved)
+        point(saved, "last", final)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, RuntimeError) and not _is_torch_write_error(error):
+            raise
+        raise _disk_error(error, saved) from error
+    return final
+
+
+def point(saved: Path, name: str, folder: Path) -> None:
+    """Make `saved/name` a relative link to `folder`, in one step."""
+    draft = saved / f".{name}.{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(folder.name)
+    draft.replace(saved / name)
+
+
+def prune(saved: Path, keep: int) -> None:
+    """Remove all but the newest `keep` states and those `last` and `best` point at; remove drafts.
+
+    States beyond `last` are of an attempt that was gone back from: they go too.
+    """
+    for draft in saved.glob(".step-*"):
+        shutil.rmtree(draft, ignore_errors=True)
+    last = (saved / "last").resolve()
+    states = list_states(saved)
+    beyond = [folder for folder in states if step_of(folder) > step_of(last)]
+    kept = [folder for folder in states if folder not in beyond][:keep]
+    followed = {last, (saved / "best").resolve()}
+    for folder in states:
+        if folder in beyond or (folder not in kept and folder.resolve() not in followed):
+            _remove(folder)
+    best = saved / "best"
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+
+
+def list_states(saved: Path) -> list[Path]:
+    """The state folders of a run, newest first."""
+    if not saved.is_dir():
+        return []
+    folders = [path for path in saved.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
+    return sorted(folders, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a state folder's name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def find_state(path: Path) -> Path:
+    """The state folder that `path` means: itself, or the last state of the run directory it is.
+
+    Raises:
+        SavedStateError: S004 when there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return path.resolve()
+    for candidate in (path / "saved" / "last", path / "last"):
+        if (candidate / MANIFEST).is_file():
+            return candidate.resolve()
+    newest = list_states(path / "saved")
+    if newest:
+        return newest[0]
+    what = "no saved state there" if path.exists() else "no such folder"
+    raise SavedStateError(
+        "S004", what, key=str(path), suggestion="Give a run directory or one of its saved/step-N folders"
+    )
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """The JSON part of a state, after checking every file of it against the manifest.
+
+    Raises:
+        SavedStateError: S001, naming the file that is missing or changed, or the format that is too new.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        version, digests = int(manifest["format"]), dict(manifest["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(folder / MANIFEST, "the manifest cannot be read") from error
+    if version > FORMAT:
+        raise damaged(
+            folder, f"format {version} is newer than this ptfast reads ({FORMAT})", "Upgrade ptfast"
+        )
+    for name, digest in digests.items():
+        path = folder / Path(name).name
+        if not path.is_file():
+            raise damaged(path, "the file is missing")
+        if _sha256(path) != digest:
+            raise damaged(path, "the file has changed since it was written (truncated, or bits flipped)")
+    try:
+        return json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise damaged(folder / "state.json", "the file cannot be read") from error
+
+
+def read_state(folder: Path, device: torch.device | str = "cpu") -> State:
+    """Read and check one state folder. Nothing in it can run code (`weights_only=True`).
+
+    Raises:
+        SavedStateError: S001 when it is damaged.
+    """
+    facts = read_facts(folder)
+    return State(
+        load_tensors(folder / "model.pt", device), load_tensors(folder / "training.pt", device), facts
+    )
+
+
+def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """A file of tensors and plain values.
+
+    Raises:
+        SavedStateError: S001 when it cannot be read or holds a pickled object.
+    """
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        reason = (
+            "it holds a pickled object, which could run code"
+            if "weights_only" in str(error).lower()
+            else "it cannot be read"
+        )
+        raise damaged(path, reason) from error
+
+
+def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) -> None:
+    """Refuse to make a saved run longer or shorter where its schedule or its progress forbids it.
+
+    Args:
+        step: where the saved run stands.
+        extendable: whether schedule and curriculum of a longer run begin like those of a shorter one.
+
+    Raises:
+        SavedStateError: S003.
+    """
+    if new_steps != old_steps and not extendable:
+        lengths = f"the saved run has {old_steps:,} steps, not {new_steps:,}"
+        what = f"{lengths}, and its schedule or curriculum spans the run"
+        hint = "Keep the length as it was, use schedule=constant, or start afresh with model.weights=RUN"
+        raise SavedStateError("S003", what, key="run.resume", suggestion=hint)
+    if step > new_steps:
+        what = f"the saved run is at step {step:,} already, beyond the {new_steps:,} asked for"
+        raise SavedStateError("S003", what, key="run.resume")
+
+
+def damaged(path: Path, what: str, suggestion: str | None = None) -> SavedStateError:
+    """The error for a state that must not be believed."""
+    hint = suggestion or "Resume from another saved/step-N folder, or start afresh with run.resume=never"
+    return SavedStateError("S001", what, key=str(path), suggestion=hint)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first: a kill while files go must not leave a state that is half there.
+    doomed = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_torch_write_error(error: RuntimeError) -> bool:
+    """Whether torch's writer failed, rather than the device whose tensors it was given."""
+    return any(sign in str(error) for sign in ("PytorchStreamWriter", "inline_container", "unexpected pos"))
+
+
+def _disk_error(error: Exception, folder: Path) -> MachineError:
+    if isinstance(error, RuntimeError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        return MachineError(
+            "E002",
+            f"the state could not be written, {free / 1e6:,.0f} MB are free",
+            key=str(folder),
+            suggestion="Free some space and run again with run.resume=auto; the previous state is intact",
+        )
+    return MachineError("E001", f"the state could not be written ({error})", key=str(folder))

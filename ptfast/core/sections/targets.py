@@ -1,0 +1,285 @@
+"""Classes and functions that a config names by import path: how they are found and built."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ptfast.core.durations import Duration
+from ptfast.core.sections.nearest_name import did_you_mean, nearest
+from ptfast.core.sections.problem import Problem
+
+_DIRECTIVES = ("_target_", "_partial_")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A class or function by import path, and the keywords it is called with.
+
+    Args:
+        path: import path, e.g. `torch.optim.AdamW`.
+        kwargs: keywords; a `Target` among them (also inside lists and mappings) is built first.
+        partial: give the callable with its keywords bound instead of calling it.
+    """
+
+    path: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    partial: bool = False
+
+    def resolve(self) -> Any:
+        """Import what `path` names.
+
+        Raises:
+            ConfigError: C009, it does not exist or its module fails to import.
+        """
+        try:
+            return locate(self.path)
+        except Problem as problem:
+            raise problem.at("_target_", self.path).error(None) from problem.__cause__
+
+    def build(self, *args: Any, **facts: Any) -> Any:
+        """Call the target with its keywords.
+
+        Args:
+            args: positional arguments, e.g. an optimizer's parameters.
+            facts: keywords passed only where the signature has a keyword of that name, the config does not
+                set it and the fact is known (not None).
+        """
+        function = self.resolve()
+        takes = keywords(function)
+        filled = {name: fact for name, fact in facts.items() if name in takes and fact is not None}
+        kwargs = {**filled, **built(self.kwargs)}
+        if self.partial:
+            return functools.partial(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    def to_tree(self) -> dict[str, Any]:
+        """Plain YAML-able data that `parse_target` reads back."""
+        partial = {"_partial_": True} if self.partial else {}
+        return {"_target_": self.path, **partial, **{key: plain(value) for key, value in self.kwargs.items()}}
+
+
+def parse_target(tree: dict[str, Any]) -> Target:
+    """The `Target` of a mapping with `_target_`, nested ones included.
+
+    Raises:
+        Problem: C016 without a path, C009 for what is no import path, C002 for an unknown directive.
+    """
+    path = tree.get("_target_")
+    if path is None or path == "???":
+        raise Problem(
+            "C016", "required, but not set", key="_target_", suggestion="Give the import path of a class"
+        )
+    if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
+        raise Problem(
+            "C009", "expected an import path such as package.module.Class", key="_target_", value=path
+        )
+    for key in tree:
+        if not isinstance(key, str) or (key.startswith("_") and key.endswith("_") and key not in _DIRECTIVES):
+            raise Problem("C002", "unknown key", key=str(key), value=tree[key])
+    partial = tree.get("_partial_", False)
+    if not isinstance(partial, bool):
+        raise Problem("C004", "expected true or false", key="_partial_", value=partial)
+    kwargs = {}
+    for key, value in tree.items():
+        if key not in _DIRECTIVES:
+            kwargs[key] = parse_value(value, key)
+    return Target(path, kwargs, partial)
+
+
+def parse_value(value: Any, key: str) -> Any:
+    """`value` with every mapping in it that has a `_target_` as a `Target`; `key` is for messages.
+
+    Raises:
+        Problem: as `parse_target`.
+    """
+    if isinstance(value, dict):
+        try:
+            return (
+                parse_target(value)
+                if "_target_" in value
+                else {k: parse_value(v, k) for k, v in value.items()}
+            )
+        except Problem as problem:
+            raise problem.at(key) from None
+    if isinstance(value, list):
+        return [parse_value(item, key) for item in value]
+    return value
+
+
+def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
+    """Import what a dotted path names.
+
+    Args:
+        path: `package.module.Class.attribute`.
+        visit: called with each module or attribute on the way and its path; raises to stop.
+
+    Raises:
+        Problem: C009, with the nearest name that exists.
+    """
+    parts = path.split(".")
+    # A user's own module lies next to where ptfast is called; the installed command does not look there.
+    if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    found = _import(parts[0])
+    for index, part in enumerate(parts):
+        before, walked = ".".join(parts[:index]), ".".join(parts[: index + 1])
+        if index and hasattr(found, part):
+            found = getattr(found, part)
+        elif index and hasattr(found, "__path__"):
+            found = _import(walked, found)
+        elif index:
+            raise _does_not_exist(found, before, part)
+        if visit:
+            visit(found, walked)
+    return found
+
+
+def _import(module: str, parent: ModuleType | None = None) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise Problem("C009", f"importing {module} fails: {error}") from error
+        before, _, name = module.rpartition(".")
+        if parent is not None:
+            raise _does_not_exist(parent, before, name) from None
+        hint = f"Is {module} installed, or in the current folder?"
+        raise Problem("C009", f"there is no module {module}", suggestion=hint) from None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise Problem("C009", f"importing {module} fails: {reason}") from error
+
+
+def _does_not_exist(parent: Any, before: str, name: str) -> Problem:
+    names = [candidate for candidate in dir(parent) if not candidate.startswith("_")]
+    # What is written in capitals is a class: a name that differs only in that is no good suggestion.
+    like = [candidate for candidate in names if candidate[0].isupper() == name[0].isupper()] or names
+    found = nearest(name, like) or nearest(name, names)
+    hint = f"Did you mean {before}.{found}?" if found else None
+    return Problem("C009", f"{before} has no {name}", suggestion=hint)
+
+
+def signature(function: Any) -> inspect.Signature | None:
+    """The signature with annotations evaluated where they can be; None where Python cannot tell."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except (ValueError, TypeError):
+        return None
+    except Exception:
+        # An annotation names something imported for type checkers only: evaluate the others one by one.
+        try:
+            plain_signature = inspect.signature(function)
+        except (ValueError, TypeError):
+            return None
+        scope = _scope(function)
+        parameters = [
+            parameter.replace(annotation=_evaluated(parameter.annotation, scope))
+            for parameter in plain_signature.parameters.values()
+        ]
+        return plain_signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+
+
+def _scope(function: Any) -> dict[str, Any]:
+    body = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
+    return getattr(body, "__globals__", {})
+
+
+def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, dict(scope))  # as typing.get_type_hints does
+    except Exception:
+        return inspect.Parameter.empty
+
+
+def keywords(function: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of `function` that can be given by name."""
+    found = signature(function)
+    if found is None:
+        return {}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: parameter for name, parameter in found.parameters.items() if parameter.kind in by_name}
+
+
+def swallows_keywords(function: Any) -> bool:
+    """Whether `function` takes `**kwargs`, so that its signature cannot tell an unknown keyword."""
+    found = signature(function)
+    return found is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
+
+
+def check_constructs(
+    target: Target, facts: dict[str, Any], *, key: str = "model", place: str | None = None
+) -> None:
+    """Build a model without memory (on the meta device) if only that can tell whether its keywords are known.
+
+    A signature that ends in `**kwargs` hides a misspelt keyword until the call, which is late.
+
+    Args:
+        target: the model's target.
+        facts: what `Target.build` will be given; published weights are not loaded here.
+        key: the section, for the message.
+        place: where the target was given.
+
+    Raises:
+        ConfigError: C002 for a keyword that nothing takes, C005 for other arguments it refuses.
+    """
+    function = target.resolve()
+    if not swallows_keywords(function):
+        return
+    import torch
+
+    asked = {**target.kwargs, **facts}
+    without_weights = {name: off for name, off in (("pretrained", False), ("weights", None)) if name in asked}
+    try:
+        with torch.device("meta"):
+            replace(target, kwargs={**target.kwargs, **without_weights}).build(**{**facts, **without_weights})
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None:
+            raise Problem("C005", str(error)).at(key, target.path).error(place) from error
+        name = found.group(1)
+        hint = did_you_mean(name, [*keywords(function), *facts], f"{key}.{{}}")
+        value = target.kwargs.get(name)
+        raise (
+            Problem("C002", "unknown key", value=value, suggestion=hint).at(f"{key}.{name}").error(place)
+        ) from error
+    except ValueError as error:
+        raise Problem("C005", str(error)).at(key, target.path).error(place) from error
+    except (NotImplementedError, RuntimeError):
+        return  # a constructor that reads values cannot run on the meta device
+
+
+def plain(value: Any) -> Any:
+    """`value` as plain YAML-able data."""
+    if isinstance(value, Target):
+        return value.to_tree()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(plain(item) for item in value)
+    if isinstance(value, (Duration, Path)):
+        return str(value)
+    return value
+
+
+def built(value: Any) -> Any:
+    """`value` with the targets in it built."""
+    if isinstance(value, Target):
+        return value.build()
+    if isinstance(value, dict):
+        return {key: built(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(built(item) for item in value)
+    return value

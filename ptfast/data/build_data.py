@@ -1,0 +1,250 @@
+"""Data: what a run trains on, cut into splits, batches and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.data.data_fingerprint import Contents
+from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, TensorSource
+from ptfast.data.label_checks import as_classes, check_labels
+from ptfast.data.loaders.eval_loader import build_eval_loader
+from ptfast.data.loaders.loader_choice import HELD, Choice
+from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.train_loader import build_train_loader
+from ptfast.data.masks import with_masks
+from ptfast.data.sampling.sampler import smallest_micro_batch
+from ptfast.data.sampling.split import split_indices
+from ptfast.data.saved_info import as_known, check_same_data, read_info
+from ptfast.data.streams.iterable import IterableSource
+from ptfast.data.transforms.normalize import Statistics, statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from ptfast.core.durations import Duration
+    from ptfast.core.protocols import DataInfo
+
+__all__ = [
+    "Data",
+    "Source",
+    "build_data",
+    "build_eval_loader",
+    "build_train_loader",
+    "check_same_data",
+    "read_info",
+    "read_inputs",
+    "smallest_micro_batch",
+]
+
+_LABELS_OF = {
+    "classification": ("classification", "regression", "multilabel"),
+    "multilabel": ("multilabel",),
+    "regression": ("regression", "multilabel", "semantic_segmentation"),
+    "semantic_segmentation": ("semantic_segmentation",),
+    "token_classification": ("token_classification",),
+    "language_modelling": ("language_modelling",),
+}
+"""Whose labels each task can train on."""
+
+
+def build_data(
+    source: Any,
+    *,
+    val: Duration,
+    seed: int,
+    task: str,
+    normalize: bool = True,
+    shuffle_buffer: int | None = None,
+    known: DataInfo | None = None,
+    measured: Statistics | None = None,
+    choose: Callable[..., Choice] | None = None,
+    crops: bool = False,
+    once: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
+    holder: Holder | None = None,
+    ignore_index: int = IGNORE_INDEX,
+) -> Data:
+    """The splits of a run and the facts about them.
+
+    Args:
+        source: what an option of the group `data` constructs, or any torch data set.
+        val: what is held out of the training samples where the source has no validation split.
+        seed: decides which samples are held out.
+        task: `auto`, or the task that the labels are for.
+        normalize: compute the statistics that the loaders normalise by.
+        shuffle_buffer: samples among which the next is drawn, of data that is read in the order it lies in.
+        known: the facts to read the data by where a model was trained on other data: its vocabulary,
+            statistics and classes.
+        measured: the statistics, where they are known.
+        choose: says who loads, given the training split and the others; kinds that hold everything decoded
+            have it decoded here. None leaves samples where they are.
+        crops: whether training images are held as large as they are stored, for parts that are cut out.
+        once: calls what computes the statistics, on one rank for all where there are several.
+        holder: of what is decoded into memory, which ranks may hold together; None for this process.
+        ignore_index: the label of pixels that do not count.
+
+    Raises:
+        ConfigError: C011 for a task that the labels are not for, and for a shuffle buffer of data that is
+            shuffled as a whole.
+        DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
+    """
+    if isinstance(source, DataSet):
+        if known is not None and isinstance(source, ReadsAsKnown):
+            source.read_as(known)
+        name, splits = source.name, source.load(val=val, seed=seed)
+    else:
+        from ptfast.data.sources.custom_dataset import adapt
+
+        name, splits = type(source).__name__, adapt(source, seed=seed, task=task, known=known)
+    splits = _for_task(splits, task)
+    if splits.info.target_kind == "mask":
+        splits = with_masks(splits, ignore_index)
+    contents = once(lambda: _contents(splits)) if known is None else None
+    splits = _hold_out(splits, val, seed)
+    _check(splits)
+    choice, files, read = None, splits.train, tuple(splits.sources.values())
+    if shuffle_buffer is not None:
+        _shuffle_nearby(files, shuffle_buffer)
+    if choose is not None:
+        others = [source for split, source in splits.sources.items() if split != "train"]
+        choice = once(lambda: choose(splits.train, others))
+        if choice.kind in HELD:
+            splits = _hold(splits, crops, holder or Holder())
+    train = splits.train
+    ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
+    # Whether labels are counted must not depend on who loads: those that are held show that all count.
+    ignores_labels = ignores_labels or any(source.skips for source in read)
+    num_train = None if isinstance(train, IterableSource) else len(train)
+    info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
+    if known is not None:
+        info = as_known(known, info)
+    # Which samples are held out changes the statistics of the rest.
+    cache_key = f"{key} {val} {seed}" if (key := info.extra.get("cache_key")) else None
+    if normalize and known is None and "normalize" not in info.extra and _has_statistics(splits):
+        found = measured or once(lambda: statistics(files, cache_key, train))
+        info = replace(info, extra={**info.extra, "normalize": found})
+    if info.input_shape is not None:
+        info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
+    if contents is not None:
+        info = replace(info, extra={**info.extra, "contents": contents})
+    note = _describe(name, splits)
+    return Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order, holder)
+
+
+def read_inputs(info: DataInfo, paths: Sequence[str], **options: Any) -> Iterator[tuple[list[str], Tensor]]:
+    """Batches of names and inputs of files, read as the training data was; see `ptfast.data.new_inputs`."""
+    from ptfast.data import new_inputs
+
+    return new_inputs.read_inputs(info, paths, **options)
+
+
+def _contents(splits: Splits) -> Contents:
+    if splits.contents is not None:
+        return splits.contents()
+    found = {split: source.contents() for split, source in splits.sources.items()}
+    return {split: facts for split, facts in found.items() if facts is not None}
+
+
+def _for_task(splits: Splits, task: str) -> Splits:
+    """Labels of the type that the task takes: floats where they are many or measured, else classes."""
+    info = splits.info
+    if task == "regression" and info.task in ("classification", "semantic_segmentation"):
+        # Whole numbers look like classes until the user says that they are measured.
+        kind = "map" if info.target_kind == "mask" else info.target_kind
+        info = replace(info, task=task, num_classes=1, class_names=None, target_kind=kind)
+    if info.task not in _LABELS_OF.get(task, (info.task,)):
+        what = f"the labels of this data are for task={info.task}"
+        raise ConfigError("C011", what, key="task", value=task, suggestion="Use task=auto")
+    if task == "classification" and info.task in ("regression", "multilabel"):
+        return _translated(splits)
+    task = info.task if task == "auto" else task
+    for source in splits.sources.values():
+        if isinstance(source, TensorSource):
+            if task in ("regression", "multilabel"):
+                source.targets = source.targets.float()
+            elif task == "classification" and not source.targets.is_floating_point():
+                source.targets = source.targets.long()
+    return splits._replace(info=info)
+
+
+def _translated(splits: Splits) -> Splits:
+    """Splits of classes, whose labels name them by floats or by rows with a single 1."""
+    highest = 0
+    for split, source in splits.sources.items():
+        if isinstance(source, TensorSource):
+            source.targets = as_classes(source.targets, f"{split} sample")
+            highest = max(highest, int(source.targets.max())) if split == "train" else highest
+    info = splits.info
+    num_classes = info.num_classes if info.task == "multilabel" else highest + 1
+    info = replace(info, task="classification", num_classes=num_classes, target_kind="whole")
+    return splits._replace(info=info)
+
+
+def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
+    if splits.val is not None or val.value == 0:
+        return splits
+    if isinstance(splits.train, IterableSource):
+        # The default share is no wish of the user's; a number of samples is.
+        if val.unit == "percent":
+            return splits._replace(note="nothing is held out of iterable data")
+        hint = "Use data.val=0, or a map-style data set"
+        raise ConfigError("C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint)
+    train, held = split_indices(len(splits.train), val, seed)
+    return splits._replace(train=splits.train.take(train), val=splits.train.take(held))
+
+
+def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
+    """The same splits, decoded into memory."""
+    converted = 0
+    if crops and splits.train.images and splits.train.cuts and not splits.train.in_memory:
+        from ptfast.data.decoding.original_images import HeldImages
+
+        files = splits.train
+        splits = splits._replace(train=HeldImages(files))
+        converted = files.num_converted
+    held = {split: s.hold(holder) for split, s in splits.sources.items() if not s.in_memory}
+    converted += sum(found.num_converted for found in held.values())
+    note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
+    note = "; ".join(filter(None, [splits.note, note, holder.note if held else ""]))
+    return splits._replace(**{split: found.source for split, found in held.items()}, note=note)
+
+
+def _unreadable(sources: tuple[Source, ...]) -> Callable[[], list[str]] | None:
+    """What names the files of `sources` that were left out."""
+    if not any(source.skips for source in sources):
+        return None
+    return lambda: [name for source in sources for name in source.unreadable()]
+
+
+def _check(splits: Splits) -> None:
+    num_classes = splits.info.num_classes
+    for split, source in splits.sources.items():
+        labels = getattr(source, "targets", None)
+        if labels is not None and splits.info.task == "classification" and num_classes:
+            check_labels(labels, num_classes, split)
+
+
+def _shuffle_nearby(train: Source, size: int) -> None:
+    if not train.shuffle_within(size):
+        what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
+        raise ConfigError("C011", what, key="data.shuffle_buffer", value=size, suggestion=hint)
+
+
+def _has_statistics(splits: Splits) -> bool:
+    if splits.train.images:
+        # A stream is not read twice for it: its images are scaled to 0 to 1.
+        return not isinstance(splits.train, IterableSource)
+    return isinstance(splits.train, TensorSource) and splits.info.kind == "features"
+
+
+def _describe(name: str, splits: Splits) -> str:
+    def count(split: str, source: Source) -> str:
+        unknown = isinstance(source, IterableSource)
+        return f"{split} of unknown length" if unknown else f"{len(source):,} {split}"
+
+    counts = ", ".join(count(split, source) for split, source in splits.sources.items())
+    return f"{name}: {counts}" + (f"; {splits.note}" if splits.note else "")

@@ -1,0 +1,287 @@
+"""Decoding image files to uint8 RGB, with the checks that a decoder leaves out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ptfast.core.errors import DataError
+from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.streams.tar_headers import InTar
+from ptfast.data.transforms.resized_crops import resize
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+MAX_PIXELS = 100_000_000
+"""A header that promises more is taken for a decompression bomb."""
+_CHUNK = 256
+AS_RGB = 3
+"""`ImageReadMode.RGB` of torchvision."""
+_HEADER_BYTES = 2**16
+"""Where the size of nearly every JPEG stands, behind a thumbnail even; PIL looks further for the rest."""
+REMEDY = "Replace the file, or remove it"
+
+Pixels = NDArray[np.uint8]
+
+
+class Decoded(NamedTuple):
+    """One image and whether it was something else than 8-bit RGB."""
+
+    pixels: Pixels
+    converted: bool
+
+
+class Decoder:
+    """Reads image files as uint8 (height, width, 3).
+
+    JPEG goes through libjpeg-turbo by torchvision, which is 2 to 3 times as fast as PIL and gives the same
+    pixels; everything else, and JPEG in CMYK, through PIL.
+
+    Args:
+        image_size: side of the square that images are brought to (shorter side resized, centre cropped); None
+            keeps their size.
+    """
+
+    def __init__(self, image_size: int | None = None) -> None:
+        self.image_size = image_size
+        self._decode_jpeg: Callable[..., Tensor] | Literal[False] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"image_size": self.image_size, "_decode_jpeg": None}
+
+    def __call__(self, path: str) -> Decoded:
+        """Decode one file.
+
+        Raises:
+            DataError: D005 naming the file and what is wrong with it.
+        """
+        return self.decode(read_file(path), path)
+
+    def decode(self, content: bytes, name: str) -> Decoded:
+        """Decode the bytes of a file called `name`.
+
+        Raises:
+            DataError: D005 naming the file and what is wrong with it.
+        """
+        if not content:
+            raise DataError("D005", "is empty (0 bytes)", key=name, suggestion=REMEDY)
+        shape = jpeg_shape(content)
+        try:
+            if shape is not None:
+                _check_pixels(shape[0] * shape[1], name)
+            if shape is not None and shape[2] in (1, 3):
+                decoded = Decoded(self._jpeg(content, name).pixels, shape[2] == 1)
+            else:
+                decoded = _by_pil(content, name)
+        except DataError:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            # torchvision names the line of its own source before it says what is wrong.
+            reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
+            raise DataError(
+                "D005", f"is damaged or truncated: {reason.rstrip('.')}", key=name, suggestion=REMEDY
+            ) from None
+        if self.image_size is None:
+            return decoded
+        return Decoded(fit(decoded.pixels, self.image_size), decoded.converted)
+
+    def _jpeg(self, content: bytes, name: str) -> Decoded:
+        if self._decode_jpeg is None:
+            self._decode_jpeg = _jpeg_decoder()
+        if self._decode_jpeg is False:
+            return _by_pil(content, name)
+        # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
+        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        image = self._decode_jpeg(buffer, AS_RGB, False)
+        return Decoded(image.permute(1, 2, 0).numpy(), False)
+
+    def stack(self, paths: Sequence[str]) -> tuple[Pixels, int]:
+        """Decode files of one size: uint8 (files, height, width, 3), and how many were converted.
+
+        Raises:
+            DataError: D005 for a file that cannot be decoded, or sizes that differ.
+        """
+        first = self(paths[0])
+        images = np.empty((len(paths), *first.pixels.shape), np.uint8)
+        images[0] = first.pixels
+        converted = int(first.converted)
+        for i, path in enumerate(paths[1:], 1):
+            pixels, was_converted = self(path)
+            if pixels.shape != first.pixels.shape:
+                raise mixed_sizes(path, pixels.shape, first.pixels.shape)
+            images[i] = pixels
+            converted += was_converted
+        return images, converted
+
+
+def size_of(path: str) -> tuple[int, int]:
+    """Height and width of an image by what the beginning of its file says.
+
+    Raises:
+        DataError: D005 if it cannot be read, or is no image.
+    """
+    if isinstance(path, InTar):
+        return _size_in_tar(path)
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - half the time of Path.open
+            shape = jpeg_shape(file.read(_HEADER_BYTES))
+        if shape is not None:
+            return shape[:2]
+        with _opened(path, path) as image:
+            return image.height, image.width
+    except OSError as error:
+        raise DataError("D005", f"cannot be read: {error.strerror or error}", key=path) from None
+
+
+def _size_in_tar(path: InTar) -> tuple[int, int]:
+    try:
+        shape = jpeg_shape(path.read(_HEADER_BYTES))
+        if shape is not None:
+            return shape[:2]
+        with _opened(io.BytesIO(path.read()), path) as image:
+            return image.height, image.width
+    except OSError as error:
+        raise DataError("D005", f"cannot be read: {error.strerror or error}", key=path) from None
+
+
+def read_file(path: str) -> bytes:
+    """What an image file holds.
+
+    Raises:
+        DataError: D005 if it cannot be read.
+    """
+    try:
+        return path.read() if isinstance(path, InTar) else Path(path).read_bytes()
+    except OSError as error:
+        raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
+
+
+def decode_all(
+    decoder: Decoder, paths: Sequence[str], threads: int, holder: Holder | None = None
+) -> tuple[Tensor, int]:
+    """Decode files of one size into one tensor (files, height, width, 3), with `threads` threads.
+
+    Args:
+        holder: of the tensor; ranks that hold it together lend their threads to the one that decodes.
+
+    Returns:
+        The images, and how many were not 8-bit RGB and have been converted.
+    """
+    first, holder = decoder(paths[0]).pixels, holder or Holder()
+
+    def decode(images: Pixels, start: int) -> int:
+        chunk = paths[start : start + _CHUNK]
+        pixels, converted = decoder.stack(chunk)
+        if pixels.shape[1:] != first.shape:
+            raise mixed_sizes(chunk[0], pixels.shape[1:], first.shape)
+        images[start : start + len(chunk)] = pixels
+        return converted
+
+    def fill(images: Pixels) -> int:
+        with ThreadPoolExecutor(max(1, threads) * holder.num_holders) as pool:
+            try:
+                return sum(pool.map(partial(decode, images), range(0, len(paths), _CHUNK)))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    images, converted = holder.fill((len(paths), *first.shape), fill)
+    return torch.from_numpy(images), converted
+
+
+def mixed_sizes(path: str, shape: Iterable[int], expected: Iterable[int]) -> DataError:
+    """The error for an image of another size than the first."""
+    (height, width, *_), (first_height, first_width, *_) = shape, expected
+    what = f"is {width}x{height} where the first image is {first_width}x{first_height}"
+    hint = f"Bring all to one size with data.image_size={min(first_height, first_width)}"
+    return DataError("D005", what, key=path, suggestion=hint)
+
+
+def fit(pixels: Pixels, size: int) -> Pixels:
+    """Resize the shorter side to `size` (bilinear, antialiased) and crop the centre."""
+    height, width, _ = pixels.shape
+    if (height, width) == (size, size):
+        return pixels
+    scale = size / min(height, width)
+    new_height, new_width = max(size, round(height * scale)), max(size, round(width * scale))
+    image = resize(torch.from_numpy(np.ascontiguousarray(pixels)), new_height, new_width)
+    top, left = (new_height - size) // 2, (new_width - size) // 2
+    return image[top : top + size, left : left + size].contiguous().numpy()
+
+
+def _jpeg_decoder() -> Callable[..., Tensor] | Literal[False]:
+    """torchvision's decoder, or False where it was built without or no longer has one.
+
+    The operator below `torchvision.io.decode_jpeg`, which announces its retirement at each call: that takes
+    30 us in which no other thread decodes. Without it PIL decodes the same pixels.
+    """
+    try:
+        import torchvision.io  # noqa: F401 - registers the operator
+
+        return torch.ops.image.decode_jpeg
+    except (ImportError, AttributeError):
+        return False
+
+
+def jpeg_shape(content: bytes) -> tuple[int, int, int] | None:
+    """(height, width, components) by the frame header of a JPEG; None for anything else."""
+    if content[:3] != b"\xff\xd8\xff":
+        return None
+    at, end = 2, len(content) - 9
+    while at < end and content[at] == 0xFF:
+        marker = content[at + 1]
+        if marker == 0xFF:  # padding between segments
+            at += 1
+            continue
+        # Start of frame, baseline or progressive; C4, C8 and CC in the same range are other segments.
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height = content[at + 5] << 8 | content[at + 6]
+            return height, content[at + 7] << 8 | content[at + 8], content[at + 9]
+        at += 2 + (content[at + 2] << 8 | content[at + 3])
+    return None
+
+
+def _by_pil(content: bytes, path: str) -> Decoded:
+    with _opened(io.BytesIO(content), path) as image:
+        _check_pixels(image.width * image.height, path)
+        if image.mode == "RGB":
+            return Decoded(np.array(image), False)
+        if image.mode.startswith("I;16"):
+            # PIL's own conversion clips 16 bits at 255 instead of scaling them.
+            grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
+            return Decoded(np.repeat(grey[..., None], 3, axis=2), True)
+        return Decoded(np.array(image.convert("RGB")), True)
+
+
+@contextlib.contextmanager
+def _opened(file: str | io.BytesIO, path: str) -> Iterator[Any]:
+    """The PIL image in `file`, none of whose pixels have been read."""
+    from PIL import Image, UnidentifiedImageError
+
+    # The size is checked by ourselves; PIL's own guard warns at a size that is legitimate.
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with Image.open(file) as image:
+            yield image
+    except UnidentifiedImageError:
+        what = "is no image that can be decoded, whatever its name says"
+        raise DataError("D005", what, key=path, suggestion=REMEDY) from None
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+def _check_pixels(pixels: int, path: str) -> None:
+    if pixels > MAX_PIXELS:
+        what = f"claims {pixels:,} pixels, more than {MAX_PIXELS:,}: not decoded"
+        raise DataError("D005", what, key=path, suggestion="Remove it, or scale it down")

@@ -1,0 +1,114 @@
+"""JPEG files decoded by the GPU that trains, and the boxes cut out of them resized there."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ptfast.core.errors import DataError, MachineError
+from ptfast.data.decoding.image_decoding import AS_RGB, MAX_PIXELS, jpeg_shape, read_file
+from ptfast.data.sources.image_files import ImageFiles
+from ptfast.data.transforms.resized_crops import Boxes, pixel_edges
+
+if TYPE_CHECKING:
+    from ptfast.data.sampling.order import Indices
+
+_END = b"\xff\xd9"
+
+
+class NvJpegFiles(ImageFiles):
+    """Images whose random resized crops are made on the GPU, from files that go there as they are.
+
+    A batch of JPEG files is a few megabytes and a batch of pixels many times that; hardware decoders and
+    thousands of cores have decoded it before a few cores of the host would have. Only crops for training are
+    made there: evaluation and statistics read the pixels that the host decodes. Pixels differ from these by a
+    level or two, which is how far decoders differ.
+
+    Files that are no whole JPEG in colour are decoded on the host, and so is every batch with one that the
+    GPU refuses: what is wrong with a file is said, or skipped, as it is without a GPU.
+
+    Source: NVIDIA's nvJPEG, by torchvision's `decode_jpeg(..., device="cuda")`.
+    """
+
+    decodes_on_device = True
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        device = self.device()
+        try:
+            images = self._decoded([self.paths[int(i)] for i in indices], device)
+        except (RuntimeError, DataError):
+            return super().crops(indices, boxes, size, mirrored).to(device)
+        return torch.stack(
+            [
+                crop_on_device(image, box, mirror, size)
+                for image, box, mirror in zip(images, boxes, mirrored.tolist(), strict=True)
+            ]
+        )
+
+    @staticmethod
+    def device() -> torch.device:
+        """The GPU of this rank."""
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _decoded(self, paths: list[str], device: torch.device) -> list[Tensor]:
+        """uint8 (3, height, width) of each file, on the device."""
+        contents = {path: read_file(path) for path in paths}
+        plain = [path for path, content in contents.items() if _is_plain(content)]
+        buffers = [torch.frombuffer(bytearray(contents[path]), dtype=torch.uint8) for path in plain]
+        images = dict(zip(plain, decode_on_device(buffers, device), strict=True)) if plain else {}
+        for path, content in contents.items():
+            if path not in images:
+                pixels = torch.from_numpy(self._whole.decode(content, path).pixels)
+                images[path] = pixels.permute(2, 0, 1).to(device)
+        return [images[path] for path in paths]
+
+
+def decode_on_device(buffers: list[Tensor], device: torch.device) -> list[Tensor]:
+    """JPEG files, uint8 (bytes,) on the host, as uint8 (3, height, width) on a CUDA device.
+
+    Raises:
+        RuntimeError: for a file that cannot be decoded there; nothing of its batch comes back.
+    """
+    import torchvision.io  # noqa: F401 - registers the operator
+
+    return torch.ops.image.decode_jpegs_cuda(buffers, AS_RGB, device)
+
+
+def crop_on_device(image: Tensor, box: np.ndarray, mirrored: int, size: int) -> Tensor:
+    """`resized_crops.resized_crop` of a uint8 (channels, height, width), in floats and rounded once.
+
+    Torch antialiases no bytes on a GPU.
+    """
+    top, bottom = pixel_edges(box[0], box[2], image.shape[1])
+    left, right = pixel_edges(box[1], box[3], image.shape[2])
+    part = image[None, :, top:bottom, left:right].float()
+    resized = F.interpolate(part, (size, size), mode="bilinear", antialias=True, align_corners=False)[0]
+    pixels = resized.round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0)
+    return pixels.flip(1) if mirrored else pixels
+
+
+def check_decoder() -> None:
+    """Raise MachineError E005 unless the GPU decodes a JPEG."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "JPEG")
+    try:
+        decode_on_device(
+            [torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], NvJpegFiles.device()
+        )
+    except (RuntimeError, AttributeError, ImportError, AssertionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        what, hint = f"the GPU decodes no JPEG here: {reason}", "Use data.decoder=cpu"
+        raise MachineError("E005", what, key="data.decoder", value="nvjpeg", suggestion=hint) from None
+
+
+def _is_plain(content: bytes) -> bool:
+    """Whether it is a JPEG in three components, of a size to be believed, that does not break off."""
+    height, width, components = jpeg_shape(content) or (0, 0, 0)
+    return components == 3 and height * width <= MAX_PIXELS and content.endswith(_END)

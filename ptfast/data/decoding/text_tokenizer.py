@@ -1,0 +1,183 @@
+"""Tokenizers: text to integers, with a vocabulary that is plain data."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptfast.core.errors import DataError, MachineError
+from ptfast.core.protocols import DataInfo
+
+BUILT_IN = ("words", "characters")
+PAD_ID, UNKNOWN_ID = 0, 1
+_SPECIAL = ["<pad>", "<unk>"]
+
+
+class Vocabulary:
+    """Words or characters by number.
+
+    Args:
+        kind: `words` (split at white space) or `characters`.
+        entries: token of each id.
+        unknown_id: for tokens that are not in it; None where all must be.
+    """
+
+    def __init__(self, kind: str, entries: list[str], unknown_id: int | None) -> None:
+        self.kind, self.entries, self.unknown_id = kind, entries, unknown_id
+        self._ids = {token: i for i, token in enumerate(entries)}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @classmethod
+    def of(cls, kind: str, texts: Iterable[str], min_count: int) -> Vocabulary:
+        """Pad, unknown, and the tokens that occur `min_count` times in `texts`, most frequent first."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(_cut(kind, text))
+        kept = [token for token, count in counts.items() if count >= min_count]
+        return cls(kind, _SPECIAL + sorted(kept, key=lambda token: (-counts[token], token)), UNKNOWN_ID)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the tokens of `text`.
+
+        Raises:
+            DataError: D005 for a token that is not in the vocabulary, where none stands for the unknown.
+        """
+        if self.unknown_id is not None:
+            ids, unknown = self._ids, self.unknown_id
+            return [ids.get(token, unknown) for token in _cut(self.kind, text)]
+        try:
+            return [self._ids[token] for token in _cut(self.kind, text)]
+        except KeyError as error:
+            raise DataError(
+                "D005", f"{error.args[0]!r} does not occur in the training text", key="data"
+            ) from None
+
+    def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids of the tokens of `texts`, one after another, and how many each has.
+
+        Raises:
+            DataError: as `encode`.
+        """
+        if self.kind != "characters":
+            return _joined([self.encode(text) for text in texts])
+        # A look-up in a table by code point takes a twentieth of one in a dictionary by character.
+        joined = "".join(texts)
+        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
+        none = -1 if self.unknown_id is None else self.unknown_id
+        table = np.full(sys.maxunicode + 1, none, np.int64)
+        table[[ord(entry) for entry in self.entries if len(entry) == 1]] = [
+            i for i, entry in enumerate(self.entries) if len(entry) == 1
+        ]
+        ids = table[codes]
+        if (ids < 0).any():
+            self.encode(joined[int(np.argmin(ids))])
+        return ids, np.fromiter(map(len, texts), np.int64, len(texts))
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-serialisable; `read_tokenizer` makes it a vocabulary again."""
+        return {"kind": self.kind, "entries": self.entries, "unknown_id": self.unknown_id}
+
+
+class HubTokenizer:
+    """A tokenizer of the package `tokenizers`, from a `tokenizer.json` or by its name on the hub."""
+
+    def __init__(self, source: str) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            hint = "Install it with pip install 'ptfast[hf]'"
+            raise MachineError(
+                "E004", "needs the package tokenizers", key="data.tokenizer", value=source, suggestion=hint
+            ) from None
+        self.source = source
+        try:
+            if source.endswith(".json") or Path(source).is_file():
+                # No name on the hub: asking there would only take its time.
+                self._tokenizer = Tokenizer.from_str(Path(source).read_text(encoding="utf-8"))
+            else:
+                self._tokenizer = Tokenizer.from_pretrained(source)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            hint = "Use words, characters, a tokenizer.json, or a name on the Hugging Face hub"
+            raise DataError(
+                "D005", f"no tokenizer: {reason}", key="data.tokenizer", value=source, suggestion=hint
+            ) from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.pad_id = next(
+            (
+                i
+                for name in ("[PAD]", "<pad>", "<|endoftext|>")
+                if (i := self._tokenizer.token_to_id(name)) is not None
+            ),
+            0,
+        )
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the tokens of `text`, special ones included."""
+        return self._tokenizer.encode(text).ids
+
+    def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids of the tokens of `texts`, one after another, and how many each has; on all cores."""
+        # Without a word on it, the package warns of its threads when a process is forked later on.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        return _joined([encoding.ids for encoding in self._tokenizer.encode_batch(texts)])
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-serialisable; `read_tokenizer` makes it a tokenizer again."""
+        return {"kind": "hub", "source": self.source, "content": self._tokenizer.to_str()}
+
+
+Tokenizer = Vocabulary | HubTokenizer
+
+
+def read_tokenizer(description: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that `describe` has described."""
+    if description["kind"] != "hub":
+        return Vocabulary(**description)
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        file.write(description["content"])
+        file.flush()
+        tokenizer = HubTokenizer(file.name)
+    tokenizer.source = description["source"]
+    return tokenizer
+
+
+def learn_tokenizer(name: str, texts: list[str], min_count: int = 1) -> Tokenizer:
+    """The built-in tokenizer `name` with the vocabulary of `texts`, or the one that `name` leads to."""
+    return Vocabulary.of(name, texts, min_count) if name in BUILT_IN else HubTokenizer(name)
+
+
+def tokenizer_of(info: DataInfo) -> Tokenizer:
+    """The tokenizer that the data of `info` was read with.
+
+    Raises:
+        DataError: D004 where it was not text.
+    """
+    if "tokenizer" not in info.extra:
+        raise DataError("D004", f"is text; the model was trained on {info.kind} data", key="data")
+    return read_tokenizer(info.extra["tokenizer"])
+
+
+def _joined(ids: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    return np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum())), lengths
+
+
+def _cut(kind: str, text: str) -> Iterable[str]:
+    return text.split() if kind == "words" else text

@@ -1,0 +1,170 @@
+"""Checks of labels, made once when the data is read: a bad label on a GPU is an opaque crash hours later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.core.errors import DataError
+from ptfast.core.protocols import IGNORE_INDEX
+
+_CLASSES = "classification", "whole numbers"
+
+
+def check_labels(labels: Tensor, num_classes: int, split: str, ignore_index: int = IGNORE_INDEX) -> None:
+    """Raise DataError D004 unless every label is a class below `num_classes` or ignored, and some count."""
+    if bool(is_ignored(labels, ignore_index).all()):
+        if not len(labels):
+            return
+        what = f"every label of the {split} split is {ignore_index}, which means ignored"
+        hint = "Look at how labels are read: there is nothing to learn"
+        raise DataError("D004", what, key="data", suggestion=hint)
+    check_range(labels, num_classes, f"{split} sample", ignore_index=ignore_index)
+
+
+def check_range(
+    labels: Tensor,
+    num_classes: int,
+    name: str = "sample",
+    numbers: Sequence[int] | None = None,
+    ignore_index: int = IGNORE_INDEX,
+) -> None:
+    """Raise DataError D004 unless every label is a class below `num_classes` or ignored.
+
+    Args:
+        labels: first dimension samples.
+        name: what a sample is called.
+        numbers: of the samples, where they are not 0, 1, 2, ...
+    """
+    if not labels.numel():
+        return
+    masks = labels.dim() > 2
+    if ignore_index >= 0:
+        # Class 0 is always one of them.
+        labels = labels.masked_fill(is_ignored(labels, ignore_index), 0)
+    low, high = (int(bound) for bound in labels.aminmax())
+    negative = labels[(labels < 0) & ~is_ignored(labels, ignore_index)] if low < 0 else labels[:0]
+    if negative.numel():
+        low = int(negative[0])
+        hint = f"Number the classes from 0, or use {ignore_index} for samples to ignore"
+        if masks:
+            hint = f"Number the classes from 0, or set task.ignore_index={low} if such pixels do not count"
+        what = f"label {low} at {name} {_first(labels, low, numbers):,}"
+        raise DataError("D004", what, key="data", suggestion=hint)
+    if high >= num_classes:
+        place = f"{name} {_first(labels, high, numbers):,}"
+        what = f"label {high} at {place}, but there are {num_classes} classes"
+        hint = f"Labels run from 0 to {num_classes - 1}"
+        if masks:
+            hint += f"; set task.ignore_index={high} if such pixels do not count"
+        raise DataError("D004", what, key="data", suggestion=hint)
+
+
+def is_ignored(labels: Tensor, ignore_index: int) -> Tensor:
+    """Which labels do not count; none of a type that cannot hold `ignore_index`."""
+    if holds(labels.dtype, ignore_index):
+        return labels == ignore_index
+    return torch.zeros_like(labels, dtype=torch.bool)
+
+
+def holds(dtype: torch.dtype, value: int) -> bool:
+    """Return True if numbers of this type may be `value`."""
+    if dtype.is_floating_point:
+        return True
+    if dtype == torch.bool:
+        return value in (0, 1)
+    return torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+
+
+def signed(labels: Any) -> Any:
+    """Labels as torch can reckon with them: 16 bits and more without a sign, as of PNGs, are hardly known."""
+    if isinstance(labels, Tensor) and labels.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return labels.to(torch.int32 if labels.dtype == torch.uint16 else torch.int64)
+    return labels
+
+
+def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | None = None) -> Tensor:
+    """Class numbers, (samples,) int64, out of labels that say them in another way.
+
+    Whole numbers may be floats or stand in a column; a row of zeros with a single 1 names the class by its
+    place.
+
+    Args:
+        labels: first dimension samples.
+        name, numbers: as for `check_range`.
+
+    Raises:
+        DataError: D004 for labels that name no class each.
+    """
+    hint = "Use task=auto for what they are for, or number the classes from 0"
+    if labels.dim() == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.dim() == 2:
+        places = labels.argmax(1)
+        wrong = (labels != torch.zeros_like(labels).scatter_(1, places[:, None], 1)).any(1)
+        what = "is no row of zeros with a single 1, which would name its class"
+    elif labels.dim() == 1:
+        places = labels.long()
+        wrong = labels != places
+        what = "is no whole number, and so no class"
+    else:
+        what = f"task=classification takes one class for each sample, not labels of {shape_of(labels)}"
+        raise DataError("D004", what, key="task", value="classification", suggestion="Use task=auto")
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0, 0])
+        label = "" if labels.dim() == 2 else f" {labels[first].item():g}"
+        place = f"{name} {first if numbers is None else numbers[first]:,}"
+        raise DataError("D004", f"the label{label} of {place} {what}", key="data", suggestion=hint)
+    return places
+
+
+def tell_task(labels: Tensor, target_kind: str, *, floats_as_labels: bool = False) -> tuple[str, str]:
+    """The task that labels are for, and what of them says so, in words for the panel.
+
+    Args:
+        labels: of some samples or of all, first dimension samples; no tokens.
+        target_kind: as `DataInfo.target_kind`.
+        floats_as_labels: whether several floats of 0 and 1 are labels, not figures.
+
+    Raises:
+        DataError: D004 for labels of a shape that fits no task.
+    """
+    if target_kind == "mask":
+        return "semantic_segmentation", "whole numbers for each pixel"
+    if target_kind == "map":
+        return "regression", "floats for each pixel"
+    if labels.dim() > 2:
+        what = f"what labels of {shape_of(labels)} are for cannot be told"
+        hint = "Set task to a built-in one, or to the import path of your own, such as task=mine.Boxes"
+        raise DataError("D004", what, key="data", suggestion=hint)
+    floats, several = labels.is_floating_point(), labels.dim() == 2 and labels.shape[1] > 1
+    if not floats and labels.dim() < 2:
+        return _CLASSES
+    if labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all()):
+        one_each = several and bool((labels.sum(1) == 1).all())
+        words = "a single 1 each; task=classification takes its place for the class"
+        words = words if one_each else "zeros and ones"
+        if not floats or floats_as_labels:
+            return "multilabel", words
+        if several:
+            return "regression", f"floats: {words}" + "; task=multilabel takes ones for labels" * (
+                not one_each
+            )
+    if not floats:
+        return ("regression", f"{labels.shape[1]} whole numbers each") if several else _CLASSES
+    if not several and bool((labels == labels.round()).all()):
+        return "regression", "floats, all whole numbers; task=classification takes them for classes"
+    return "regression", "floats"
+
+
+def shape_of(labels: Tensor) -> str:
+    """The shape of one label, in words."""
+    return f"shape {'x'.join(map(str, labels.shape[1:]))}"
+
+
+def _first(labels: Tensor, value: int, numbers: Sequence[int] | None) -> int:
+    index = int((labels == value).nonzero()[0, 0])
+    return index if numbers is None else int(numbers[index])

@@ -1,0 +1,213 @@
+"""The loader `device`: the data lies where the model is, and batches are gathered and augmented there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.machine import available_memory
+from ptfast.core.protocols import MicroBatch, StepBatch
+from ptfast.core.units import num_bytes
+from ptfast.data.dataset import Source, TensorSource, as_tensor
+from ptfast.data.decoding.original_images import HeldImages
+from ptfast.data.loaders.to_device import Prepare
+from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Sampler
+from ptfast.data.transforms.augment import Augment
+from ptfast.data.transforms.augment.device_crops import ResidentImages
+from ptfast.data.transforms.augment.mask_moves import cut_masks, planes
+from ptfast.data.transforms.resized_crops import Sizes, box_edges, draw_boxes
+
+CHUNK_BYTES = 64 * 2**20
+"""What is gathered at once, as normalised inputs: some steps of small images, one of large ones."""
+MOST_OF_MEMORY = 0.5
+"""Share of the device's free memory that the data may take; the rest is for training."""
+
+
+class DeviceLoader:
+    """Batches of data that lives on the training device.
+
+    At the beginning of an epoch the order of its samples and all that is drawn for them go to the device,
+    some ten to a hundred bytes a sample. From then on the host asks for kernels and copies nothing: no pixel
+    crosses the bus, and the host's cores have no part in augmentation.
+
+    Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled images.
+
+    Args:
+        sampler: of this rank's shares.
+        source: the samples, on the host; images are uint8 (samples, height, width, channels).
+        reason: for this kind, for the panel.
+        sizes: heights and widths of samples as they were before they were stored, for resized crops.
+
+    Cost: the memory of the samples as they are stored (images with their padding), and that of some batches.
+    Source: as in Keller Jordan's airbench, which has CIFAR-10 on the device.
+    """
+
+    kind = "device"
+    workers = 0
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        prepare: Prepare,
+        source: TensorSource,
+        augment: Augment,
+        reason: str,
+        sizes: Callable[[Indices], tuple[Sizes, Sizes]],
+    ) -> None:
+        self.plan, self.reason = sampler.plan, reason
+        self._sampler, self._prepare, self._augment = sampler, prepare, augment
+        inputs = prepare.move(source.inputs)
+        targets = prepare.move(source.targets)
+        self._targets: Tensor | None = targets
+        self._target_shape = targets.shape[1:]
+        self._images = ResidentImages(inputs, augment.crop_padding) if source.images else None
+        self._masks: ResidentImages | None = None
+        if augment.mask_fill is not None:
+            masks = planes(augment, targets)[..., None]
+            self._masks = ResidentImages(
+                masks, augment.crop_padding, augment.mask_fill if augment.hides else 0
+            )
+            # They are kept once, with their padding.
+            self._targets = None
+        self._inputs = inputs if self._images is None else None
+        self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
+        self._sizes = sizes
+        width = 4 if source.images else inputs.element_size()
+        step_bytes = max(1, sampler.batch_size * inputs[0].numel() * width)
+        self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
+        self._epoch: tuple[int, int] | None = None
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
+        step = first_step
+        while step < last_step:
+            start, batches = self._chunk(step)
+            yield from batches[step - start : last_step - start]
+            step = start + len(batches)
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+    def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
+        """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
+        epoch, first, end = self.plan.epoch_of(step)
+        if self._epoch != (epoch, first):
+            self._begin(epoch, first, end)
+        start = (step - first) // self._chunk_steps * self._chunk_steps
+        plan = self._plan[start : start + self._chunk_steps]
+        sizes = [size for share_sizes, _ in plan for size, _ in share_sizes]
+        begin = self._begins[start]
+        inputs, targets = self._gather(slice(begin, begin + sum(sizes)))
+        pieces = zip(inputs.split(sizes), targets.split(sizes), strict=True)
+        return first + start, [
+            StepBatch(tuple([MicroBatch(next(pieces), counted) for _, counted in share_sizes]), num_samples)
+            for share_sizes, num_samples in plan
+        ]
+
+    def _begin(self, epoch: int, first: int, end: int) -> None:
+        """Send the order of an epoch and its draws to the device."""
+        plan = [self._sampler.step(step) for step in range(first, end)]
+        index = np.concatenate([share.indices for shares, _ in plan for share in shares])
+        self._plan = [
+            ([(len(share.indices), share.num_samples) for share in shares], num_samples)
+            for shares, num_samples in plan
+        ]
+        lengths = [sum(size for size, _ in share_sizes) for share_sizes, _ in self._plan]
+        self._begins = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        augment, seed = self._augment, self._sampler.seed
+        self._index = self._sent(index)
+        self._corners = [self._sent(each) for each in self._draw(seed, epoch, index)]
+        shape = self._shape if augment.resized_crop is None else (augment.size, augment.size)
+        drawn = augment.draw_changes(seed, epoch, index, shape)
+        self._drawn = {name: self._sent(value) for name, value in drawn.items()}
+        self._epoch = (epoch, first)
+
+    def _draw(self, seed: int, epoch: int, index: Indices) -> Sequence[NDArray[np.int64]]:
+        """Where each image is cropped, and whether it is mirrored; nothing where neither is wanted."""
+        augment = self._augment
+        if augment.resized_crop is None:
+            return augment.draw(seed, epoch, index) if augment.moves else []
+        scale, ratio = augment.resized_crop, augment.resized_ratio
+        boxes = draw_boxes(seed, epoch, index, *self._sizes(index), scale, ratio)
+        return [*box_edges(boxes, *self._shape), augment.draw(seed, epoch, index)[2]]
+
+    def _sent(self, values: np.ndarray) -> Tensor:
+        return self._prepare.move(as_tensor(values))
+
+    def _gather(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a part of the epoch's order, as the model takes them."""
+        index = self._index[part]
+        if self._images is None:
+            assert self._inputs is not None
+            inputs = self._prepare.laid_out(self._inputs.index_select(0, index))
+            return inputs, self._gather_targets(index, [], {})
+        corners = [each[part] for each in self._corners]
+        drawn = {name: each[part] for name, each in self._drawn.items()}
+        if self._augment.resized_crop is not None:
+            images = self._images.cut(index, *corners, size=self._augment.size)
+        elif corners:
+            images = self._images.gather(index, *corners)
+        else:
+            images = self._images.take(index)
+        if self._augment.changes:
+            images = self._augment.change(images, drawn)
+        return self._prepare.laid_out(images), self._gather_targets(index, corners, drawn)
+
+    def _gather_targets(self, index: Tensor, corners: list[Tensor], drawn: dict[str, Tensor]) -> Tensor:
+        """Targets of samples; masks moved as their images are."""
+        if self._masks is None:
+            assert self._targets is not None
+            return self._targets.index_select(0, index)
+        augment = self._augment
+        if augment.resized_crop is not None:
+            masks = cut_masks(self._masks.take(index)[..., 0], *corners, size=augment.size)
+        else:
+            masks = (self._masks.gather(index, *corners) if corners else self._masks.take(index))[..., 0]
+        masks = augment.change_masks(masks, drawn)
+        return masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
+
+
+def build_device_loader(
+    sampler: Sampler, prepare: Prepare, source: Source, augment: Augment, device: torch.device, reason: str
+) -> DeviceLoader:
+    """The loader of `source` once it is on `device`.
+
+    Raises:
+        ConfigError: C011 for samples that are no tensors of one shape, or images stored in several sizes.
+        MachineError: E005 where the device has no room for them.
+    """
+    hint = "Use dataloader=memory, whose batches are copied as they are due"
+    sizes = source.sizes
+    if isinstance(source, HeldImages):
+        source = source.in_one_size()
+    if not isinstance(source, TensorSource):
+        what = "only samples of one shape can lie on the device, and these are put together for each batch"
+        raise ConfigError(
+            "C011", what, key="dataloader.kind", value="device", suggestion="Use dataloader=auto"
+        )
+    needed, free = resident_bytes(source, augment), free_bytes(device)
+    if needed > MOST_OF_MEMORY * free:
+        what = f"the data takes {num_bytes(needed)} on {device.type}, which has {num_bytes(free)} free"
+        raise MachineError("E005", what, key="dataloader.kind", value="device", suggestion=hint)
+    return DeviceLoader(sampler, prepare, source, augment, reason, sizes)
+
+
+def resident_bytes(source: TensorSource, augment: Augment) -> int:
+    """Bytes that the samples of `source` take on a device."""
+    inputs: Any = source.inputs
+    stored = ResidentImages.nbytes(inputs, augment) if source.images else inputs.nbytes
+    if augment.mask_fill is None:
+        return stored + source.targets.nbytes
+    return stored + ResidentImages.nbytes(planes(augment, source.targets)[..., None], augment)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that `device` has free; a CPU's are those of the machine, and an Apple GPU's too."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()

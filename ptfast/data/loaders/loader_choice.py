@@ -1,0 +1,211 @@
+"""Who loads the training data: what `dataloader.kind=auto` becomes here, by size, memory and a look at it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.machine import available_memory, shared_memory, spare_cores
+from ptfast.core.units import num_bytes
+from ptfast.data.dataset import Source
+from ptfast.data.loaders.device_loader import free_bytes
+from ptfast.data.loaders.side_stream import tensors_in
+from ptfast.data.streams.iterable import IterableSource, check_kind
+
+HELD = ("memory", "device")
+"""Kinds that have the whole data decoded once."""
+_LOOK_S = 0.2
+_LOOK_SAMPLES = 64
+_HAND_OVER_S = 2e-3
+"""A batch that is read in less time is not worth a process of its own."""
+_WORKER_BYTES = 256 * 2**20
+"""About what a worker process takes besides its batches."""
+
+
+class Choice(NamedTuple):
+    """Who loads."""
+
+    kind: str
+    """One of the kinds of `build_train_loader`, never `auto`."""
+    reason: str
+    """Why, in a few words for the panel."""
+    workers: int
+    """Processes of the kind `workers`; 0 for other kinds."""
+
+
+class Look(NamedTuple):
+    """What fetching a few dozen samples has shown of one."""
+
+    seconds: float
+    num_bytes: int
+    """As it is handed over, decoded."""
+
+
+def choose(
+    train: Source,
+    others: Iterable[Source] = (),
+    *,
+    kind: str,
+    workers: int | str = "auto",
+    micro_batch_size: int = 1,
+    num_samples: int | None = None,
+    prefetch: int = 2,
+    before: str | None = None,
+    augments: bool = False,
+    crops: bool = False,
+    device: torch.device | None = None,
+    num_ranks: int = 1,
+) -> Choice:
+    """The loader for `train`: as wanted, or for `auto` the one that should be the quickest.
+
+    What is in memory is gathered there, and a pack is read where it lies. Files that fit into a quarter of
+    the memory are decoded once, unless the run is over before each would be. Otherwise a few dozen samples
+    are read: worker processes pay where a batch takes longer than handing it over, and cores are to spare.
+
+    Args:
+        others: the splits that are held in memory with it.
+        kind: as `dataloader.kind`.
+        workers: as `dataloader.workers`.
+        micro_batch_size: samples that are read at a time.
+        num_samples: that the whole run takes from `train`; None where nobody knows.
+        prefetch: micro-batches that each worker reads ahead.
+        num_ranks: that read together.
+        before: the reason for `kind`, where an earlier part of the run has chosen it for `auto`.
+        augments: whether batches are augmented.
+        crops: whether boxes are cut out of the training images, which are then held as large as they are.
+        device: that trains.
+
+    Raises:
+        ConfigError: C011 for a kind that this data cannot have.
+        MachineError: E005 where the memory does not hold the data.
+    """
+    if isinstance(train, IterableSource):
+        return _of_stream(train, kind, workers, num_ranks, before)
+    needed = _held_bytes(train, others, crops)
+    if before is not None and kind in HELD and needed is not None and needed > available_memory():
+        kind, before = "auto", None
+    if kind == "auto":
+        looked = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
+        return _on_device(looked, train, device) if augments and not crops else looked
+    if kind in HELD and needed is not None and needed > available_memory() and not train.in_memory:
+        what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
+        hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
+        raise MachineError("E005", what, key="dataloader.kind", value=kind, suggestion=hint)
+    if kind == "packed" and not train.packed:
+        what = "the data is no pack"
+        hint = "Make one with ptfast pack SRC DST and name that, or use dataloader=auto"
+        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
+    count = 0
+    if kind == "workers":
+        # Whoever asks for workers by name gets one at least.
+        ahead_bytes = look_at(train).num_bytes * micro_batch_size * prefetch if workers == "auto" else 0
+        count = max(1, count_workers(workers, ahead_bytes)) if workers == "auto" else int(workers)
+    return Choice(kind, before or "as the config says", count)
+
+
+def _of_stream(
+    train: IterableSource, kind: str, workers: int | str, num_ranks: int, before: str | None
+) -> Choice:
+    """Workers where the data set shares itself out over them; a second reader of the whole gains nothing."""
+    check_kind(kind)
+    if kind == "plain":
+        return Choice(kind, before or "as the config says", 0)
+    shared = train.shared_by != "none"
+    count = count_workers(workers)
+    if workers == "auto":
+        most = count if train.num_shards is None else min(count, train.num_shards // num_ranks)
+        count = most if shared else min(count, 1)
+        count = max(1, count) if kind == "workers" else count
+    if kind == "workers":
+        return Choice(kind, before or "as the config says", count)
+    if shared and count:
+        return Choice("workers", "the data set shares itself out", count)
+    return Choice("plain", "iterable data is read in order", 0)
+
+
+def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
+    """Worker processes of this rank; `auto` is one for each core to spare besides its own.
+
+    Args:
+        ahead_bytes: what each reads ahead. All together take a quarter of the memory at most, and half of
+            what processes share, through which batches are passed on.
+    """
+    if workers != "auto":
+        return int(workers)
+    by_memory = available_memory() // 4 // (_WORKER_BYTES + ahead_bytes)
+    by_shared = shared_memory() // 2 // max(1, ahead_bytes)
+    return max(0, min(spare_cores() - 1, by_memory, by_shared))
+
+
+def look_at(source: Source) -> Look:
+    """How long a sample takes to fetch, and how large it is, by a few dozen from all over the data."""
+    places = np.linspace(0, len(source) - 1, min(len(source), _LOOK_SAMPLES)).astype(np.int64)
+    first = source.fetch(places[:1])
+    start, count = time.perf_counter(), 0
+    for chunk in np.array_split(places, -(-len(places) // 8)):
+        source.fetch(chunk)
+        count += len(chunk)
+        if time.perf_counter() - start > _LOOK_S:
+            break
+    seconds = (time.perf_counter() - start) / count
+    return Look(seconds, sum(tensor.nbytes for tensor in tensors_in(first)))
+
+
+def _quickest(
+    train: Source,
+    needed: int | None,
+    workers: int | str,
+    micro_batch_size: int,
+    num_samples: int | None,
+    prefetch: int,
+) -> Choice:
+    if train.decodes_on_device:
+        return Choice("plain", "the GPU decodes", 0)
+    if train.in_memory:
+        return Choice("memory", "the data is in memory", 0)
+    look = look_at(train)
+    batch_s = look.seconds * micro_batch_size
+    if train.packed and batch_s < _HAND_OVER_S:
+        return Choice("packed", f"read in place, {_time(look.seconds)} a sample", 0)
+    enough = num_samples is None or num_samples >= len(train)
+    if train.repeatable and needed is not None and needed <= available_memory() // 4 and enough:
+        return Choice("memory", f"{num_bytes(needed)}, decoded once", 0)
+    within = "packed" if train.packed else "plain"
+    if batch_s < _HAND_OVER_S:
+        return Choice(within, f"a batch is read in {_time(batch_s)}", 0)
+    count = count_workers(workers, look.num_bytes * micro_batch_size * prefetch)
+    if count:
+        return Choice("workers", f"a batch is read in {_time(batch_s)}", count)
+    lacks = "cores or memory are not to spare" if workers == "auto" else "there are no workers"
+    return Choice(within, f"a batch is read in {_time(batch_s)}, and {lacks}", 0)
+
+
+def _on_device(choice: Choice, train: Source, device: torch.device | None) -> Choice:
+    """On a GPU with room for them, augmented images lie there instead of in memory."""
+    if choice.kind != "memory" or device is None or device.type != "cuda" or not train.images:
+        return choice
+    # Images are stored with their padding.
+    if train.held_bytes is None or 2 * train.held_bytes > free_bytes(device) // 4:
+        return choice
+    return choice._replace(kind="device", reason=f"{num_bytes(train.held_bytes)}, room on the GPU")
+
+
+def _held_bytes(train: Source, others: Iterable[Source], crops: bool) -> int | None:
+    total = 0
+    for source in (train, *others):
+        if isinstance(source, IterableSource):
+            return None
+        held_bytes = source.original_bytes if crops and source is train else source.held_bytes
+        if held_bytes is None:
+            return None
+        total += held_bytes
+    return total
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

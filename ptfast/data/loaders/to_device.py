@@ -1,0 +1,127 @@
+"""From a raw batch on the host to what the model takes: onto the device, into its layout, normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.core.protocols import DataInfo, MicroBatch
+from ptfast.data.dataset import Source
+from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Share
+from ptfast.data.transforms.normalize import Normalizer
+
+
+class Prepare:
+    """Brings raw batches of one source onto the device.
+
+    Args:
+        images: whether raw inputs are uint8 (batch, height, width, channels).
+        normalizer: applied to the inputs on the device, None to leave them as they are.
+        channels_last: memory format of 4-d inputs; their shape is (batch, channels, height, width) either
+            way.
+        see: is shown indices and targets of each raw batch.
+        pin: copy through pinned memory, so that the host does not wait for the transfer.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        images: bool,
+        normalizer: Normalizer | None,
+        channels_last: bool,
+        pin: bool,
+        see: Callable[[Indices, Tensor], None] | None = None,
+    ) -> None:
+        self._device, self._images, self._normalizer = device, images, normalizer
+        self.channels_last, self.pin, self._see = channels_last, pin, see
+        self._on_host = device.type == "cpu"
+
+    def __call__(self, raw: Any) -> Any:
+        """The batch for a raw one: `(inputs, targets)`, or a user's own structure with its tensors moved."""
+        if isinstance(raw, (tuple, list)) and len(raw) == 2 and isinstance(raw[0], Tensor):
+            return self.inputs(raw[0]), self.move(raw[1])
+        return self.move(raw)
+
+    def micro_batch(self, raw: Any, share: Share) -> MicroBatch:
+        if self._see is not None:
+            self._see(share.indices, raw[1])
+        return MicroBatch(self(raw), share.num_samples)
+
+    def inputs(self, inputs: Tensor) -> Tensor:
+        """Raw inputs on the device, in the model's layout, normalised."""
+        return self.laid_out(self.move(inputs))
+
+    def laid_out(self, inputs: Tensor) -> Tensor:
+        """Raw inputs that are on the device, in the model's layout, normalised."""
+        if self._images:
+            inputs = _channels_first(inputs, self.channels_last)
+        elif self.channels_last and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return inputs if self._normalizer is None else self._normalizer(inputs)
+
+    def move(self, value: Any) -> Any:
+        """`value` with every tensor in it on the device."""
+        if isinstance(value, Tensor):
+            if self._on_host:
+                return value
+            if self.pin and value.device.type == "cpu" and not value.is_pinned():
+                value = value.pin_memory()
+            # Out of memory that is not pinned, the copy of some devices is still under way when the host goes
+            # on to overwrite it.
+            return value.to(self._device, non_blocking=self.pin)
+        if isinstance(value, dict):
+            return {name: self.move(item) for name, item in value.items()}
+        if isinstance(value, (tuple, list)):
+            items = [self.move(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+
+def build_prepare(
+    source: Source,
+    info: DataInfo,
+    *,
+    device: torch.device,
+    normalize: bool,
+    channels_last: bool,
+    pin: bool | str,
+) -> Prepare:
+    """The preparation of `source`'s batches, with the statistics that `info` holds."""
+    return Prepare(
+        device=device,
+        images=source.images,
+        normalizer=build_normalizer(info, device, normalize, images=source.images),
+        channels_last=channels_last,
+        pin=device.type == "cuda" and pin in (True, "auto"),
+        see=source.see if source.skips else None,
+    )
+
+
+def build_normalizer(
+    info: DataInfo, device: torch.device, normalize: bool, *, images: bool
+) -> Normalizer | None:
+    """The normaliser by `info`'s statistics; without them images are scaled to 0 to 1, the rest stays raw."""
+    known = info.extra.get("normalize") if normalize else None
+    if known is not None:
+        return Normalizer(known["mean"], known["std"], device, images=images)
+    if images:
+        channels = info.in_channels or 3
+        return Normalizer(
+            [0.0] * channels, [info.extra.get("max_value", 255)] * channels, device, images=True
+        )
+    return None
+
+
+def _channels_first(images: Tensor, channels_last: bool) -> Tensor:
+    """(batch, height, width, channels) as (batch, channels, height, width), in the memory format wanted."""
+    if channels_last:
+        return images.permute(0, 3, 1, 2)
+    if images.shape[3] == 1:
+        # Strides of a lone channel are ambiguous; these are the ones of a plain contiguous tensor.
+        return images.reshape(len(images), 1, *images.shape[1:3])
+    return images.permute(0, 3, 1, 2).contiguous()

@@ -1,0 +1,259 @@
+"""Worker processes that fetch and augment whole micro-batches, in order, without randomness of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import wait
+from multiprocessing.queues import Queue
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing as mp
+import torch.utils.data._utils.signal_handling as torch_signals
+from torch.utils.data import DataLoader, Dataset
+
+from ptfast.core.errors import DataError, MachineError, PtfastError
+from ptfast.core.machine import die_with_parent
+
+RAISED = (Exception, SystemExit)
+"""What a data set may raise: `sys.exit` in it must not end a run as if that were done."""
+_END = object()
+_CLOSE_S = 2.0
+"""How long a worker that is reading may take to notice that nobody wants any more."""
+
+
+class Failure(NamedTuple):
+    """What went wrong in a worker, in a form that any pipe can carry."""
+
+    error: PtfastError
+
+
+class _Fetch(Dataset[Any]):
+    """A data set indexed by shares: one item is one micro-batch."""
+
+    def __init__(self, batches: Callable[[Any], Any]) -> None:
+        self._batches = batches
+
+    def __getitem__(self, share: Any) -> Any:
+        try:
+            raw = self._batches(share)
+            # The queue would do it in a thread of its own, where an error ends in waiting for ever.
+            _share_memory(raw)
+        except PtfastError as error:
+            return Failure(error)
+        except BaseException as error:
+            # Signals are ignored here: KeyboardInterrupt too is the data set's own.
+            return Failure(failed(error))
+        return raw
+
+
+class WorkerPool:
+    """Processes that turn shares into raw batches.
+
+    Worker processes pay where cores are to spare and reading a sample takes long; what they compute is the
+    same bits as without them.
+
+    Args:
+        batches: fetches one share; copied into every worker.
+        workers: processes, >= 1.
+        prefetch: micro-batches that each prepares ahead.
+        pin: whether batches come in pinned memory.
+        start_method: of processes; None for the platform's own.
+        threads: of each process.
+        among: processes that there are with those of other pools; None for its own.
+
+    Raises:
+        DataError: D008 if processes are not forked and `batches` cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        batches: Callable[[Any], Any],
+        workers: int,
+        prefetch: int,
+        *,
+        pin: bool = False,
+        start_method: str | None = None,
+        threads: int = 1,
+        among: int | None = None,
+    ) -> None:
+        self._among = among or workers
+        self.workers, self._prefetch, self._pin, self._threads = workers, prefetch, pin, threads
+        self._fetch, self._method = _Fetch(batches), start_method or mp.get_start_method()
+        self._iterator: Any = None
+        if self._method != "fork":
+            _check_pickles(batches, self._method)
+
+    def fetch(self, plan: Iterable[Any]) -> Iterator[Any]:
+        """Raw batches of `plan`, in its order.
+
+        Raises:
+            DataError: D008 for an exception in a worker; a worker's own PtfastError is raised as it is.
+        """
+        self.close()
+        iterator: Any = None
+        try:
+            self._iterator = iterator = self._start(plan)
+            torch_signals._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+            while (raw := _next(iterator)) is not _END:
+                if isinstance(raw, Failure):
+                    raise raw.error
+                yield raw
+        except (RuntimeError, OSError, EOFError) as error:
+            if (lack := _lack(error)) is not None:
+                raise lack from None
+            # What a worker has sent cannot be had any more once it is gone: the connection to it fails.
+            if isinstance(error, RuntimeError) and "worker" not in str(error).lower():
+                raise
+            raise self._died(iterator) from None
+        finally:
+            if self._iterator is iterator:
+                self.close()
+
+    def close(self) -> None:
+        """Stop the processes."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is None:
+            return
+
+        def kill() -> None:
+            for process in iterator._workers:
+                process.kill()
+
+        # One that is stuck in a read ignores SIGTERM too: torch would wait for each in turn, and in vain.
+        late = threading.Timer(_CLOSE_S, kill)
+        late.start()
+        try:
+            iterator._shutdown_workers()
+        finally:
+            late.cancel()
+            kill()
+
+    def _start(self, plan: Iterable[Any]) -> Any:
+        with warnings.catch_warnings():
+            # The panel says it in one line.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            loader = DataLoader(
+                self._fetch,
+                sampler=plan,  # pyright: ignore[reportArgumentType] # any iterable of indices serves
+                batch_size=None,
+                num_workers=self.workers,
+                prefetch_factor=max(1, self._prefetch),
+                pin_memory=self._pin,
+                collate_fn=_unchanged,
+                worker_init_fn=functools.partial(_start_worker, self._threads),
+                multiprocessing_context=self._method,
+                # The default draws from the global generator: dropout would differ with and without workers.
+                generator=torch.Generator(),
+            )
+            return iter(loader)
+
+    def _died(self, iterator: Any) -> DataError:
+        """The error for a worker that has ended."""
+        workers = [] if iterator is None else iterator._workers
+        wait([worker.sentinel for worker in workers], timeout=1.0)
+        code = next((worker.exitcode for worker in workers if worker.exitcode is not None), None)
+        how = "nobody knows how" if code is None else f"exit code {code}"
+        hint = "The data set has ended its process, or a library that it uses has crashed"
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            hint = "It may have run out of memory; use fewer workers or dataloader.kind=plain"
+        what = f"a loader worker died: {how}"
+        return DataError("D008", what, key="dataloader.workers", value=self._among, suggestion=hint)
+
+
+def _next(iterator: Any) -> Any:
+    """The next batch of a torch loader's iterator, or `_END`.
+
+    Where a worker dies, torch raises from its handler of SIGCHLD, which runs wherever the main thread is: in
+    a step, or while a state is saved. So it knows of the workers during this wait only, and the dead that
+    there are by then are looked for first.
+    """
+    is_heard = threading.current_thread() is threading.main_thread()
+    try:
+        if is_heard:
+            torch_signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
+            torch_signals._error_if_any_worker_fails()
+        return next(iterator, _END)
+    finally:
+        if is_heard:
+            torch_signals._remove_worker_pids(id(iterator))
+
+
+def failed(error: BaseException) -> PtfastError:
+    """The error for what reading a batch has raised."""
+    return _lack(error) or DataError("D008", f"the data set raised {describe(error)}", key="data")
+
+
+def _lack(error: BaseException) -> MachineError | None:
+    """The error for what there is too little of to pass batches on, if that is what `error` says."""
+    text = str(error)
+    if "Too many open files" in text:
+        what = "too few for the files that the data has open and the batches that its workers hand over"
+        hint = "Raise it (ulimit -n 4096), or use dataloader=plain"
+        return MachineError("E002", what, key="ulimit -n", suggestion=hint)
+    if "shared memory" in text:
+        hint = "Make it larger (docker run --shm-size=8g), or use dataloader=plain"
+        what = "too small for the batches of the workers"
+        return MachineError("E002", what, key="/dev/shm", suggestion=hint)
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and place of an exception that a user's data set raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    with contextlib.suppress(Exception):
+        return f"{type(error).__name__}: {error}".removesuffix(": ") + place
+    return f"{type(error).__name__}{place}"
+
+
+def _share_memory(raw: Any) -> None:
+    if isinstance(raw, torch.Tensor):
+        raw.share_memory_()
+    elif isinstance(raw, (dict, tuple, list)):
+        for item in raw.values() if isinstance(raw, dict) else raw:
+            _share_memory(item)
+
+
+def _unchanged(raw: Any) -> Any:
+    return raw
+
+
+def _start_worker(threads: int, _: int) -> None:
+    # The signals of a terminal reach the whole group: workers serve until the parent has saved and closes
+    # them.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # What the queue's own thread cannot send it would drop, and the parent wait for it for ever.
+    Queue._on_queue_feeder_error = _send_failure  # pyright: ignore[reportAttributeAccessIssue]
+    torch.set_num_threads(threads)
+    die_with_parent()
+
+
+def _send_failure(queue: Any, error: Exception, item: Any) -> None:
+    """Send in place of a numbered batch why it cannot be sent."""
+    if isinstance(item, tuple):
+        queue.put((item[0], Failure(failed(error))))
+
+
+def _check_pickles(batches: Any, method: str) -> None:
+    try:
+        pickle.dumps(batches)
+    except Exception as error:
+        raise DataError(
+            "D008",
+            f"the data set cannot be sent to worker processes, which start by {method}: {error}",
+            key="data",
+            suggestion="Define its class and functions at the top of a module, or use dataloader.kind=plain",
+        ) from None

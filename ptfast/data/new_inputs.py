@@ -1,0 +1,137 @@
+"""Reading new inputs for prediction the way the training data was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ptfast.core.errors import DataError
+from ptfast.core.protocols import DataInfo
+from ptfast.data.decoding.image_decoding import SUFFIXES, Decoder
+from ptfast.data.decoding.text_tokenizer import read_tokenizer
+from ptfast.data.loaders.to_device import Prepare, build_normalizer
+from ptfast.data.sources.arrays import as_inputs, read_npy, read_npz
+from ptfast.data.sources.text_files import read_text
+
+Named = tuple[str, Tensor]
+"""A name that leads the user to the input, and the input without batch dimension."""
+
+
+def read_inputs(
+    info: DataInfo,
+    paths: Sequence[str],
+    *,
+    device: torch.device,
+    channels_last: bool = False,
+    normalize: bool = True,
+    batch_size: int = 64,
+) -> Iterator[tuple[list[str], Tensor]]:
+    """Read files as model inputs: images, `.npy` or `.npz` arrays, or text with one input a line.
+
+    Args:
+        info: of the run's data; its `extra` holds shapes, statistics and vocabulary.
+        paths: files; a folder stands for all images in it.
+        normalize: whether training normalised its inputs (`data.normalize`).
+
+    Yields:
+        Names, and inputs on `device`, of up to `batch_size` samples: (batch, channels, height, width)
+        float32 of images, (batch, features) float32, or (batch, tokens) int64, padded. Running text is not
+        padded: one input at a time.
+
+    Raises:
+        DataError: D001 for a path that is not there, D005 for a file that cannot be read or does not fit.
+    """
+    kind, extra = info.kind, info.extra
+    if kind == "image":
+        named = _each_image(extra, paths)
+    elif kind == "features":
+        named = (pair for path in _files(paths) for pair in _each_row(path, images=False))
+    elif kind in ("text", "tokens") and "tokenizer" in extra:
+        named = _each_line(extra, paths)
+    else:
+        what = "data of your own cannot be read from files; load the state in Python instead"
+        raise DataError("D005", what, key="data")
+    prepare = Prepare(
+        device=device,
+        images=kind == "image",
+        normalizer=build_normalizer(info, device, normalize, images=kind == "image"),
+        channels_last=channels_last,
+        pin=False,
+    )
+    while batch := list(islice(named, 1 if kind == "tokens" else batch_size)):
+        names, inputs = [name for name, _ in batch], [sample for _, sample in batch]
+        if kind in ("text", "tokens"):
+            stacked = pad_sequence(inputs, batch_first=True, padding_value=extra.get("pad_id", 0))
+        else:
+            stacked = _stack(names, inputs, extra)
+        yield names, prepare.inputs(stacked)
+
+
+def _each_image(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:
+    channels, height, width = extra["input_shape"]
+    decoder = Decoder(height if height == width else None)
+    for path in _files(paths):
+        if path.suffix in (".npy", ".npz"):
+            yield from _each_row(path, images=True)
+            continue
+        pixels = decoder(str(path)).pixels
+        if channels == 1:
+            grey = pixels @ np.array([0.299, 0.587, 0.114])
+            pixels = np.rint(grey * (extra.get("max_value", 255) / 255)).astype(np.uint8)[..., None]
+        yield str(path), torch.from_numpy(np.ascontiguousarray(pixels))
+
+
+def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
+    arrays = read_npz(path, "PATH") if path.suffix == ".npz" else {"": read_npy(path, "PATH")}
+    name, array = next(
+        ((n, arrays[n]) for n in ("x", "test_x", "") if n in arrays), next(iter(arrays.items()))
+    )
+    inputs, found_images = as_inputs(array, f"{path} {name}".strip())
+    if found_images != images:
+        what = (
+            "holds no uint8 images, which the model takes"
+            if images
+            else "holds images; the model takes vectors"
+        )
+        raise DataError("D005", what, key=str(path))
+    yield from ((f"{path}[{i}]", row) for i, row in enumerate(inputs))
+
+
+def _each_line(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:
+    tokenizer, most = read_tokenizer(extra["tokenizer"]), extra["max_length"]
+    for path in _files(paths):
+        for number, line in enumerate(read_text(path, "PATH").split("\n"), 1):
+            if line.strip():
+                ids = tokenizer.encode(line)[:most] or [extra.get("pad_id", 0)]
+                yield f"{path}:{number}", torch.tensor(ids)
+
+
+def _files(paths: Sequence[str]) -> Iterator[Path]:
+    for text in paths:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.name.lower().endswith(SUFFIXES))
+            if not inside:
+                raise DataError("D002", "holds no images", key="PATH", value=path)
+            yield from inside
+        elif path.is_file():
+            yield path
+        else:
+            raise DataError("D001", "no such file or folder", key="PATH", value=path)
+
+
+def _stack(names: list[str], inputs: list[Tensor], extra: dict[str, Any]) -> Tensor:
+    shape = list(extra["input_shape"])
+    expected = [*shape[1:], shape[0]] if len(shape) == 3 else shape
+    for name, sample in zip(names, inputs, strict=True):
+        if list(sample.shape) != expected:
+            what = f"has shape {list(sample.shape)}, the model takes {expected}"
+            raise DataError("D005", what, key=name)
+    return torch.stack(inputs)

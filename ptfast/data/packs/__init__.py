@@ -1,0 +1,1 @@
+"""Data decoded once into files that are mapped into memory."""

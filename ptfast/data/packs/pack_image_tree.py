@@ -1,0 +1,172 @@
+"""Packing a tree of class folders: its images decoded once, as pixels or as the files they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ptfast.core.errors import DataError
+from ptfast.data.decoding.image_decoding import Decoder, Pixels, read_file
+from ptfast.data.packs.pack_reader import FORMAT, ROW, Manifest, SourceFacts, newest_folder, stat_files
+from ptfast.data.packs.pack_writer import PIECE_BYTES, Piece, Plan, Written
+from ptfast.data.sources.class_folders import list_tree
+from ptfast.data.transforms.normalize import finish_statistics
+from ptfast.data.transforms.resized_crops import resize
+
+_PROBES = 32
+"""Images that are decoded to see how much a piece holds."""
+_MOST_IMAGES = 4096
+"""Of a piece, however small they are."""
+
+
+class _Job(NamedTuple):
+    paths: list[str]
+    labels: list[int]
+
+
+def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool) -> Plan:
+    """Cut the tree at `root` into jobs.
+
+    Args:
+        size: pixels that longer shorter sides are brought to; None to keep all sizes.
+        jpeg: keep the bytes of the files instead of pixels.
+        skip_corrupt: leave out files that cannot be read, instead of stopping at the first.
+
+    Raises:
+        DataError: D001 to D003 when there is no such tree.
+    """
+    class_names, listings = list_tree(root, "SRC")
+    paths = [path for split_paths, _ in listings.values() for path in split_paths]
+    files, num_bytes, newest_ns, listing = stat_files(paths, root)
+    facts = SourceFacts(str(root.resolve()), files, num_bytes, newest_ns, newest_folder(root), listing)
+    mean_bytes = num_bytes / files if jpeg else _mean_pixels(listings["train"][0], size)
+    # A piece of files is decoded too, to see whether they are whole: one at a time, so memory is no matter.
+    per_piece = max(1, min(_MOST_IMAGES, int(PIECE_BYTES / max(mean_bytes, 1))))
+    jobs = [
+        (split, _Job(split_paths[i : i + per_piece], labels[i : i + per_piece]))
+        for split, (split_paths, labels) in listings.items()
+        for i in range(0, len(split_paths), per_piece)
+    ]
+    kind = "jpeg" if jpeg else "pixels"
+    manifest = Manifest(kind, facts, {}, size=size, class_names=list(class_names))
+    return Plan(
+        header={
+            "format": FORMAT,
+            "kind": kind,
+            "size": size,
+            "skip_corrupt": skip_corrupt,
+            "source": asdict(facts),
+            "jobs": len(jobs),
+        },
+        jobs=jobs,
+        num_seen=files,
+        estimated_bytes=int(mean_bytes * files),
+        convert=partial(convert_images, size=size, jpeg=jpeg, skip_corrupt=skip_corrupt),
+        describe=partial(_describe, manifest),
+    )
+
+
+def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> Manifest:
+    """`manifest` with what has been written.
+
+    Raises:
+        DataError: D003 for a class of which no image could be read.
+    """
+    splits, statistics = {}, None
+    for name, split in written.items():
+        rows = np.fromfile(folder / f"{name}.index", ROW)
+        missing = set(range(len(manifest.class_names))) - set(np.unique(rows["label"]).tolist())
+        if missing:
+            what = f"none of the {name} images of {manifest.class_names[min(missing)]} can be read"
+            hint = "Replace them, or remove the class"
+            raise DataError("D003", what, key=manifest.source.path, suggestion=hint)
+        sizes = np.unique(rows[["height", "width"]])
+        same = manifest.kind == "pixels" and len(sizes) == 1
+        splits[name] = split.split(
+            folder / f"{name}.index",
+            shape=[int(sizes["height"][0]), int(sizes["width"][0]), 3] if same else None,
+            converted=int(rows["converted"].sum()),
+        )
+        if name == "train":
+            statistics = _statistics(rows)
+    skipped = [file for split in written.values() for facts in split.facts for file in facts["skipped"]]
+    return replace(manifest, splits=splits, statistics=statistics, skipped=skipped)
+
+
+def convert_images(job: _Job, *, size: int | None, jpeg: bool, skip_corrupt: bool) -> Piece:
+    """Read, check and shrink the images of a job.
+
+    Raises:
+        DataError: D005 naming the file that cannot be read, unless those are skipped.
+    """
+    decoder = Decoder()
+    data: list[bytes | memoryview] = []
+    rows: list[tuple[Any, ...]] = []
+    skipped: list[dict[str, str]] = []
+    for path, label in zip(job.paths, job.labels, strict=True):
+        try:
+            content = read_file(path)
+            pixels, converted = decoder.decode(content, path)
+        except DataError as error:
+            if skip_corrupt:
+                skipped.append({"file": path, "reason": error.what})
+                continue
+            hint = "Replace the file, or leave such files out with --on-corrupt skip"
+            raise DataError(error.code, error.what, key=path, suggestion=hint) from None
+        height, width, _ = pixels.shape
+        if size is not None:
+            pixels = shrink(pixels, size)
+        stored = content if jpeg else np.ascontiguousarray(pixels).data.cast("B")
+        data.append(stored)
+        rows.append((len(stored), *pixels.shape[:2], height, width, label, converted, *_sums(pixels)))
+    return Piece(
+        b"".join(data), np.array(rows, ROW).tobytes(), len(rows), len(job.paths), {"skipped": skipped}
+    )
+
+
+def shrink(pixels: Pixels, size: int) -> Pixels:
+    """Bring a longer shorter side down to `size`, bilinear and antialiased; smaller images stay as they are.
+
+    Nothing is gained by storing enlarged images.
+    """
+    height, width, _ = pixels.shape
+    if min(height, width) <= size:
+        return pixels
+    scale = size / min(height, width)
+    shape = (max(size, round(height * scale)), max(size, round(width * scale)))
+    return resize(torch.from_numpy(np.ascontiguousarray(pixels)), *shape).numpy()
+
+
+def _sums(pixels: Pixels) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sums and sums of squares per channel, exact."""
+    rows = pixels.reshape(len(pixels), -1)
+    # The square of a byte fits into 16 bits; adding up whole rows first keeps the inner loop long.
+    sums, squares = rows.sum(0, dtype=np.int64), np.square(rows, dtype=np.uint16).sum(0, dtype=np.int64)
+    return sums.reshape(-1, 3).sum(0), squares.reshape(-1, 3).sum(0)
+
+
+def _statistics(rows: NDArray[Any]) -> dict[str, list[float]]:
+    count = int((rows["height"].astype(np.int64) * rows["width"]).sum())
+    sums, squares = (torch.from_numpy(rows[name].sum(0)).double() for name in ("sums", "squares"))
+    return finish_statistics(count, sums, squares)
+
+
+def _mean_pixels(paths: Sequence[str], size: int | None) -> float:
+    """Mean bytes of an image once decoded and shrunk, of a few."""
+    decoder, found = Decoder(), []
+    for path in paths[:: max(1, len(paths) // _PROBES)][:_PROBES]:
+        try:
+            pixels = decoder(path).pixels
+        except DataError:
+            continue  # said when its turn comes
+        height, width, _ = pixels.shape
+        scale = 1 if size is None else min(1.0, size / min(height, width))
+        found.append(height * width * 3 * scale**2)
+    return float(np.mean(found)) if found else float(PIECE_BYTES)

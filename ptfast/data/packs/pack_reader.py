@@ -1,0 +1,353 @@
+"""Packs: what `ptfast pack` has made of images or text, opened with the checks that a damaged one fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptfast.core.errors import DataError
+from ptfast.core.machine import spare_cores
+from ptfast.data.data_fingerprint import size_and_time
+
+FORMAT = 1
+"""Version of what is written; another one is not read."""
+MANIFEST = "manifest.json"
+"""Written last: a folder without it is no whole pack."""
+JOURNAL = "pack.unfinished"
+"""What an unfinished pack holds so far."""
+CHECKED_BYTES = 256 * 2**20
+"""A pack that takes no more is checked byte by byte whenever it is opened: a fifth of a second."""
+STAT_LIMIT = 100_000
+"""Files of a source that are looked at whenever a pack of it is opened; of more, only their folders."""
+_MARK = "ptfast_pack"
+
+ROW = np.dtype(
+    [
+        ("length", "<i8"),
+        ("height", "<i4"),
+        ("width", "<i4"),
+        ("original_height", "<i4"),
+        ("original_width", "<i4"),
+        ("label", "<i4"),
+        ("converted", "<i4"),
+        ("sums", "<i8", 3),
+        ("squares", "<i8", 3),
+    ]
+)
+"""What the index says of one image: bytes in the data file, sizes in pixels, and sums of its pixels."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of bytes of a data file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """What a pack was made from, to see whether that has changed since."""
+
+    path: str
+    files: int
+    bytes: int
+    newest_ns: int
+    folders_ns: int
+    """Latest change of a folder of the tree; of the file where there is one only."""
+    listing: str
+    """SHA-256 of the files' names, sizes and times of change."""
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """One split: `NAME.bin` holds its samples one after another, `NAME.index` where each is."""
+
+    samples: int
+    parts: list[Part]
+    index_bytes: int
+    index_sha256: str
+    shape: list[int] | None = None
+    """Height, width and channels of every image; None where they differ or are not decoded."""
+    converted: int = 0
+    """Images that were not 8-bit RGB."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of the data file."""
+        return sum(part.bytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """How a text was tokenised."""
+
+    tokenizer: str
+    """As `data.tokenizer`."""
+    description: dict[str, Any]
+    """The tokenizer itself, as it describes itself."""
+    documents: str
+    """As `data.documents`."""
+    dtype: str = "uint16"
+    text_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a whole pack holds."""
+
+    kind: str
+    """`pixels`, `jpeg` (image files as they were) or `tokens`."""
+    source: SourceFacts
+    splits: dict[str, SplitFacts]
+    size: int | None = None
+    """Pixels that longer shorter sides were brought to; None where images are as they were."""
+    class_names: list[str] = field(default_factory=list)
+    statistics: dict[str, list[float]] | None = None
+    """Mean and deviation of all training pixels, per channel."""
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    """Files that could not be read, and why."""
+    text: TextFacts | None = None
+
+    def write(self, folder: Path) -> None:
+        """Put it beside the data, in one step."""
+        partial = folder / f"{MANIFEST}.partial"
+        with partial.open("w") as file:
+            json.dump({_MARK: FORMAT, **asdict(self)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / MANIFEST)
+
+    @classmethod
+    def of(cls, tree: dict[str, Any]) -> Manifest:
+        """The manifest that a JSON object holds."""
+        splits = {
+            name: SplitFacts(**{**facts, "parts": [Part(**part) for part in facts["parts"]]})
+            for name, facts in tree["splits"].items()
+        }
+        text = TextFacts(**tree["text"]) if tree["text"] is not None else None
+        return cls(**{**tree, "source": SourceFacts(**tree["source"]), "splits": splits, "text": text})
+
+
+def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
+    """The manifest of a whole pack in `folder`; None where there is no pack at all.
+
+    Args:
+        key: the config key that led here, for messages.
+
+    Raises:
+        DataError: D007 for an unfinished or damaged pack, or one of another format.
+    """
+    try:
+        content = (folder / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if (folder / JOURNAL).is_file():
+            what = "is an unfinished pack"
+            hint = f"Finish it with {_command(folder, _read_header(folder))}"
+            raise DataError("D007", what, key=key, value=folder, suggestion=hint) from None
+        return None
+    if f'"{_MARK}"'.encode() not in content:
+        return None
+    try:
+        tree = json.loads(content)
+        version = tree.pop(_MARK)
+        if version == FORMAT:
+            return Manifest.of(tree)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what, hint = f"is damaged: {error}", "Delete the pack and make it anew"
+        raise DataError("D007", what, key=str(folder / MANIFEST), suggestion=hint) from None
+    what = f"is a pack of format {version}, and this version of ptfast reads format {FORMAT}"
+    hint = f"Delete it and make it anew with {_command(folder, tree if isinstance(tree, dict) else {})}"
+    raise DataError("D007", what, key=key, value=folder, suggestion=hint)
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether `path` is the manifest of a pack, of whatever format."""
+    return path.is_file() and f'"{_MARK}"'.encode() in path.read_bytes()
+
+
+def open_pack(folder: Path, key: str = "data.root") -> Manifest | None:
+    """The manifest of a pack that is whole and as new as its source; None where there is no pack.
+
+    Files must have the sizes that the manifest says, and indices its checksums; up to 256 MB of data are
+    checked byte by byte too (more by `ptfast pack --verify`). The source is compared where it still exists.
+
+    Raises:
+        DataError: D007 naming the file that is damaged, or what has changed.
+    """
+    manifest = read_manifest(folder, key)
+    if manifest is None:
+        return None
+    check_sizes(folder, manifest)
+    for name, split in manifest.splits.items():
+        path = folder / f"{name}.index"
+        if hashlib.sha256(path.read_bytes()).hexdigest() != split.index_sha256:
+            raise _damaged(path, "does not have the checksum that the manifest says", manifest, folder)
+    if sum(split.bytes for split in manifest.splits.values()) <= CHECKED_BYTES:
+        check_data(folder, manifest)
+    check_source(folder, manifest, key, whole=manifest.source.files <= STAT_LIMIT)
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise DataError D007 unless every file is there at its size."""
+    for name, split in manifest.splits.items():
+        for path, expected in {
+            folder / f"{name}.bin": split.bytes,
+            folder / f"{name}.index": split.index_bytes,
+        }.items():
+            found = path.stat().st_size if path.is_file() else None
+            if found is None:
+                raise _damaged(path, "is missing from its pack", manifest, folder)
+            if found != expected:
+                what = f"has {found:,} bytes where the manifest says {expected:,}"
+                raise _damaged(path, what, manifest, folder)
+
+
+def check_data(
+    folder: Path, manifest: Manifest, report: Callable[[int], None] = lambda bytes_done: None
+) -> None:
+    """Raise DataError D007 unless every byte is as it was written.
+
+    Args:
+        report: called with the bytes read so far.
+    """
+    done = 0
+    with ThreadPoolExecutor(spare_cores(4)) as pool:
+        for name, split in manifest.splits.items():
+            path = folder / f"{name}.bin"
+            for part, right in zip(split.parts, pool.map(_matches(path), _places(split.parts)), strict=True):
+                if not right:
+                    what = f"does not have the checksum that the manifest says (near byte {done:,})"
+                    raise _damaged(path, what, manifest, folder)
+                done += part.bytes
+                report(done)
+
+
+def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> None:
+    """Raise DataError D007 if what the pack was made from has changed since.
+
+    Args:
+        whole: look at every file, and not only at folders (which files that are added or removed change).
+    """
+    before = manifest.source
+    path = Path(before.path)
+    if not path.exists():
+        return
+    folders_ns = newest_folder(path)
+    if not whole and folders_ns == before.folders_ns:
+        return
+    try:
+        root = path.parent if path.is_file() else path
+        files, num_bytes, newest_ns, listing = stat_files(source_files(path, manifest), root)
+    except (DataError, OSError):
+        files, num_bytes, newest_ns, listing = 0, 0, 0, ""
+    changes = [f"{files:,} files instead of {before.files:,}"] * (files != before.files)
+    changes += [f"{num_bytes:,} bytes instead of {before.bytes:,}"] * (num_bytes != before.bytes)
+    changes += ["files that are newer"] * (newest_ns > before.newest_ns)
+    if not changes and listing != before.listing:
+        changes = ["files that were moved, renamed or replaced"]
+    if changes:
+        what = f"was packed from {path}, which has changed since: {', '.join(changes)}"
+        hint = f"Pack it again with {_command(folder, manifest)}, or use {key}={path}"
+        raise DataError("D007", what, key=key, value=folder, suggestion=hint)
+
+
+def source_files(path: Path, manifest: Manifest) -> Iterator[str]:
+    """The files that a pack of `path` would be made from now."""
+    if manifest.kind == "tokens":
+        yield str(path)
+        return
+    from ptfast.data.sources.class_folders import list_tree
+
+    for paths, _ in list_tree(path)[1].values():
+        yield from paths
+
+
+def stat_files(paths: Iterable[str], root: Path) -> tuple[int, int, int, str]:
+    """How many files there are, their bytes together, the latest change in nanoseconds, and a digest of all.
+
+    Args:
+        root: that the names in the digest are relative to: a tree may be moved as a whole.
+    """
+    files = num_bytes = newest_ns = 0
+    digest, skipped = hashlib.sha256(), len(str(root))
+    for path in paths:
+        size, time_ns = size_and_time(path)
+        files, num_bytes, newest_ns = files + 1, num_bytes + size, max(newest_ns, time_ns)
+        digest.update(f"{path[skipped:]} {size} {time_ns}\n".encode(errors="replace"))
+    return files, num_bytes, newest_ns, digest.hexdigest()
+
+
+def newest_folder(root: Path) -> int:
+    """Latest change of a folder in the tree, two levels deep, in nanoseconds; of `root` if it is a file."""
+    folders = level = [root]
+    for _ in range(2):
+        level = [inside for folder in level for inside in _subfolders(folder)]
+        folders = folders + level
+    return max(folder.stat().st_mtime_ns for folder in folders)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    # Entries know what they are: nothing is asked about thousands of files.
+    return [Path(entry) for entry in os.scandir(folder) if entry.is_dir()] if folder.is_dir() else []
+
+
+def _places(parts: list[Part]) -> Iterator[tuple[int, Part]]:
+    start = 0
+    for part in parts:
+        yield start, part
+        start += part.bytes
+
+
+def _matches(path: Path) -> Callable[[tuple[int, Part]], bool]:
+    def matches(place: tuple[int, Part]) -> bool:
+        start, part = place
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(part.bytes)).hexdigest() == part.sha256
+
+    return matches
+
+
+def _read_header(folder: Path) -> dict[str, Any]:
+    try:
+        with (folder / JOURNAL).open() as file:
+            header = json.loads(file.readline())
+            return header if isinstance(header, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _command(folder: Path, made: Manifest | dict[str, Any]) -> str:
+    """What makes the pack in `folder` again, by its manifest, or by what is left of one or of a journal."""
+    known = asdict(made) if isinstance(made, Manifest) else made
+    source, text = known.get("source") or {}, known.get("text") or known
+    words = ["ptfast pack", str(source.get("path", "SRC")), str(folder)]
+    words += [f"--size {known.get('size')}"] * bool(known.get("size"))
+    words += ["--jpeg"] * (known.get("kind") == "jpeg")
+    words += [f"--tokenizer {text.get('tokenizer')}"] * (text.get("tokenizer", "characters") != "characters")
+    words += [f"--documents {text.get('documents')}"] * (text.get("documents", "none") != "none")
+    words += ["--on-corrupt skip"] * bool(known.get("skip_corrupt") or known.get("skipped"))
+    return " ".join(words)
+
+
+def _damaged(path: Path, what: str, manifest: Manifest, folder: Path) -> DataError:
+    hint = f"Delete the pack and make it anew with {_command(folder, manifest)}"
+    return DataError("D007", what, key=str(path), suggestion=hint)
+
+
+def same_as(manifest: Manifest, header: dict[str, Any]) -> bool:
+    """Whether a whole pack is what a plan of this header would make again."""
+    own = {"kind": manifest.kind, "size": manifest.size, "source": asdict(manifest.source)}
+    if (text := manifest.text) is not None:
+        own |= {"tokenizer": text.tokenizer, "documents": text.documents}
+    return all(own[name] == header[name] for name in own)

@@ -1,0 +1,137 @@
+"""Packing a text file: tokenised once, piece by piece, into one array of ids on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from ptfast.core.errors import DataError
+from ptfast.data.decoding.encoded_text import encode_anew
+from ptfast.data.decoding.text_tokenizer import BUILT_IN, HubTokenizer, Tokenizer, Vocabulary
+from ptfast.data.packs.pack_reader import FORMAT, Manifest, SourceFacts, TextFacts, newest_folder, stat_files
+from ptfast.data.packs.pack_writer import Piece, Plan, Written
+from ptfast.data.sources.text_dataset import cut_into_documents
+
+PIECE_BYTES = 4 * 2**20
+"""Text that a process converts at once: a hundred times as much in Python's lists of numbers."""
+WHOLE_BYTES = 64 * 2**20
+"""The same for running text and a tokenizer of others, which may look beyond the end of a line."""
+_SPLIT = "text"
+_BLANK = b" \t\r\n"
+
+
+class _Job(NamedTuple):
+    path: str
+    start: int
+    stop: int
+
+
+def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "none") -> Plan:
+    """Cut the text file `path` into jobs, between lines or documents.
+
+    Args:
+        tokenizer, documents: as of `TextFile`.
+
+    Raises:
+        DataError: D001, D002 or D005 for a file that is not there, empty or no UTF-8.
+    """
+    path = path.resolve()
+    _, num_bytes, newest_ns, listing = stat_files([str(path)], path.parent)
+    whole = documents == "none" and tokenizer not in BUILT_IN
+    jobs = list(_jobs(path, WHOLE_BYTES if whole else PIECE_BYTES, blank_lines=documents == "paragraphs"))
+    found = _vocabulary(tokenizer, jobs) if tokenizer in BUILT_IN else HubTokenizer(tokenizer)
+    source = SourceFacts(str(path), 1, num_bytes, newest_ns, newest_folder(path), listing)
+    facts = TextFacts(tokenizer, found.describe(), documents)
+    manifest = Manifest("tokens", source, {}, text=facts)
+    return Plan(
+        header={
+            "format": FORMAT,
+            "kind": "tokens",
+            "size": None,
+            "source": asdict(source),
+            "tokenizer": tokenizer,
+            "documents": documents,
+            "jobs": len(jobs),
+        },
+        jobs=[(_SPLIT, job) for job in jobs],
+        num_seen=num_bytes,
+        # Characters become two bytes or four, and longer tokens fewer.
+        estimated_bytes=2 * num_bytes if tokenizer == "characters" else num_bytes,
+        convert=partial(convert_text, tokenizer=found, documents=documents),
+        describe=partial(_describe, manifest),
+    )
+
+
+def convert_text(job: _Job, *, tokenizer: Tokenizer, documents: str) -> Piece:
+    """Tokenise the text of a job."""
+    texts = cut_into_documents(_read(job), documents)
+    encoded = encode_anew(texts, tokenizer)
+    facts = {"text_bytes": sum(len(part.encode()) for part in texts), "dtype": encoded.tokens.dtype.name}
+    rows = encoded.lengths.astype("<i8").tobytes()
+    tokens = encoded.tokens.astype(encoded.tokens.dtype.newbyteorder("<"), copy=False)
+    return Piece(tokens.tobytes(), rows, len(texts), job.stop - job.start, facts)
+
+
+def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> Manifest:
+    split, text = written[_SPLIT], manifest.text
+    assert text is not None
+    if not split.bytes:
+        raise DataError("D002", "holds no text", key="SRC", value=manifest.source.path)
+    facts = replace(
+        text,
+        dtype=split.facts[0]["dtype"],
+        text_bytes=sum(piece["text_bytes"] for piece in split.facts),
+    )
+    return replace(manifest, splits={_SPLIT: split.split(folder / f"{_SPLIT}.index")}, text=facts)
+
+
+def _vocabulary(kind: str, jobs: list[_Job]) -> Vocabulary:
+    entries: set[str] = set()
+    for job in jobs:
+        text = _read(job)
+        entries.update(text.split() if kind == "words" else text)
+    if not any(entry.strip() for entry in entries):
+        raise DataError("D002", "holds no text", key="SRC", value=jobs[0].path)
+    return Vocabulary(kind, sorted(entries), None)
+
+
+def _read(job: _Job) -> str:
+    with Path(job.path).open("rb") as file:
+        file.seek(job.start)
+        content = file.read(job.stop - job.start)
+    try:
+        return content.decode("utf-8-sig" if job.start == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        what, hint = f"is no UTF-8 text (byte {job.start + error.start:,})", "Convert it with iconv -t utf-8"
+        raise DataError("D005", what, key="SRC", value=job.path, suggestion=hint) from None
+
+
+def _jobs(path: Path, piece_bytes: int, *, blank_lines: bool) -> Iterator[_Job]:
+    size, start = path.stat().st_size, 0
+    if not size:
+        raise DataError("D002", "holds no text", key="SRC", value=path)
+    with path.open("rb") as file:
+        while start < size:
+            stop = _cut(file, start + piece_bytes, size, blank_lines=blank_lines)
+            yield _Job(str(path), start, stop)
+            start = stop
+
+
+def _cut(file: BinaryIO, place: int, size: int, *, blank_lines: bool) -> int:
+    """The first place from `place` on behind a line; with `blank_lines`, before the next text behind some."""
+    if place >= size:
+        return size
+    file.seek(place)
+    # A line that is cut through here is no blank one, whatever is left of it.
+    file.readline()
+    if blank_lines:
+        while (line := file.readline()) and line.strip(_BLANK):
+            pass
+        place = file.tell()
+        while (line := file.readline()) and not line.strip(_BLANK):
+            place = file.tell()
+        return place
+    return file.tell()

@@ -1,0 +1,344 @@
+"""Making packs: pieces of a data set converted by processes, written in order, resumed where they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+import torch.multiprocessing as mp
+
+from ptfast.core.errors import ConfigError, DataError, MachineError
+from ptfast.core.machine import die_with_parent
+from ptfast.data.packs.pack_reader import JOURNAL, MANIFEST, Manifest, Part, SplitFacts, read_manifest
+
+_SPLITS = ("train", "val", "test", "text")
+PIECE_BYTES = 16 * 2**20
+"""What a process converts at once: what a kill costs, and the memory that each takes a few times."""
+
+
+class Piece(NamedTuple):
+    """A run of consecutive samples, converted."""
+
+    data: bytes
+    rows: bytes
+    """Of the index."""
+    samples: int
+    seen: int
+    """Samples and those that were left out."""
+    facts: dict[str, Any]
+    """JSON-serialisable; given to `Plan.describe`."""
+
+
+@dataclass
+class Written:
+    """What there is of one split so far."""
+
+    samples: int = 0
+    parts: list[Part] = field(default_factory=list)
+    index_bytes: int = 0
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    """Of every piece."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the data file."""
+        return sum(part.bytes for part in self.parts)
+
+    def split(self, path: Path, **known: Any) -> SplitFacts:
+        """The facts for the manifest; `path` is that of the index."""
+        checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+        return SplitFacts(self.samples, self.parts, self.index_bytes, checksum, **known)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is packed, cut into jobs whose order and extent the source and the options alone decide."""
+
+    header: dict[str, Any]
+    """What a pack that is gone on with must agree in: `kind`, `size`, `source`; JSON-serialisable."""
+    jobs: Sequence[tuple[str, Any]]
+    """Split and what `convert` takes, in the order in which they are written."""
+    num_seen: int
+    """Samples of all jobs, and those that are left out; for the progress."""
+    estimated_bytes: int
+    convert: Callable[[Any], Piece]
+    """Converts one job; pickled for every one of them, so it holds little."""
+    describe: Callable[[dict[str, Written], Path], Manifest]
+    """The manifest of a pack whose pieces have all been written to a folder."""
+
+
+def make(
+    plan: Plan, folder: Path, workers: int, report: Callable[[int], None] = lambda seen: None
+) -> Manifest:
+    """Write the pack of `plan` into `folder`, going on where an earlier attempt ended.
+
+    Pieces are converted by `workers` processes and appended in order by this one, with a line in a journal
+    for each; the manifest comes last. Memory stays that of a few pieces for each process.
+
+    Args:
+        report: called with the samples seen so far.
+
+    Raises:
+        DataError: what converting raises; D008 for a process that died.
+        MachineError: E001 where it cannot be written, E002 without the space, E003 while another process
+            writes it.
+    """
+    with _one_thread(), _naming(folder), _Writer(folder, plan) as writer:
+        _check_space(plan, folder, writer)
+        report(writer.seen)
+        for split, piece in _converted(plan, writer.jobs_done, workers):
+            writer.append(split, piece)
+            report(writer.seen)
+        return writer.finish()
+
+
+def _converted(plan: Plan, first: int, workers: int) -> Iterator[tuple[str, Piece]]:
+    """Converted jobs from `first` on, in order; as many under way at a time as keep the processes busy."""
+    jobs = plan.jobs[first:]
+    if workers <= 1 or len(jobs) <= 1:
+        yield from ((split, plan.convert(job)) for split, job in jobs)
+        return
+    # Forking spares each process the seconds of importing torch; elsewhere it is not safe.
+    context = mp.get_context("fork" if sys.platform == "linux" else None)
+    under_way: deque[tuple[str, Future[Piece]]] = deque()
+    pool = ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_start_process)
+    try:
+        with warnings.catch_warnings():
+            # numpy's threads sleep, and hold no lock.
+            warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+            for split, job in jobs:
+                under_way.append((split, pool.submit(plan.convert, job)))
+                if len(under_way) > 2 * workers:
+                    done_split, done = under_way.popleft()
+                    yield done_split, done.result()
+            for done_split, done in under_way:
+                yield done_split, done.result()
+    except BrokenProcessPool:
+        hint = "It may have run out of memory: give the same command fewer --workers, and it goes on"
+        what = "a process that was converting died"
+        raise DataError("D008", what, key="--workers", value=workers, suggestion=hint) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_process() -> None:
+    # Ctrl-C reaches every process of the terminal; the parent decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    torch.set_num_threads(1)
+
+
+class _Writer:
+    """The files of an unfinished pack."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._folder, self._plan = folder, plan
+        self.written = {split: Written() for split, _ in plan.jobs}
+        self.jobs_done = self.seen = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(written.bytes for written in self.written.values())
+
+    def __enter__(self) -> _Writer:
+        folder = self._folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._journal: TextIO = (folder / JOURNAL).open("a+")
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._journal.close()
+            what, hint = "is being written by another process", "Wait for it to finish"
+            raise MachineError("E003", what, key="DST", value=folder, suggestion=hint) from error
+        with contextlib.suppress(FileNotFoundError):
+            (folder / MANIFEST).unlink()
+        self._read_journal()
+        for name in _SPLITS if not self.jobs_done else ():
+            # A run that still maps the pack of before keeps its files.
+            (folder / f"{name}.bin").unlink(missing_ok=True)
+            (folder / f"{name}.index").unlink(missing_ok=True)
+        # Beyond the last line of the journal there may be half a piece.
+        for split, written in self.written.items():
+            for name, size in ((f"{split}.bin", written.bytes), (f"{split}.index", written.index_bytes)):
+                with (folder / name).open("ab") as file:
+                    file.truncate(size)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._journal.close()
+
+    def append(self, split: str, piece: Piece) -> None:
+        """Write one piece, then the line that says so."""
+        line = {
+            "split": split,
+            "samples": piece.samples,
+            "seen": piece.seen,
+            "part": asdict(_part(piece.data)),
+            "index": asdict(_part(piece.rows)),
+            "facts": piece.facts,
+        }
+        for name, content in ((f"{split}.bin", piece.data), (f"{split}.index", piece.rows)):
+            with (self._folder / name).open("ab") as file:
+                file.write(content)
+        self._journal.write(json.dumps(line) + "\n")
+        self._journal.flush()
+        self._add(line)
+
+    def finish(self) -> Manifest:
+        """Make sure that all is on disk, then write the manifest."""
+        for split in self.written:
+            for name in (f"{split}.bin", f"{split}.index"):
+                with (self._folder / name).open("rb") as file:
+                    os.fsync(file.fileno())
+        manifest = self._plan.describe(self.written, self._folder)
+        manifest.write(self._folder)
+        (self._folder / JOURNAL).unlink()
+        return manifest
+
+    def _add(self, line: dict[str, Any]) -> None:
+        written = self.written[line["split"]]
+        written.samples += line["samples"]
+        written.parts.append(Part(**line["part"]))
+        written.index_bytes += line["index"]["bytes"]
+        written.facts.append(line["facts"])
+        self.seen += line["seen"]
+        self.jobs_done += 1
+
+    def _read_journal(self) -> None:
+        """Take what stands, the pieces whose bytes are as they were written, and leave no other lines."""
+        header = json.dumps(self._plan.header) + "\n"
+        self._journal.seek(0)
+        found = self._journal.readlines()
+        kept = [header]
+        for text, (split, _) in zip(found[1:], self._plan.jobs, strict=False):
+            if found[0] != header:
+                break
+            try:
+                line = json.loads(text)
+                whole = line["split"] == split and self._holds(line)
+            except (ValueError, KeyError, TypeError):
+                break  # a kill cut it short
+            if not whole:
+                break
+            self._add(line)
+            kept.append(text)
+        if found != kept:
+            self._journal.truncate(0)
+            self._journal.write("".join(kept))
+            self._journal.flush()
+
+    def _holds(self, line: dict[str, Any]) -> bool:
+        """Whether the bytes that a line of the journal tells of are there."""
+        split, written = line["split"], self.written[line["split"]]
+        return _is_at(self._folder / f"{split}.bin", written.bytes, Part(**line["part"])) and _is_at(
+            self._folder / f"{split}.index", written.index_bytes, Part(**line["index"])
+        )
+
+
+def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
+    """The pack in `folder` if it is whole and made by the same command; None where it is still to be made.
+
+    Raises:
+        ConfigError: C011 where the folder holds something else.
+    """
+    path, hint = header["source"]["path"], "Choose another folder, or remove it"
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise ConfigError("C011", "is a file", key="DST", value=folder, suggestion=hint)
+    try:
+        manifest = read_manifest(folder)
+    except DataError:
+        # Unfinished, damaged, or of another format: made anew, or gone on with.
+        if (before := _source_of(folder / JOURNAL)) not in (None, path):
+            what = f"holds an unfinished pack of {before}"
+            raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint) from None
+        return None
+    if manifest is None and any(folder.iterdir()):
+        what = "is not empty and holds no pack"
+        raise ConfigError("C011", what, key="DST", value=folder, suggestion="Choose another folder")
+    if manifest is not None and manifest.source.path != path:
+        what = f"holds a pack of {manifest.source.path}"
+        raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
+    return manifest
+
+
+def goes_on(folder: Path, header: dict[str, Any]) -> bool | None:
+    """Whether what is unfinished in `folder` was begun by the same command; None where there is nothing."""
+    try:
+        with (folder / JOURNAL).open() as file:
+            return file.readline() == json.dumps(header) + "\n"
+    except OSError:
+        return None
+
+
+def _source_of(journal: Path) -> str | None:
+    try:
+        with journal.open() as file:
+            return json.loads(file.readline())["source"]["path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _part(content: bytes) -> Part:
+    return Part(len(content), hashlib.sha256(content).hexdigest())
+
+
+def _is_at(path: Path, start: int, part: Part) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return _part(file.read(part.bytes)) == part
+    except OSError:
+        return False
+
+
+def _check_space(plan: Plan, folder: Path, writer: _Writer) -> None:
+    from ptfast.core.units import num_bytes
+
+    missing, free = plan.estimated_bytes - writer.bytes, shutil.disk_usage(folder).free
+    if missing > free:
+        what = f"needs about {num_bytes(missing)}, and {num_bytes(free)} are free"
+        hint = "Choose a folder on another disk, a smaller --size, or --jpeg"
+        raise MachineError("E002", what, key="DST", value=folder, suggestion=hint)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads of this process would not live on in those that are forked."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Say of a failed write which folder it was, and what is wrong with it."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "no space is left" if full else f"cannot be written: {error.strerror}"
+        hint = "Make room, and give the same command again: it goes on" if full else None
+        raise MachineError(
+            "E002" if full else "E001", what, key="DST", value=folder, suggestion=hint
+        ) from error

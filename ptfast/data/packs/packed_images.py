@@ -1,0 +1,213 @@
+"""Images of a pack: memory-mapped, fetched by index as a data set in memory is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ptfast.core.errors import DataError
+from ptfast.core.protocols import DataInfo
+from ptfast.data.data_fingerprint import describe_part
+from ptfast.data.dataset import Held, Source, Splits, TensorSource, as_tensor
+from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, mixed_sizes
+from ptfast.data.decoding.sample_threads import in_threads
+from ptfast.data.packs.pack_reader import ROW, Manifest
+from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ptfast.data.loaders.shared_memory import Holder
+    from ptfast.data.sampling.order import Indices
+
+
+class PackedImages(Source):
+    """Images of one split of a pack.
+
+    Reading a pixel is reading memory: the system keeps what is used often and drops the rest, so that data of
+    any size opens at once and needs no decoder. Images of one size are one array, and a batch is one gather.
+
+    Args:
+        folder: of the pack.
+        split: its name.
+        manifest: of the pack.
+        image_size: side of the square that images are brought to as they are fetched, as `ImageFolder` does;
+            None where all have one size.
+    """
+
+    images = True
+    packed = True
+    repeatable = True
+
+    def __init__(self, folder: Path, split: str, manifest: Manifest, image_size: int | None) -> None:
+        self._facts = facts = manifest.splits[split]
+        self.folder, self.split, self.image_size, self.kind = folder, split, image_size, manifest.kind
+        self._rows: NDArray[Any] = np.fromfile(folder / f"{split}.index", ROW)
+        self._ends = np.cumsum(self._rows["length"])
+        self.targets = torch.from_numpy(self._rows["label"].astype(np.int64))
+        shape = tuple(facts.shape) if facts.shape is not None else None
+        self._shape = shape if image_size is None or shape == (image_size, image_size, 3) else None
+        """Of every image as it is stored, where it is fetched so and all are of one."""
+        self._decoder = Decoder()
+        self._bytes: Pixels | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def held_bytes(self) -> int | None:
+        """What all images take once held in memory, each at the size that it is fetched in."""
+        if self.image_size is not None:
+            return len(self) * self.image_size**2 * 3
+        return self.original_bytes
+
+    @property
+    def original_bytes(self) -> int:
+        return 3 * int((self._rows["height"].astype(np.int64) * self._rows["width"]).sum())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process maps the file for itself; pickling the map would copy all of it.
+        return {**self.__dict__, "_bytes": None}
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        targets = self.targets.index_select(0, as_tensor(indices))
+        if self._shape is not None:
+            pixels = self._mapped().reshape(-1, *self._shape)[indices]
+        else:
+            pixels = self._fitted(indices)
+        return torch.from_numpy(pixels), targets
+
+    def image(self, index: int | np.integer) -> Pixels:
+        """One image as it is stored, (height, width, 3); without a copy unless it has to be decoded."""
+        row = self._rows[index]
+        stored = self._mapped()[self._ends[index] - row["length"] : self._ends[index]]
+        if self.kind == "pixels":
+            return stored.reshape(row["height"], row["width"], 3)
+        return self._decoder.decode(stored.tobytes(), self._name(index)).pixels
+
+    def originals(self, indices: Indices) -> list[Pixels]:
+        return [self.image(i) for i in indices]
+
+    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
+        rows = self._rows[indices]
+        return rows["original_height"].astype(np.int64), rows["original_width"].astype(np.int64)
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        def crop(place: int) -> Tensor:
+            return resized_crop(self.image(indices[place]), boxes[place], bool(mirrored[place]), size)
+
+        return torch.stack(in_threads(len(indices), crop))
+
+    def hold(self, holder: Holder | None = None) -> Held:
+        """All images; where they are fetched as they are stored, without a copy: ranks share one memory."""
+        if self._shape is None:
+            return super().hold(holder)
+        images = torch.from_numpy(self._mapped().reshape(-1, *self._shape))
+        return Held(TensorSource(images, self.targets, images=True), 0)
+
+    def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
+        """Count, sums and sums of squares of the pixels of samples, per channel, which packing has added up.
+
+        Returns:
+            None where images are brought to another size as they are fetched, which changes these.
+        """
+        rows = self._rows
+        size = self.image_size
+        if size is not None and bool(((rows["height"] != size) | (rows["width"] != size)).any()):
+            return None
+        rows = rows[indices]
+        count = int((rows["height"].astype(np.int64) * rows["width"]).sum())
+        sums, squares = (torch.from_numpy(rows[name].sum(0)).double() for name in ("sums", "squares"))
+        return count, sums, squares
+
+    def contents(self) -> list[Any]:
+        facts = self._facts
+        return describe_part(len(self), "images", facts.index_sha256, *(each.sha256 for each in facts.parts))
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raise DataError D005 unless every image is stored at this size: now, and not within an epoch."""
+        rows = self._rows
+        other = np.flatnonzero((rows["height"] != height) | (rows["width"] != width))
+        if len(other):
+            row = rows[other[0]]
+            shape = (int(row["height"]), int(row["width"]))
+            raise mixed_sizes(self._name(int(other[0])), shape, (height, width))
+
+    def _fitted(self, indices: Indices) -> Pixels:
+        def fitted(place: int) -> Pixels:
+            image = self.image(indices[place])
+            return image if self.image_size is None else fit(image, self.image_size)
+
+        images = in_threads(len(indices), fitted)
+        for index, image in zip(indices, images, strict=True):
+            if image.shape != images[0].shape:
+                raise mixed_sizes(self._name(index), image.shape, images[0].shape)
+        return np.stack(images)
+
+    def _mapped(self) -> Pixels:
+        if self._bytes is None:
+            # Writable to this process alone, since torch knows no other arrays; a plain array, since the
+            # indexing of memmap's own class takes several times as long.
+            mapped = np.memmap(self.folder / f"{self.split}.bin", np.uint8, "c")
+            self._bytes = mapped.view(np.ndarray)
+        return self._bytes
+
+    def _name(self, index: int | np.integer) -> str:
+        return f"image {index} of {self.folder / self.split}.bin"
+
+
+@dataclass(frozen=True)
+class PackedFolder:
+    """The splits of a pack of images, as `ImageFolder` gives those of a folder."""
+
+    folder: Path
+    manifest: Manifest
+    image_size: int | None
+
+    def load(self) -> Splits:
+        """Its splits.
+
+        Raises:
+            DataError: D001 for a pack of something else, D005 for images of several sizes that are brought to
+                none.
+        """
+        manifest = self.manifest
+        if manifest.kind == "tokens":
+            hint = f"Use data=text_file data.path={self.folder}"
+            raise DataError("D001", "is a pack of text", key="data.root", value=self.folder, suggestion=hint)
+        sources = {
+            split: PackedImages(self.folder, split, manifest, self.image_size) for split in manifest.splits
+        }
+        shape = sources["train"].fetch(np.array([0]))[0].shape[1:]
+        if self.image_size is None:
+            for source in sources.values():
+                source.check_size(*shape[:2])
+        info = DataInfo(
+            kind="image",
+            task="classification",
+            num_classes=len(manifest.class_names),
+            class_names=tuple(manifest.class_names),
+            input_shape=(shape[2], shape[0], shape[1]),
+            in_channels=shape[2],
+            extra={"cache_key": f"{self.folder.resolve()} {self.image_size} {self._checksums()}"},
+        )
+        return Splits(info, sources["train"], sources.get("val"), sources.get("test"), self._note())
+
+    def _checksums(self) -> str:
+        return " ".join(split.index_sha256 for split in self.manifest.splits.values())
+
+    def _note(self) -> str:
+        manifest = self.manifest
+        stored = "JPEG" if manifest.kind == "jpeg" else "pixels"
+        words = [f"packed as {stored}" + (f" at {manifest.size}" if manifest.size else "")]
+        if converted := sum(split.converted for split in manifest.splits.values()):
+            words.append(f"{converted:,} images that are not 8-bit RGB were converted")
+        if manifest.skipped:
+            count = len(manifest.skipped)
+            words.append(f"without {count:,} file{'s' * (count > 1)} that could not be read")
+        return ", ".join(words)

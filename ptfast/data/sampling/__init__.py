@@ -1,0 +1,149 @@
+"""Which sequences come together in a batch, and how they come to one length."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ptfast.core.sections.section import Count, Section
+from ptfast.core.technique import Technique
+
+
+class Batching(Section):
+    """Which texts come together in a batch, and how they come to one length."""
+
+    padding: Literal["longest", "fixed"] = "longest"
+    """Up to the longest text of the batch, or in every batch up to the longest that the data keeps."""
+    multiple: Literal[1, 8, 64] = 1
+    """Pad to a multiple of so many tokens: 8 suits tensor cores, 64 keeps the shapes few."""
+    buckets: bool = False
+    """Batches of texts of like length, in a random order; every text once in an epoch."""
+    batch_tokens: Count | None = None
+    """Tokens of one optimizer step over all ranks, padding included, in place of `batch_size` samples."""
+    pack: bool = False
+    """Documents of a text to model side by side in windows of the context length, each seen by itself."""
+
+
+_LINES = (
+    "data=text_file",
+    "data.path={text}",
+    "data.documents=lines",
+    "data.context_length=96",
+    "model=gpt",
+    "model.width=32",
+    "model.depth=1",
+    "batch_size=4",
+    "optimizer.lr=0.01",
+)
+"""A small language model on the lines of a text, which are of unequal length."""
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="dynamic padding",
+        family="batching",
+        kind="reordered",
+        on=("batching=longest",),
+        off=("batching=none",),
+        why="A batch is as long as its longest text and not as the longest of all; padding costs as much as "
+        "text.",
+        claim="CamemBERT-base on the French X-NLI, on an RTX 2080 Ti: 4h39 become 0h59 with 16 texts of "
+        "up to 493 tokens a batch, and 0h56 become 0h48 with 64 of up to 128.",
+        source="Benesty 2020, 'Divide Hugging Face Transformers training time by 2 or more with dynamic "
+        "padding and uniform length batching'.",
+        measured="A 4-layer encoder at batch 16, on texts of 8 to 256 tokens: 2.11x padding to one length.",
+        command="python scripts/bench_data.py text",
+        avoid="Kernels are compiled or searched for each length: pad to a multiple of 64, or to one length.",
+        audit="padding='max_length' in a tokenizer's call, or a collate function that pads to a constant.",
+        options=("batching/longest",),
+        alternatives="batching",
+        needs=("sequences",),
+        trial=_LINES,
+    ),
+    Technique(
+        name="padding to a multiple",
+        family="batching",
+        kind="reordered",
+        on=("batching.multiple=8",),
+        off=("batching.multiple=1",),
+        why="Tensor cores work on tiles of eight, and lengths that are multiples of 64 are few, so that "
+        "little is compiled again.",
+        claim="Half-precision matrix products use tensor cores best at multiples of 8 elements, of 64 on "
+        "an A100; before cuBLAS 11 at those of 8 alone.",
+        source="NVIDIA, Matrix Multiplication Background User's Guide, table 1, 'Tensor Core requirements'.",
+        avoid="On a CPU, or texts of a few tokens, of which it would be mostly padding.",
+        audit="Batches of odd lengths in half precision on a GPU, or a compiled model that compiles again "
+        "and again.",
+        needs=("sequences",),
+        trial=(*_LINES, "batching=longest"),
+    ),
+    Technique(
+        name="uniform-length batches",
+        family="batching",
+        kind="training",
+        on=("batching=buckets",),
+        off=("batching=longest",),
+        why="Texts of like length come together, so that next to nothing of a batch is padding.",
+        claim="On top of dynamic padding, CamemBERT-base on the French X-NLI, on an RTX 2080 Ti: 1h01 "
+        "become 0h52 with 16 texts of up to 493 tokens a batch, and 0h48 become 0h30 with 64 of up "
+        "to 128.",
+        source="Benesty 2020, 'Divide Hugging Face Transformers training time by 2 or more with dynamic "
+        "padding and uniform length batching'; Khomenko et al. 2016, arXiv:1708.05604.",
+        measured="A 4-layer encoder at batch 16, on texts of 8 to 256 tokens: 6.1x padding to one length, "
+        "with 1.6 % padding.",
+        command="python scripts/bench_data.py text",
+        avoid="Length tells classes apart: batches are then of one class mostly. Or texts of one length.",
+        audit="More than a tenth of the tokens of a batch are padding.",
+        options=("batching/buckets",),
+        alternatives="batching",
+        needs=("sequences",),
+        trial=_LINES,
+    ),
+    Technique(
+        name="token-budget batches",
+        family="batching",
+        kind="training",
+        on=("batching=tokens", "batching.batch_tokens=256"),
+        off=("batching=longest", "batching.batch_tokens=null"),
+        why="Every step does the same work: many short texts or few long ones, and memory is full at either.",
+        claim="How the original Transformer was trained: batches of about 25,000 source and 25,000 target "
+        "tokens, of sentences of like length.",
+        source="Vaswani et al. 2017, arXiv:1706.03762, section 5.1.",
+        avoid="A learning rate tuned to batches of so many samples is to be kept.",
+        audit="Batches of a fixed number of texts whose step time and memory vary severalfold.",
+        options=("batching/tokens",),
+        alternatives="batching",
+        needs=("sequences",),
+        trial=_LINES,
+    ),
+    Technique(
+        name="sequence packing",
+        family="batching",
+        kind="training",
+        on=("batching=pack",),
+        off=("batching=longest",),
+        why="Documents lie side by side in windows of one length, so that next to nothing is padding and "
+        "there is one shape.",
+        claim="The second phase of BERT's pretraining twice as fast, at sequences of 512 tokens of which "
+        "half had been padding, on IPUs.",
+        source="Krell, Kosec, Perez, Fitzgibbon 2021, arXiv:2107.02027.",
+        avoid="Documents of one length, or much longer than the context. Attention under a mask misses the "
+        "quickest kernels of a GPU.",
+        audit="A language model whose batches hold a document a row, padded to the context length.",
+        options=("batching/pack",),
+        alternatives="batching",
+        needs=("sequences",),
+        trial=_LINES,
+    ),
+    Technique(
+        name="tokens kept on disk",
+        family="batching",
+        kind="exact",
+        on=(),
+        off=(),
+        why="A text is tokenised once; later runs read its token ids under the hash of text and tokenizer.",
+        claim="No published figure: it saves the tokenizer's time at every start but the first.",
+        source="Common practice, such as the map cache of Hugging Face datasets.",
+        avoid="Never: texts below a million characters are left out, and a damaged entry is made anew.",
+        audit="A tokenizer called in __getitem__, or at every start.",
+        needs=("sequences",),
+    ),
+)

@@ -1,0 +1,66 @@
+"""Randomness without state: numbers that are a function of (seed, epoch, index, stream) alone."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptfast.core.splitmix import FACTOR_1, FACTOR_2, GOLDEN, finalise
+
+ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX, BATCHES = range(9)
+CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION, ROTATION, SCALING, SHIFT_Y, SHIFT_X = range(16, 25)
+NEARBY = 25
+"""Streams: what a draw is for. Draws of different streams are independent."""
+BOX = 64
+"""Stream of a box's top; those behind it, up to 85, are for its left and for the sizes that are tried."""
+
+
+def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.uint64]:
+    """64 random bits for each index.
+
+    A generator object per sample costs microseconds to seed; a hash of a counter costs nanoseconds, needs
+    nothing saved to resume, and gives a sample the same draw in whatever batch, rank or worker it lands.
+
+    Args:
+        seed: any integer; its low 64 bits count.
+        epoch: pass over the data, >= 0.
+        indices: sample indices, any shape.
+        stream: what the draw is for, one of this module's constants.
+
+    Returns:
+        uint64 of the shape of `indices`.
+
+    Source: `ptfast.core.splitmix.finalise` of arrays, keyed by seed, epoch and stream.
+    """
+    z = np.asarray(indices).astype(np.uint64)
+    z *= np.uint64(GOLDEN)
+    z += np.uint64(key(seed, epoch, stream))
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(FACTOR_1)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(FACTOR_2)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def integers(
+    seed: int, epoch: int, indices: NDArray[np.integer], stream: int, high: int
+) -> NDArray[np.int64]:
+    """Integers in [0, high), one for each index, `high` <= 2**32; other arguments as `bits`."""
+    if not 0 < high <= 1 << 32:
+        raise ValueError(f"high must lie in 1 to 2**32, not {high}")
+    z = bits(seed, epoch, indices, stream) >> np.uint64(32)
+    return ((z * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
+
+
+def uniform(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.float64]:
+    """Numbers in [0, 1) with 53 random bits, one for each index; arguments as `bits`."""
+    return (bits(seed, epoch, indices, stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def key(*parts: int) -> int:
+    """One 64-bit integer that depends on every part and on their order."""
+    z = 0
+    for part in parts:
+        z = finalise((z + part + 1) * GOLDEN)
+    return z

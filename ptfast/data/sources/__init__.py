@@ -1,0 +1,1 @@
+"""Data sets, a file each."""

@@ -1,0 +1,165 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 60,000 colour images of 32x32 pixels, downloaded once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from ptfast.core.errors import DataError
+from ptfast.core.protocols import DataInfo
+from ptfast.data.dataset import Splits, TensorSource
+from ptfast.data.sources.download import fetch_archive, unpack
+from ptfast.data.transforms.normalize import cache_folder
+
+if TYPE_CHECKING:
+    from ptfast.core.durations import Duration
+
+
+class _Version(NamedTuple):
+    folder: str
+    archive: str
+    md5: str
+    train: tuple[str, ...]
+    test: str
+    meta: str
+    labels: str
+    names: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+_URL = "https://www.cs.toronto.edu/~kriz/"
+_VERSIONS = {
+    "cifar10": _Version(
+        folder="cifar-10-batches-py",
+        archive="cifar-10-python.tar.gz",
+        md5="c58f30108f718f92721af3b95e74349a",
+        train=tuple(f"data_batch_{i}" for i in range(1, 6)),
+        test="test_batch",
+        meta="batches.meta",
+        labels="labels",
+        names="label_names",
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+    ),
+    "cifar100": _Version(
+        folder="cifar-100-python",
+        archive="cifar-100-python.tar.gz",
+        md5="eb9058c3a382ffc7106e4002c42a8d85",
+        train=("train",),
+        test="test",
+        meta="meta",
+        labels="fine_labels",
+        names="fine_label_names",
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+    ),
+}
+
+
+class Cifar:
+    """CIFAR-10 or CIFAR-100, with their train and test splits.
+
+    Args:
+        name: `cifar10` or `cifar100`.
+        root: the extracted folder (`cifar-10-batches-py`), or one that holds it or its archive; where there
+            is nothing it is downloaded to. Default: `$PTFAST_DATA`, or the cache folder.
+        download: whether to download it.
+
+    Raises:
+        DataError: by `load`, D001 if it is not there, D005 if a file is damaged, D007 if a download fails.
+    """
+
+    def __init__(self, name: str = "cifar10", root: str | None = None, download: bool = True) -> None:
+        if name not in _VERSIONS:
+            raise DataError(
+                "D001", "no such version", key="data.name", value=name, suggestion="Use cifar10 or cifar100"
+            )
+        self.name, self.download = name, download
+        self.root = Path(root or os.environ.get("PTFAST_DATA") or cache_folder() / "data").expanduser()
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        version = _VERSIONS[self.name]
+        folder = self._folder(version)
+        names = tuple(_read(folder / version.meta)[version.names])
+        info = DataInfo(
+            kind="image",
+            task="classification",
+            num_classes=len(names),
+            class_names=names,
+            input_shape=(3, 32, 32),
+            in_channels=3,
+            extra={
+                "normalize": {"mean": [255 * m for m in version.mean], "std": [255 * s for s in version.std]},
+            },
+        )
+        return Splits(
+            info,
+            train=_source([folder / name for name in version.train], version),
+            test=_source([folder / version.test], version),
+        )
+
+    def _folder(self, version: _Version) -> Path:
+        files = (version.meta, *version.train, version.test)
+        for folder in (self.root, self.root / version.folder):
+            if all((folder / name).is_file() for name in files):
+                return folder
+        hint = (
+            f"Set data.root to the extracted folder {version.folder}, "
+            "or use data=imagefolder data.root=FOLDER for class folders of images"
+        )
+        archive = self.root / version.archive
+        if not self.download and not archive.is_file():
+            what = f"holds no {version.folder}, and data.download=false"
+            raise DataError("D001", what, key="data.root", value=self.root, suggestion=hint)
+        if self.root.exists() and not self.root.is_dir():
+            raise DataError(
+                "D001", "is a file, not a folder", key="data.root", value=self.root, suggestion=hint
+            )
+        archive = fetch_archive(_URL + version.archive, version.md5, self.root, hint, self.download)
+        unpack(archive, self.root)
+        return self.root / version.folder
+
+
+def _source(paths: list[Path], version: _Version) -> TensorSource:
+    parts = [_read(path) for path in paths]
+    try:
+        pixels = np.concatenate([part["data"] for part in parts]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        labels = torch.tensor([label for part in parts for label in part[version.labels]])
+    except (KeyError, ValueError) as error:
+        raise DataError("D005", f"is no batch of CIFAR: {error}", key=str(paths[0])) from None
+    return TensorSource(torch.from_numpy(np.ascontiguousarray(pixels)), labels, images=True)
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads what the batches hold, arrays and plain values, and refuses code."""
+
+    _numpy: ClassVar = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] == "numpy" and name in self._numpy:
+            return self._numpy[name]
+        if (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    def load(file: IO[bytes]) -> dict[str, Any]:
+        return _ArrayUnpickler(file, encoding="latin1").load()
+
+    try:
+        with path.open("rb") as file:
+            return load(file)
+    except OSError as error:
+        raise DataError("D001", f"cannot be read: {error.strerror}", key=str(path)) from None
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise DataError(
+            "D005", f"is damaged: {reason}", key=str(path), suggestion="Delete it to fetch it anew"
+        ) from None

@@ -1,0 +1,92 @@
+"""Trees of class folders: the classes, and the image files of each split."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ptfast.core.errors import DataError
+from ptfast.data.decoding.image_decoding import SUFFIXES
+
+_SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
+Listing = tuple[list[str], list[int]]
+
+
+def list_tree(root: Path, key: str = "data.root") -> tuple[tuple[str, ...], dict[str, Listing]]:
+    """Class names, and for each split its files and their labels, in the order of their names.
+
+    Args:
+        key: that led here, for messages.
+
+    Raises:
+        DataError: D001 to D003 when there is no such tree.
+    """
+    folders = _subfolders(root, key)
+    by_split = {split: [root / name for name in names if name in folders] for split, names in _SPLITS.items()}
+    if not by_split["train"]:
+        found = [folder.name for group in by_split.values() for folder in group]
+        if found:
+            what = f"has {found[0]}/ but no train/"
+            raise DataError("D003", what, key=key, value=root, suggestion="Put class folders in train/")
+        by_split = {"train": [root]}
+    classes: tuple[str, ...] = ()
+    listings: dict[str, Listing] = {}
+    for split, split_folders in by_split.items():
+        if not split_folders:
+            continue
+        names, listings[split] = _list_split(split_folders[0], key)
+        if split == "train":
+            classes = names
+        elif names != classes:
+            raise _differ(split_folders[0], names, classes)
+    return classes, listings
+
+
+def _list_split(folder: Path, key: str) -> tuple[tuple[str, ...], Listing]:
+    names = tuple(_subfolders(folder, key))
+    if not names:
+        raise DataError("D002", "holds no class folders", key=key, value=folder)
+    if len(names) == 1:
+        what = f"holds one class only ({names[0]}), which leaves nothing to tell apart"
+        raise DataError("D003", what, key=key, value=folder, suggestion="Give each class a folder of its own")
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(names):
+        found = _image_files(folder / name)
+        if not found:
+            hint = f"Put images in it ({', '.join(SUFFIXES[:3])}, ...), or remove it"
+            raise DataError("D003", "class folder without images", key=str(folder / name), suggestion=hint)
+        paths += found
+        labels += [label] * len(found)
+    return names, (paths, labels)
+
+
+def _subfolders(folder: Path, key: str) -> list[str]:
+    hint = f"Set {key} to a folder of class folders"
+    if not folder.exists():
+        raise DataError("D001", "no such folder", key=key, value=folder, suggestion=hint)
+    if not folder.is_dir():
+        raise DataError("D001", "is a file, not a folder", key=key, value=folder, suggestion=hint)
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        raise DataError("D001", what, key=key, value=folder) from None
+    if not entries:
+        raise DataError("D002", "is an empty folder", key=key, value=folder, suggestion=hint)
+    return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _image_files(folder: Path) -> list[str]:
+    found = []
+    for place, _, files in os.walk(folder, followlinks=True):
+        found += [f"{place}/{name}" for name in files if name.lower().endswith(SUFFIXES) and name[0] != "."]
+    return sorted(found)
+
+
+def _differ(folder: Path, names: tuple[str, ...], classes: tuple[str, ...]) -> DataError:
+    extra, missing = sorted(set(names) - set(classes)), sorted(set(classes) - set(names))
+    parts = [f"has {', '.join(extra[:3])}, which train/ has not"] if extra else []
+    parts += [f"lacks {', '.join(missing[:3])}"] if missing else []
+    what = f"its classes differ from those of train/: {' and '.join(parts)}"
+    return DataError("D003", what, key=str(folder), suggestion="Give every split the same class folders")

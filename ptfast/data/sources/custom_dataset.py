@@ -1,0 +1,359 @@
+"""Any torch data set by import path, and what can be told about it by looking."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from ptfast.core.errors import DataError, PtfastError
+from ptfast.core.protocols import IGNORE_INDEX, TASKS, DataInfo
+from ptfast.data.data_fingerprint import describe_part
+from ptfast.data.dataset import Padding, Source, Splits, TensorSource
+from ptfast.data.label_checks import as_classes, check_labels, shape_of, signed, tell_task
+from ptfast.data.loaders.worker_processes import RAISED, failed
+from ptfast.data.masks import kind_of_target
+from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.order import Indices
+from ptfast.data.streams.global_generators import seeded
+from ptfast.data.streams.iterable import IterableSource
+
+_WITH_CLASSES = ("classification", "token_classification")
+_SCAN_LIMIT = 2000
+"""Samples read to find the classes where the data set does not name them."""
+
+
+class MapSource(Source):
+    """A map-style data set, collated as torch's DataLoader does.
+
+    Sequences of tokens may differ in length where the data set has an attribute `lengths` with that of each:
+    they are filled up with its `pad_id` (0 if there is none), and targets of a token each with -100.
+
+    Transforms that draw from the global generators (torch, numpy, random) are seeded by epoch and samples, so
+    that a resumed run and one with workers draw the same.
+    """
+
+    cuts = False
+
+    def __init__(self, dataset: Any, seed: int, *, images: bool) -> None:
+        self.dataset, self.seed, self.images = dataset, seed, images
+        self.all_count = False
+        """Whether every label has been seen, and none was an ignored one."""
+        stated = getattr(dataset, "lengths", None)
+        self._lengths = None if stated is None else np.asarray(stated, np.int64)
+        if self._lengths is not None and self._lengths.shape != (len(dataset),):
+            what = f"its lengths are of {len(self._lengths):,} samples, and it has {len(dataset):,}"
+            raise DataError("D008", what, key="data")
+        self.pad_id = int(getattr(dataset, "pad_id", None) or 0)
+        self._padding = Padding()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def ignores_labels(self) -> bool:
+        return not self.all_count
+
+    def lengths(self) -> NDArray[np.int64] | None:
+        return self._lengths
+
+    def contents(self) -> list[Any]:
+        labels = getattr(self.dataset, "targets", None)
+        with contextlib.suppress(Exception):
+            labels = np.asarray(labels)
+        known = [array for array in (labels, self._lengths) if isinstance(array, np.ndarray)]
+        return describe_part(len(self), "samples", getattr(self.dataset, "fingerprint", None), *known)
+
+    def pad(self, padding: Padding) -> None:
+        self._padding = padding
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
+        wanted = indices.tolist()
+        try:
+            with seeded(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *wanted[:1])):
+                if hasattr(self.dataset, "__getitems__"):
+                    samples = self.dataset.__getitems__(wanted)
+                else:
+                    samples = [self.dataset[i] for i in wanted]
+            raw = default_collate(samples if self._lengths is None else self._filled(samples))
+        except PtfastError:
+            raise
+        except RAISED as error:
+            raise failed(error) from error
+        raw = self.checked(raw, wanted)
+        if self.images:
+            return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
+        return raw
+
+    def _filled(self, samples: list[Any]) -> list[Any]:
+        """The samples at one length, where they are `(tokens, target)`."""
+        assert self._lengths is not None
+        first = samples[0]
+        if not (
+            isinstance(first, (tuple, list)) and len(first) == 2 and _is_tokens(torch.as_tensor(first[0]))
+        ):
+            return samples
+        limit = int(self._lengths.max())
+        longest = max(len(tokens) for tokens, _ in samples)
+        if longest > limit:
+            what = f"a sample has {longest} tokens, where the longest of its lengths is {limit}"
+            raise DataError("D008", what, key="data")
+        width = self._padding.width(longest, limit)
+        return [
+            (
+                _fill(tokens, width, self.pad_id),
+                _fill(target, width, IGNORE_INDEX) if np.shape(target) == np.shape(tokens) else target,
+            )
+            for tokens, target in samples
+        ]
+
+
+def _fill(values: Any, width: int, fill: int) -> Tensor:
+    values = torch.as_tensor(values)
+    return F.pad(values, (0, width - len(values)), value=fill)
+
+
+def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) -> Splits:
+    """The splits of a user's data set: training samples and what they look like.
+
+    Its attributes `val` and `test`, where they are data sets, are the held-out splits. Class count and names
+    come from its attributes `num_classes` and `classes`, else from `targets`, else from 2,000 of its labels;
+    the input shape from its first sample. How many tokens there are comes from its attribute `vocab_size`, or
+    from all of them where it is held in memory or has at most 2,000 samples; how many a sample has, where
+    that differs, from `lengths`.
+
+    Args:
+        known: of a model's own data, for what this data set does not say itself.
+
+    Raises:
+        DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no data set
+            or its first sample cannot be read.
+    """
+    try:
+        splits = _adapt(dataset, seed, task, known)
+        for name in ("val", "test"):
+            held_out = getattr(dataset, name, None)
+            if isinstance(held_out, Dataset):
+                splits = splits._replace(**{name: _adapt(held_out, seed, task, known or splits.info).train})
+    except PtfastError:
+        raise
+    except RAISED as error:
+        raise failed(error) from error
+    return splits
+
+
+def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits:
+    if isinstance(dataset, IterableDataset):
+        source = IterableSource(dataset, seed)
+        sample = source.first()
+        source.images = _is_pair(sample) and _is_image(sample[0])
+        info = _info(dataset, sample, None, task, known)
+        named = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
+        stated = named or (known is not None and known.num_classes is not None)
+        if info.num_classes and info.task == "classification" and not stated:
+            hint = "Give it an attribute num_classes"
+            raise DataError(
+                "D004", "iterable data has to say how many classes there are", key="data", suggestion=hint
+            )
+        if info.task in _WITH_CLASSES:
+            source.num_classes = info.num_classes
+            source.as_classes = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)
+        return Splits(info, source)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        what = f"{type(dataset).__name__} is no torch data set: it has no __getitem__ and __len__"
+        raise DataError("D008", what, key="data")
+    if len(dataset) == 0:
+        raise DataError("D002", f"{type(dataset).__name__} has no samples", key="data")
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        inputs, targets = dataset.tensors[0], signed(dataset.tensors[1])
+        images = _is_image(inputs[0])
+        info = _info(dataset, dataset[0], targets, task, known, inputs)
+        inputs = inputs.permute(0, 2, 3, 1).contiguous() if images else inputs
+        if _names_otherwise(targets, info.task):
+            targets = as_classes(targets)
+        return Splits(info, TensorSource(inputs, targets, images=images))
+    source = MapSource(dataset, seed, images=False)
+    first = source.fetch(np.zeros(1, np.int64))
+    if not _is_pair(first):
+        return Splits(_info(dataset, first, None, task, known), source)
+    sample = first[0][0], first[1][0]
+    source.images = _is_image(sample[0])
+    if isinstance(first[1], Tensor) and kind_of_target(first[1], sample[0].shape, task) in ("mask", "map"):
+        # Those of 2,000 images would fill the memory, and one shows what they are.
+        return Splits(_info(dataset, sample, first[1], task, known), source)
+    labels = _labels(dataset, source)
+    source.all_count = len(labels) == len(dataset) and not bool((labels == IGNORE_INDEX).any())
+    few = len(dataset) <= _SCAN_LIMIT and _is_tokens(sample[0])
+    info = _info(dataset, sample, labels, task, known, _scan(source)[0] if few else None)
+    if info.task in _WITH_CLASSES and info.num_classes:
+        source.as_classes = _names_otherwise(labels, info.task)
+        labels = as_classes(labels, "train sample") if source.as_classes else labels
+        if bool((labels == IGNORE_INDEX).all()):
+            labels = _scan(source)[1]
+        check_labels(labels, max(1, info.num_classes), "train")
+        source.num_classes = info.num_classes
+    return Splits(info, source)
+
+
+def _is_pair(sample: Any) -> bool:
+    """Return True for `(input, target)`, of one sample or collated."""
+    if not (isinstance(sample, (tuple, list)) and len(sample) == 2 and isinstance(sample[0], Tensor)):
+        return False
+    target = sample[1]
+    if isinstance(target, (list, tuple)):
+        # A collated target of several parts is a list of tensors.
+        return bool(target) and not isinstance(target[0], (Tensor, list, tuple, Mapping))
+    return not isinstance(target, Mapping)
+
+
+def _names_otherwise(labels: Tensor, task: str) -> bool:
+    """Return True if labels name classes in another way than by whole numbers."""
+    return task == "classification" and (labels.is_floating_point() or labels.dim() > 1)
+
+
+def _is_image(sample: Any) -> bool:
+    return isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 3
+
+
+def _labels(dataset: Any, source: MapSource) -> Tensor:
+    targets = getattr(dataset, "targets", None)
+    # A transform may make something else of them.
+    if targets is not None and getattr(dataset, "target_transform", None) is None:
+        with contextlib.suppress(Exception):
+            return torch.as_tensor(targets)
+    if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
+        return source.fetch(np.zeros(1, np.int64))[1]
+    return _scan(source)[1]
+
+
+def _scan(source: MapSource) -> Any:
+    """Up to 2,000 samples, spread over the whole, because many data sets are sorted by class."""
+    places = np.linspace(0, len(source) - 1, min(len(source), _SCAN_LIMIT)).astype(np.int64)
+    return source.fetch(places)
+
+
+def _is_tokens(sample: Tensor) -> bool:
+    return sample.dim() == 1 and not sample.is_floating_point()
+
+
+def _stated_classes(dataset: Any) -> int | None:
+    """The attribute `num_classes` of a user's data set, if it has one.
+
+    Raises:
+        DataError: D004 for one that is no whole number of at least 1.
+    """
+    stated = getattr(dataset, "num_classes", None)
+    if stated is None:
+        return None
+    try:
+        count = operator.index(stated)
+    except TypeError:
+        count = 0
+    if count < 1:
+        what = f"{type(dataset).__name__}.num_classes is no whole number of at least 1"
+        raise DataError("D004", what, key="data", value=stated)
+    return count
+
+
+def _info(
+    dataset: Any,
+    sample: Any,
+    labels: Tensor | None,
+    task: str,
+    trained_on: DataInfo | None,
+    all_inputs: Tensor | None = None,
+) -> DataInfo:
+    """What can be told from one sample `(input, target)`, the labels, and the inputs where there are all."""
+    learnt_classes = trained_on.num_classes if trained_on is not None else None
+    if not _is_pair(sample):
+        if task == "auto" or (task in TASKS and task != "hf"):
+            what = f"takes samples of (input, target), and {_described(sample)}"
+            hint = "Return those two, or set task to the import path of your own, such as task=mine.Task"
+            raise DataError("D004", what, key="task", value=task, suggestion=hint)
+        num_classes = _stated_classes(dataset) or learnt_classes
+        return DataInfo(kind="other", task=task, num_classes=num_classes)
+    if isinstance(sample[1], str):
+        what, hint = (
+            f"labels are numbers, and the first one is the text {sample[1]!r}",
+            "Number the classes from 0",
+        )
+        raise DataError("D004", what, key="data", suggestion=hint)
+    inputs, target = sample[0], signed(torch.as_tensor(sample[1]))
+    known = target.reshape(1, *target.shape) if labels is None else labels
+    shape = tuple(inputs.shape)
+    facts: dict[str, Any] = {"input_shape": shape}
+    if inputs.dim() == 3:
+        kind, facts["in_channels"] = "image", shape[0]
+    elif inputs.is_floating_point():
+        kind = "features" if inputs.dim() == 1 else "other"
+    else:
+        kind, facts["context_length"] = ("tokens" if target.shape == inputs.shape else "text"), shape[0]
+        facts["vocab_size"] = getattr(dataset, "vocab_size", None)
+        if (lengths := getattr(dataset, "lengths", None)) is not None:
+            facts |= {
+                "context_length": int(max(lengths)),
+                "pad_id": int(getattr(dataset, "pad_id", None) or 0),
+            }
+            facts["input_shape"] = None
+    target_kind = kind_of_target(known, shape, task)
+    _check_task(task, target_kind, known)
+    if task == "auto" and kind == "tokens":
+        task, facts["task_reason"] = "language_modelling", "a token for each token"
+    elif task == "auto":
+        task, facts["task_reason"] = tell_task(known, target_kind)
+    if facts.get("vocab_size", 0) is None:
+        if trained_on is not None:
+            facts["vocab_size"] = trained_on.vocab_size
+        elif all_inputs is not None:
+            # One sample shows some of the tokens only; what is predicted are tokens too.
+            seen = [all_inputs, known] if task == "language_modelling" else [all_inputs]
+            facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
+    names = getattr(dataset, "classes", None)
+    names = tuple(map(str, names)) if names is not None else None
+    if target_kind == "map":
+        facts["num_classes"] = 1
+    elif task in ("regression", "multilabel"):
+        facts["num_classes"] = known.shape[1] if known.dim() > 1 else 1
+    elif kind != "tokens" or task == "token_classification":
+        stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
+        facts["num_classes"] = stated if target_kind == "mask" else stated or _count_classes(known, task)
+    return DataInfo(kind=kind, task=task, class_names=names, target_kind=target_kind, **facts)
+
+
+def _count_classes(labels: Tensor, task: str) -> int:
+    if not _names_otherwise(labels, task):
+        return int(labels.max()) + 1
+    several = labels.dim() == 2 and labels.shape[1] > 1
+    return labels.shape[1] if several else int(as_classes(labels).max()) + 1
+
+
+def _check_task(task: str, target_kind: str, labels: Tensor) -> None:
+    """Raise DataError D004 for a task that the config names and that such labels are not for."""
+    what = None
+    if task == "semantic_segmentation" and target_kind != "mask":
+        what = f"takes a whole number for each pixel of an image, and labels are of {shape_of(labels)}"
+    elif task == "multilabel" and (labels.dim() != 2 or target_kind == "mask"):
+        what = f"takes a row of zeros and ones for each sample, and labels are of {shape_of(labels)}"
+    elif task == "classification" and target_kind in ("mask", "map"):
+        what = f"takes one class for each sample, and labels are of {shape_of(labels)}, one for each pixel"
+    if what is not None:
+        raise DataError("D004", what, key="task", value=task, suggestion="Use task=auto")
+
+
+def _described(sample: Any) -> str:
+    """What a sample is that is no pair of an input and a target, in words."""
+    if isinstance(sample, Mapping):
+        return f"this data has mappings of {', '.join(map(str, sample))}"
+    if not isinstance(sample, (tuple, list)):
+        return f"this data has a {type(sample).__name__} each"
+    if len(sample) != 2:
+        return f"this data has {len(sample)} item{'s' * (len(sample) != 1)} each"
+    part, name = (sample[0], "inputs") if not isinstance(sample[0], Tensor) else (sample[1], "targets")
+    return f"{name} of this data are no tensors or numbers, but each a {type(part).__name__}"

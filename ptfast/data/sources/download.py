@@ -1,0 +1,123 @@
+"""Fetching an archive once, whole and checked, and unpacking it without trusting its paths."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tarfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from ptfast.core.errors import DataError, MachineError
+
+_TIMEOUT_S = 20
+
+
+def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = True) -> Path:
+    """The archive of `url` in `folder`, downloaded unless it lies there whole.
+
+    What an interrupted download left is replaced; an archive gets its name only once its checksum is right.
+    Processes that ask at the same time wait for the first.
+
+    Args:
+        md5: checksum of the archive, in hexadecimal digits.
+        hint: what to do without a network, for the error.
+        download: False to take only what lies there.
+
+    Raises:
+        DataError: D007 if it cannot be downloaded or its checksum is wrong.
+        MachineError: E001 if `folder` cannot be written.
+    """
+    target = folder / url.rsplit("/", 1)[1]
+    with _alone(folder, hint):
+        damaged = target.is_file() and file_md5(target) != md5
+        if target.is_file() and not damaged:
+            return target
+        if not download:
+            raise DataError("D007", "is damaged (wrong checksum)", key=str(target), suggestion=hint)
+        partial = target.with_suffix(".partial")
+        try:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as source, partial.open("wb") as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+        except OSError as error:
+            state = (
+                "is damaged (wrong checksum) and cannot be downloaded" if damaged else "cannot be downloaded"
+            )
+            reason = getattr(error, "reason", None) or error
+            partial.unlink(missing_ok=True)
+            raise DataError(
+                "D007", f"{state}: {reason}", key=str(target if damaged else url), suggestion=hint
+            ) from None
+        if file_md5(partial) != md5:
+            partial.unlink(missing_ok=True)
+            raise DataError(
+                "D007", "the download has the wrong checksum", key=url, suggestion=f"Try again. {hint}"
+            )
+        partial.replace(target)
+    return target
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a tar archive into `folder`.
+
+    Raises:
+        DataError: D007 for a damaged archive, or one with links, absolute paths or `..` among its members;
+            nothing of it is unpacked then.
+    """
+    try:
+        with tarfile.open(archive) as tar:
+            members = tar.getmembers()
+            for member in members:
+                path = PurePosixPath(member.name)
+                if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+                    raise DataError("D007", f"holds an unsafe member: {member.name}", key=str(archive))
+            for member in members:
+                target = folder / member.name
+                if member.isdir():
+                    target.mkdir(parents=True, exist_ok=True)
+                    continue
+                target.parent.mkdir(parents=True, exist_ok=True)
+                content = tar.extractfile(member)
+                assert content is not None
+                # Another rank may be unpacking the same: a file appears whole.
+                partial = target.with_name(f".{target.name}.{os.getpid()}")
+                with content, partial.open("wb") as sink:
+                    shutil.copyfileobj(content, sink, 1 << 20)
+                partial.replace(target)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise DataError("D007", f"cannot be unpacked: {error}", key=str(archive)) from None
+
+
+def file_md5(path: Path) -> str:
+    """MD5 of a file, in hexadecimal digits."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, hint: str) -> Iterator[None]:
+    """Hold a lock on `folder` among the processes of this machine; a folder that stays empty is removed."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}"
+        raise MachineError("E001", what, key=str(folder), suggestion=hint) from None
+    try:
+        with contextlib.suppress(ImportError, OSError):  # some file systems cannot lock
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+        for path in made:
+            with contextlib.suppress(OSError):  # it is not empty
+                path.rmdir()

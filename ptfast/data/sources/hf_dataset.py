@@ -1,0 +1,171 @@
+"""A Hugging Face data set, by its name on the hub or from a local folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ptfast.core.errors import DataError, MachineError
+from ptfast.core.protocols import DataInfo
+from ptfast.data.dataset import Source, Splits, TensorSource, as_tensor
+from ptfast.data.decoding.encoded_text import encode
+from ptfast.data.decoding.image_decoding import fit
+from ptfast.data.decoding.text_tokenizer import PAD_ID, HubTokenizer, learn_tokenizer, tokenizer_of
+from ptfast.data.label_checks import check_labels
+from ptfast.data.sources.ragged_text import TextSource
+
+if TYPE_CHECKING:
+    from ptfast.core.durations import Duration
+
+_SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
+_GUESSES = {
+    "text": ("text", "sentence"),
+    "image": ("image", "img"),
+    "label": ("label", "labels", "fine_label"),
+}
+
+
+class HfDataset:
+    """Text or image classification from a data set of the package `datasets`, held in memory.
+
+    Args:
+        path: name on the hub, or a folder: written by `save_to_disk`, or of data files.
+        name: configuration of the data set, where it has several.
+        text, image, label: columns; found by their usual names if not given.
+        tokenizer: of texts: `words`, `characters`, a `tokenizer.json`, or a name on the hub.
+        max_length: tokens that are kept of a text.
+        image_size: side that images are brought to; None where all have one size.
+
+    Raises:
+        MachineError: E004 by `load` if the package is not installed.
+        DataError: D001 if there is no such data set, D005 for one without the columns; by `load`.
+    """
+
+    name = "hf"
+
+    def __init__(
+        self,
+        path: str,
+        name: str | None = None,
+        text: str | None = None,
+        image: str | None = None,
+        label: str | None = None,
+        tokenizer: str = "words",
+        max_length: int = 128,
+        image_size: int | None = None,
+    ) -> None:
+        self.path, self.config = path, name
+        self.columns = {"text": text, "image": image, "label": label}
+        self.tokenizer, self.max_length, self.image_size = tokenizer, max_length, image_size
+        self._known: DataInfo | None = None
+
+    def read_as(self, known: DataInfo) -> None:
+        """Take the vocabulary from `known`, and not from the training texts."""
+        self._known, self.max_length = known, known.context_length or self.max_length
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        splits = self._splits()
+        train = splits["train"]
+        columns = {role: self._column(train, role) for role in _GUESSES}
+        label = columns["label"]
+        if label is None or (columns["text"] is None and columns["image"] is None):
+            what = f"has columns {', '.join(train.column_names)}; which hold inputs and labels is not clear"
+            hint = "Set data.label, and data.text or data.image"
+            raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
+        names = getattr(train.features[label], "names", None)
+        labels = {split: as_tensor(np.asarray(part[label], np.int64)) for split, part in splits.items()}
+        if names is not None and bool((labels.get("test", labels["train"]) == -1).all()):
+            # Benchmarks keep the labels of their test split to themselves.
+            labels.pop("test", None)
+            splits.pop("test", None)
+        num_classes = len(names) if names is not None else int(labels["train"].max()) + 1
+        for split, numbers in labels.items():
+            check_labels(numbers, num_classes, split)
+        known: dict[str, Any] = {
+            "task": "classification",
+            "num_classes": num_classes,
+            "class_names": tuple(names) if names is not None else None,
+        }
+        build = self._texts if columns["text"] is not None else self._images
+        info, sources = build(splits, labels, str(columns["text"] or columns["image"]), known)
+        return Splits(info, sources["train"], sources.get("val"), sources.get("test"))
+
+    def _splits(self) -> dict[str, Any]:
+        try:
+            import datasets
+        except ImportError:
+            hint = "Install it with pip install 'ptfast[hf]'"
+            raise MachineError(
+                "E004", "needs the package datasets", key="data", value="hf", suggestion=hint
+            ) from None
+        try:
+            local = Path(self.path).expanduser()
+            if (local / "dataset_dict.json").is_file() or (local / "dataset_info.json").is_file():
+                loaded = datasets.load_from_disk(str(local))
+            else:
+                loaded = datasets.load_dataset(self.path, self.config)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise DataError("D001", f"cannot be loaded: {reason}", key="data.path", value=self.path) from None
+        if not isinstance(loaded, dict):
+            return {"train": loaded}
+        found = {
+            split: next((loaded[known] for known in names if known in loaded), None)
+            for split, names in _SPLITS.items()
+        }
+        if found["train"] is None:
+            what = f"has no train split, only {', '.join(loaded)}"
+            raise DataError("D002", what, key="data.path", value=self.path)
+        return {split: part for split, part in found.items() if part is not None}
+
+    def _column(self, split: Any, role: str) -> str | None:
+        wanted = self.columns[role]
+        if wanted is not None and wanted not in split.column_names:
+            what = f"no such column; there are {', '.join(split.column_names)}"
+            raise DataError("D005", what, key=f"data.{role}", value=wanted)
+        return wanted or next((name for name in _GUESSES[role] if name in split.column_names), None)
+
+    def _texts(
+        self, splits: dict[str, Any], labels: dict[str, Any], column: str, known: dict[str, Any]
+    ) -> tuple[DataInfo, dict[str, Source]]:
+        texts = {split: list(part[column]) for split, part in splits.items()}
+        tokenizer = (
+            tokenizer_of(self._known) if self._known else learn_tokenizer(self.tokenizer, texts["train"])
+        )
+        pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
+        sources: dict[str, Source] = {
+            split: TextSource(encode(part, tokenizer), labels[split], pad_id, self.max_length)
+            for split, part in texts.items()
+        }
+        extra = {"tokenizer": tokenizer.describe(), "max_length": self.max_length, "pad_id": pad_id}
+        info = DataInfo(
+            kind="text",
+            vocab_size=len(tokenizer),
+            pad_id=pad_id,
+            context_length=self.max_length,
+            extra=extra,
+            **known,
+        )
+        return info, sources
+
+    def _images(
+        self, splits: dict[str, Any], labels: dict[str, Any], column: str, known: dict[str, Any]
+    ) -> tuple[DataInfo, dict[str, Source]]:
+        def pixels(image: Any) -> np.ndarray:
+            array = np.array(image.convert("RGB"))
+            return array if self.image_size is None else fit(array, self.image_size)
+
+        sources: dict[str, Source] = {}
+        height = width = 0
+        for split, part in splits.items():
+            images = [pixels(image) for image in part[column]]
+            if len({image.shape for image in images}) > 1:
+                what = "its images differ in size"
+                hint = "Bring all to one size with data.image_size=32, say"
+                raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
+            height, width = images[0].shape[:2]
+            sources[split] = TensorSource(torch.from_numpy(np.stack(images)), labels[split], images=True)
+        return DataInfo(kind="image", input_shape=(3, height, width), in_channels=3, **known), sources

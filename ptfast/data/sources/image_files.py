@@ -1,0 +1,168 @@
+"""Images in files, decoded each time they are fetched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from ptfast.core.errors import DataError
+from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.data.dataset import Held, Source, TensorSource, as_tensor
+from ptfast.data.decoding.image_decoding import Decoder, Pixels, decode_all, mixed_sizes, size_of
+from ptfast.data.decoding.sample_threads import in_threads
+from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ptfast.data.loaders.shared_memory import Holder
+    from ptfast.data.sampling.order import Indices
+
+OnCorrupt = Literal["error", "skip"]
+_SOME = 64
+"""Files whose sizes tell how large all are, about."""
+
+
+class ImageFiles(Source):
+    """Images that are decoded each time they are fetched, by as many threads as torch has here.
+
+    Decoding leaves the interpreter to others, so that threads of one process do it side by side.
+
+    Args:
+        paths: of the files.
+        targets: int64 (files,).
+        decoder: brings whole images to their size.
+        on_corrupt: `error` refuses a file that cannot be decoded. `skip` shows the next one that can be in
+            its place, with a label that does not count, so that every other sample keeps its index.
+    """
+
+    images = True
+    repeatable = True
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        targets: Tensor,
+        decoder: Decoder,
+        on_corrupt: OnCorrupt = "error",
+        threads: int = 1,
+    ) -> None:
+        self.paths, self.targets, self.decoder, self.skips = paths, targets, decoder, on_corrupt == "skip"
+        self.threads = threads
+        self.corrupt: set[int] = set()
+        """Samples that are known to be unreadable."""
+        self._converted: set[int] = set()
+        self.shape: tuple[int, ...] = ()
+        """(height, width, channels) of every image; empty until it is known."""
+        self.image_size = decoder.image_size
+        self._whole = Decoder()
+        self._sizes = np.zeros((2, len(paths)), np.int32)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def held_bytes(self) -> int | None:
+        return len(self.paths) * math.prod(self.shape) if self.shape else None
+
+    @property
+    def original_bytes(self) -> int:
+        some = np.unique(np.linspace(0, len(self) - 1, _SOME).astype(np.int64))
+        return int(3 * len(self) * np.prod(self.sizes(some), 0).mean())
+
+    @property
+    def num_converted(self) -> int:
+        # In place of an unreadable file another is shown, which counts for itself.
+        return len(self._converted - self.corrupt)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        pixels = self._pixels(indices, self.decoder)
+        expected = self.shape or pixels[0].shape
+        for index, image in zip(indices, pixels, strict=True):
+            if image.shape != expected:
+                raise mixed_sizes(self.paths[int(index)], image.shape, expected)
+        return torch.from_numpy(np.stack(pixels)), self.labels(indices)
+
+    def labels(self, indices: Indices) -> Tensor:
+        """The targets of samples `indices`, which have been fetched; `IGNORE_INDEX` for unreadable ones."""
+        labels = super().labels(indices)
+        if self.corrupt:
+            labels[torch.from_numpy(np.isin(indices, list(self.corrupt)))] = IGNORE_INDEX
+        return labels
+
+    def originals(self, indices: Indices) -> list[Pixels]:
+        return self._pixels(indices, self._whole)
+
+    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
+        """Heights and widths of the images by their files, each read once."""
+        for index in indices:
+            if not self._sizes[0, index]:
+                self._sizes[:, index] = self._size_of(index)
+        heights, widths = self._sizes[:, indices].astype(np.int64)
+        return heights, widths
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        def crop(path: str, place: int) -> Tensor:
+            return resized_crop(self._whole(path).pixels, boxes[place], bool(mirrored[place]), size)
+
+        return torch.stack(self._each(indices, crop))
+
+    def see(self, indices: Indices, targets: Tensor) -> None:
+        self.corrupt.update(indices[targets.numpy() == IGNORE_INDEX].tolist())
+
+    def unreadable(self) -> list[str]:
+        return [self.paths[i] for i in sorted(self.corrupt)]
+
+    def ignores_labels(self) -> bool:
+        return self.skips or super().ignores_labels()
+
+    def _size_of(self, index: int) -> tuple[int, int]:
+        try:
+            return size_of(self.paths[index])
+        except DataError:
+            if not self.skips:
+                raise
+            return 1, 1
+
+    def _pixels(self, indices: Indices, decoder: Decoder) -> list[Pixels]:
+        decoded = self._each(indices, lambda path, _: decoder(path))
+        self._converted.update(int(i) for i, image in zip(indices, decoded, strict=True) if image.converted)
+        return [image.pixels for image in decoded]
+
+    def _each(self, indices: Indices, read: Callable[[str, int], Any]) -> list[Any]:
+        """What `read` makes of the file and the place of each of `indices`."""
+        return in_threads(len(indices), lambda place: self._readable(int(indices[place]), place, read))
+
+    def _readable(self, index: int, place: int, read: Callable[[str, int], Any]) -> Any:
+        """What `read` makes of file `index`, or where files may be skipped, of the next that it can read."""
+        if not self.skips:
+            return read(self.paths[index], place)
+        for other in chain(range(index, len(self.paths)), range(index)):
+            if other not in self.corrupt:
+                try:
+                    return read(self.paths[other], place)
+                except DataError:
+                    self.corrupt.add(other)
+        raise DataError("D005", "cannot be decoded, nor any other file", key=self.paths[index])
+
+    def hold(self, holder: Holder | None = None) -> Held:
+        if self.skips:
+            return Held(super().hold().source, self.num_converted)
+        images, num_converted = decode_all(self.decoder, self.paths, self.threads, holder)
+        return Held(TensorSource(images, self.targets, images=True), num_converted)
+
+    def take(self, indices: Indices) -> ImageFiles:
+        taken = type(self)(
+            [self.paths[int(i)] for i in indices],
+            self.targets.index_select(0, as_tensor(indices)),
+            self.decoder,
+            "skip" if self.skips else "error",
+            self.threads,
+        )
+        taken.shape = self.shape
+        return taken

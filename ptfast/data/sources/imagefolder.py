@@ -1,0 +1,111 @@
+"""Images in class folders: `train/<class>/*`, with `val/` and `test/` beside it, or class folders alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from ptfast.core.errors import ConfigError
+from ptfast.core.machine import spare_cores
+from ptfast.core.protocols import DataInfo
+from ptfast.data.data_fingerprint import class_parts
+from ptfast.data.dataset import Splits
+from ptfast.data.decoding.image_decoding import Decoder
+from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
+from ptfast.data.packs.packed_images import PackedFolder
+from ptfast.data.sources.class_folders import list_tree
+from ptfast.data.sources.image_files import ImageFiles, OnCorrupt
+
+if TYPE_CHECKING:
+    from ptfast.core.durations import Duration
+
+DecodesJpeg = Literal["cpu", "nvjpeg"]
+
+
+class ImageFolder:
+    """A tree of class folders, of which the loader decides when images are decoded.
+
+    Args:
+        root: the folder: with `train/` (and `val/`, `test/`) of class folders, with class folders, or with a
+            pack of these, made by `ptfast pack`.
+        image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
+            where all have one size.
+        threads: that decode what is held in memory; `auto` for one per core.
+        on_corrupt: what is done about files that cannot be decoded: `error` names the first and stops; `skip`
+            leaves them out, without moving any other sample to another index.
+        decoder: of JPEG files for `augment.resized_crop`: `cpu`, or `nvjpeg` for the GPU that trains, which
+            leaves other files to the CPU.
+
+    Raises:
+        ConfigError: C011 for a pack that a GPU is to decode, or of which files are to be skipped.
+        MachineError: E005 for a GPU that decodes no JPEG.
+        DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be decoded,
+            D007 for a pack that is not whole or older than its source.
+    """
+
+    name = "imagefolder"
+
+    def __init__(
+        self,
+        root: str,
+        image_size: int | None = None,
+        threads: int | Literal["auto"] = "auto",
+        on_corrupt: OnCorrupt = "error",
+        decoder: DecodesJpeg = "cpu",
+    ) -> None:
+        self.decoder: DecodesJpeg = decoder
+        self.root, self.image_size = Path(root).expanduser(), image_size
+        self.on_corrupt: OnCorrupt = on_corrupt
+        self.threads = spare_cores(16) if threads == "auto" else threads
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        if (manifest := open_pack(self.root)) is not None:
+            if self.decoder != "cpu":
+                what, hint = "packs are read on the host", "Use data.decoder=cpu"
+                raise ConfigError("C011", what, key="data.decoder", value=self.decoder, suggestion=hint)
+            if self.on_corrupt != "error":
+                what = "the pack has left out already what cannot be read"
+                hint = "Use data.on_corrupt=error here, and ptfast pack --on-corrupt skip to leave files out"
+                raise ConfigError("C011", what, key="data.on_corrupt", value=self.on_corrupt, suggestion=hint)
+            return PackedFolder(self.root, manifest, self.image_size).load()
+        classes, listings = list_tree(self.root)
+        decoder, files_class = Decoder(self.image_size), self._files_class()
+        sources = {
+            split: files_class(paths, torch.tensor(labels), decoder, self.on_corrupt, self.threads)
+            for split, (paths, labels) in listings.items()
+        }
+        height, width, channels = sources["train"].fetch(np.arange(1))[0].shape[1:]
+        for source in sources.values():
+            source.shape = height, width, channels
+        looks = {
+            split: class_parts(split, self.root, classes, *listing, STAT_LIMIT)
+            for split, listing in listings.items()
+        }
+        contents = {name: facts for parts, _ in looks.values() for name, facts in parts.items()}
+        # Files that are written over leave their folder as it is.
+        newest = max(newest_folder(self.root), *(newest_ns for _, newest_ns in looks.values()))
+        digests = [facts[-1] for facts in contents.values()]
+        key = (self.root.resolve(), self.image_size, newest, *digests)
+        info = DataInfo(
+            kind="image",
+            task="classification",
+            num_classes=len(classes),
+            class_names=classes,
+            input_shape=(channels, height, width),
+            in_channels=channels,
+            extra={"cache_key": " ".join(map(str, key))},
+        )
+        return Splits(
+            info, sources["train"], sources.get("val"), sources.get("test"), contents=lambda: contents
+        )
+
+    def _files_class(self) -> type[ImageFiles]:
+        if self.decoder == "cpu":
+            return ImageFiles
+        from ptfast.data.decoding.nvjpeg import NvJpegFiles, check_decoder
+
+        check_decoder()
+        return NvJpegFiles

@@ -1,0 +1,329 @@
+"""Text: labelled lines for classification, and running text for language modelling."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptfast.core.errors import DataError
+from ptfast.core.protocols import DataInfo
+from ptfast.data.data_fingerprint import describe_part
+from ptfast.data.dataset import Source, Splits
+from ptfast.data.decoding.encoded_text import Encoded, encode
+from ptfast.data.decoding.text_tokenizer import (
+    BUILT_IN,
+    PAD_ID,
+    HubTokenizer,
+    Vocabulary,
+    learn_tokenizer,
+    tokenizer_of,
+)
+from ptfast.data.packs.pack_reader import open_pack
+from ptfast.data.packs.packed_text import Tokenized, read_packed_text
+from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.split import held_out
+from ptfast.data.sources.ragged_text import Documents, Numbers, TextSource
+from ptfast.data.sources.text_files import SUFFIXES, read_table, read_text
+
+if TYPE_CHECKING:
+    from ptfast.core.durations import Duration
+    from ptfast.data.sampling.order import Indices
+
+_SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
+
+
+class TextTsv:
+    """Labelled texts: one `text<TAB>label` a line in `train.tsv`, `dev.tsv` (or `val.tsv`) and `test.tsv`.
+
+    Files may be `.csv` too, and have a first line that names their columns; see `read_table`.
+
+    Args:
+        root: folder of these files.
+        path: one file instead, from which validation samples are held out.
+        tokenizer: `words` (at white space), `characters`, a `tokenizer.json`, or a name on the Hugging Face
+            hub.
+        max_length: tokens that are kept of a text.
+        min_count: occurrences in the training texts below which a word is unknown.
+
+    Raises:
+        DataError: D001, D002 or D005 by `load`, naming file and line.
+    """
+
+    name = "text_tsv"
+
+    def __init__(
+        self,
+        root: str | None = None,
+        path: str | None = None,
+        tokenizer: str = "words",
+        max_length: int = 128,
+        min_count: int = 1,
+    ) -> None:
+        self.root, self.path = root, path
+        self.tokenizer, self.max_length, self.min_count = tokenizer, max_length, min_count
+        self._known: DataInfo | None = None
+
+    def read_as(self, known: DataInfo) -> None:
+        """Take vocabulary and classes from `known`, and not from the training texts."""
+        self._known, self.max_length = known, known.context_length or self.max_length
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        rows, headers = self._rows()
+        texts, labels = rows["train"]
+        tokenizer = (
+            tokenizer_of(self._known)
+            if self._known
+            else learn_tokenizer(self.tokenizer, texts, self.min_count)
+        )
+        names = (self._known.class_names if self._known else None) or sort_labels(labels)
+        pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
+        sources = {
+            split: TextSource(
+                encode(split_texts, tokenizer),
+                number_labels(split_labels, names, split),
+                pad_id,
+                self.max_length,
+            )
+            for split, (split_texts, split_labels) in rows.items()
+        }
+        info = DataInfo(
+            kind="text",
+            task="classification",
+            num_classes=len(names),
+            class_names=names,
+            vocab_size=len(tokenizer),
+            pad_id=pad_id,
+            context_length=self.max_length,
+            extra={"tokenizer": tokenizer.describe(), "max_length": self.max_length, "pad_id": pad_id},
+        )
+        num_cut, size = sum(part.num_cut for part in sources.values()), sum(map(len, sources.values()))
+        notes = [f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens"] * bool(num_cut)
+        note = "; ".join([*headers, *notes])
+        return Splits(info, sources["train"], sources.get("val"), sources.get("test"), note)
+
+    def _rows(self) -> tuple[dict[str, tuple[list[str], list[str]]], list[str]]:
+        """Texts and labels of each split, and what was left out as it is no sample."""
+        rows, notes = {}, list[str]()
+        for split, path in self._files().items():
+            texts, labels, header = read_table(path)
+            names = ", ".join(header or ())
+            if labels is not None:
+                rows[split] = texts, labels
+            elif split != "test":
+                what = f"its first line names columns, and no label among them: {names}"
+                raise DataError("D005", what, key=f"{path}:1", suggestion="Call one label")
+            if header is not None:
+                # Benchmarks keep the labels of their test split to themselves.
+                left_out = f"the line of column names ({names})" if labels is not None else "no labels, so it"
+                notes.append(f"{path.name}: {left_out} is left out")
+        return rows, notes
+
+    def _files(self) -> dict[str, Path]:
+        if (self.root is None) == (self.path is None):
+            what = "no path is given" if self.root is None else "both data.root and data.path are given"
+            hint = "Set data.root to a folder of train.tsv and dev.tsv, or data.path to one file"
+            raise DataError("D001", what, key="data", suggestion=hint)
+        if self.path is not None:
+            return {"train": Path(self.path).expanduser()}
+        root = Path(str(self.root)).expanduser()
+        if not root.is_dir():
+            what = "is a file, not a folder" if root.exists() else "no such folder"
+            raise DataError("D001", what, key="data.root", value=root, suggestion="It must hold train.tsv")
+        files = {
+            split: [root / f"{stem}{suffix}" for stem in stems for suffix in SUFFIXES]
+            for split, stems in _SPLITS.items()
+        }
+        found = {split: next(filter(Path.is_file, paths), None) for split, paths in files.items()}
+        if found["train"] is None:
+            raise DataError("D001", "holds no train.tsv or train.csv", key="data.root", value=root)
+        return {split: path for split, path in found.items() if path is not None}
+
+
+class TextFile:
+    """Text for language modelling, from one file: running text, or documents.
+
+    The last part of the text is for validation. Of running text, training windows begin at random places in
+    the rest; of documents, each is a sample.
+
+    Args:
+        path: a text file in UTF-8, or a pack of one, made by `ptfast pack`.
+        tokenizer: `characters`, `words`, a `tokenizer.json`, or a name on the Hugging Face hub.
+        context_length: tokens of a sample, at most.
+        documents: what a document is: none for one running text, `lines`, or `paragraphs` with blank lines
+            between them.
+
+    Raises:
+        DataError: D001, D002, D005 or D006 by `load`.
+    """
+
+    name = "text_file"
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str = "characters",
+        context_length: int = 128,
+        documents: Literal["none", "lines", "paragraphs"] = "none",
+    ) -> None:
+        self.path, self.tokenizer, self.context_length = Path(path).expanduser(), tokenizer, context_length
+        self.documents = documents
+        self._known: DataInfo | None = None
+
+    def read_as(self, known: DataInfo) -> None:
+        """Take the vocabulary from `known`, and not from the text."""
+        self._known, self.context_length = known, known.context_length or self.context_length
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        tokenizer, encoded, text_bytes, checksums = self._read()
+        info = DataInfo(
+            kind="tokens",
+            task="language_modelling",
+            vocab_size=len(tokenizer),
+            context_length=self.context_length,
+            token_bytes=text_bytes / max(len(encoded.tokens), 1),
+            extra={"tokenizer": tokenizer.describe(), "max_length": self.context_length},
+        )
+        if self.documents == "none":
+            splits = Splits(info, *self._windows(encoded.tokens, val, seed))
+        else:
+            splits = self._documents(info, encoded, val)
+        if checksums is not None:
+            for source in splits.sources.values():
+                source.packed, source.in_memory = True, False
+            facts = describe_part(len(encoded.tokens), "tokens", *checksums)
+            splits = splits._replace(contents=lambda: {"train": facts})
+        return splits
+
+    def _read(self) -> Tokenized:
+        if self.path.is_dir() and (manifest := open_pack(self.path, "data.path")) is not None:
+            return read_packed_text(
+                self.path,
+                manifest,
+                tokenizer=self.tokenizer,
+                documents=self.documents,
+                known=self._known,
+            )
+        text = read_text(self.path)
+        if self._known is not None:
+            tokenizer = tokenizer_of(self._known)
+        elif self.tokenizer in BUILT_IN:
+            entries = sorted(set(text.split() if self.tokenizer == "words" else text))
+            tokenizer = Vocabulary(self.tokenizer, entries, None)
+        else:
+            tokenizer = HubTokenizer(self.tokenizer)
+        texts = cut_into_documents(text, self.documents)
+        # What lies between documents is no token, and no text that is modelled.
+        text_bytes = sum(len(part.encode()) for part in texts)
+        return Tokenized(tokenizer, encode(texts, tokenizer), text_bytes, None)
+
+    def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[Source, Source | None]:
+        context = self.context_length
+        num_windows = (len(tokens) - 1) // context
+        if num_windows < 1:
+            what = f"has {len(tokens):,} tokens, fewer than one sample of data.context_length={context} takes"
+            hint = "Use a shorter context_length"
+            raise DataError("D006", what, key="data.path", value=self.path, suggestion=hint)
+        num_val = held_out(num_windows, val)
+        cut = len(tokens) - num_val * context
+        if cut <= context:
+            raise DataError("D006", "leaves no training text", key="data.val", value=val)
+        # One token more than the tail: the first target of a window follows its first input.
+        held = Windows(tokens[cut - 1 :], context) if num_val else None
+        return RandomWindows(tokens[:cut], context, seed), held
+
+    def _documents(self, info: DataInfo, texts: Encoded, val: Duration) -> Splits:
+        size = len(texts.lengths)
+        first = size - held_out(size, val)
+        parts = [Documents(part, 0, self.context_length) for part in texts.split(first)]
+        for part, key in zip(parts, ("data.path", "data.val"), strict=False):
+            if not len(part):
+                what = "holds no document of two tokens or more" if key == "data.path" else "holds none out"
+                raise DataError("D006", what, key=key, value=self.path if key == "data.path" else val)
+        num_cut = sum(part.num_cut for part in parts)
+        note = (
+            f"{num_cut:,} of {size:,} documents are cut into parts of {self.context_length} tokens"
+            if num_cut
+            else ""
+        )
+        return Splits(info, *parts, note=note)
+
+
+def cut_into_documents(text: str, documents: str) -> list[str]:
+    """The documents of a text, in order, without empty ones; each keeps the end of its last line."""
+    if documents == "none":
+        return [text]
+    cut = r"(?<=\n)" if documents == "lines" else r"(?<=\n)(?:[ \t\r]*\n)+"
+    return [document for document in re.split(cut, text) if document.strip()]
+
+
+class Windows(Source):
+    """Windows of running text one after another: `(inputs, targets)`, the targets one token further on."""
+
+    in_memory = True
+
+    def __init__(self, tokens: Numbers, context_length: int) -> None:
+        self._tokens, self._context = tokens, context_length
+        self._columns = np.arange(context_length + 1)
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._context
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        return self._cut(indices * self._context)
+
+    def contents(self) -> list[Any]:
+        return describe_part(len(self._tokens), "tokens", self._tokens)
+
+    def _cut(self, starts: Indices) -> tuple[Tensor, Tensor]:
+        windows = self._tokens[starts[:, None] + self._columns]
+        windows = torch.from_numpy(windows.astype(np.int64, copy=False))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+class RandomWindows(Windows):
+    """As many windows as fit side by side, each at a place drawn anew in every epoch."""
+
+    def __init__(self, tokens: Numbers, context_length: int, seed: int) -> None:
+        super().__init__(tokens, context_length)
+        self._seed = seed
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        places = len(self._tokens) - self._context
+        return self._cut(counter_draws.integers(self._seed, epoch, indices, counter_draws.WINDOW, places))
+
+
+def sort_labels(labels: list[str]) -> tuple[str, ...]:
+    """The classes among `labels`, by number if all are numbers, else by name.
+
+    Raises:
+        DataError: D003 if there is one class only.
+    """
+    names = set(labels)
+    if len(names) == 1:
+        raise DataError(
+            "D003", f"every training label is {labels[0]}, which leaves nothing to tell apart", key="data"
+        )
+    try:
+        return tuple(sorted(names, key=float))
+    except ValueError:
+        return tuple(sorted(names))
+
+
+def number_labels(labels: list[str], names: tuple[str, ...], split: str) -> Tensor:
+    """Class numbers of `labels`.
+
+    Raises:
+        DataError: D004 for a label that the training split does not have.
+    """
+    numbers = {name: i for i, name in enumerate(names)}
+    try:
+        return torch.tensor([numbers[label] for label in labels])
+    except KeyError as error:
+        what = f"label {error.args[0]} of the {split} split does not occur in training"
+        hint = f"Training has {', '.join(names[:10])}"
+        raise DataError("D004", what, key="data", suggestion=hint) from None

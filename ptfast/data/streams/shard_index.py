@@ -1,0 +1,128 @@
+"""What lies where in a tar shard: images and labels by its headers, kept in the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptfast.core.errors import DataError
+from ptfast.data.decoding.array_cache import keep_arrays, load_arrays
+from ptfast.data.decoding.image_decoding import SUFFIXES
+from ptfast.data.streams.tar_headers import REMEDY, Member, members, read_at
+from ptfast.data.transforms.normalize import cache_folder
+
+_FORMAT = 1
+_LABELS = ("cls", "json", "txt")
+"""Extensions of what may hold the label, the first that there is."""
+_KEYS = ("label", "cls", "class")
+"""Of a JSON object, the first that there is."""
+_IMAGES = tuple(suffix[1:] for suffix in SUFFIXES)
+Label = int | str
+
+
+class Shard(NamedTuple):
+    """The samples of a shard, each with the place of its image."""
+
+    names: NDArray[np.bytes_]
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    labels: NDArray[Any]
+    """int64, or text where one of them is."""
+
+
+def index_shard(path: Path) -> Shard:
+    """What lies where in the shard at `path`.
+
+    Its headers are read once: what they say is kept under the shard's path, and read anew when its size or
+    time of change is another.
+
+    Raises:
+        DataError: D001 if it cannot be read, D002 without samples, D005 for what is no whole tar, or a sample
+            without an image or a label.
+
+    Cost: 25 us for a sample, and where it is kept 0.2 us.
+    """
+    try:
+        found = path.stat()
+        path.open("rb").close()
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        raise DataError("D001", what, key=str(path), suggestion="Leave it out, or put it back") from None
+    stamp = np.array([_FORMAT, found.st_size, found.st_mtime_ns])
+    key = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()[:32]
+    entry = cache_folder() / "shards" / f"{key}.npz"
+    kept = load_arrays(entry)
+    if {"stamp", *Shard._fields} <= kept.keys() and np.array_equal(kept["stamp"], stamp):
+        return Shard(*(kept[name] for name in Shard._fields))
+    shard = _read_shard(path)
+    keep_arrays(entry, stamp=stamp, **shard._asdict())
+    return shard
+
+
+def _read_shard(path: Path) -> Shard:
+    rows: list[tuple[bytes, int, int, Label]] = []
+    with path.open("rb", buffering=0) as file:
+        for key, files in itertools.groupby(members(path), lambda member: _split(member.name)[0]):
+            by_suffix = {_split(member.name)[1]: member for member in files}
+            image = _image(key, by_suffix, path)
+            name = image.name.encode("utf-8", "replace")
+            rows.append((name, image.offset, image.size, _label(file, key, by_suffix, path)))
+    if not rows:
+        raise DataError("D002", "is a shard without samples", key=str(path), suggestion="Leave it out")
+    names, offsets, sizes, labels = zip(*rows, strict=True)
+    numbers = all(isinstance(label, int) for label in labels)
+    return Shard(
+        np.array(names),
+        np.array(offsets, np.int64),
+        np.array(sizes, np.int64),
+        np.array(labels, np.int64) if numbers else np.array([str(label) for label in labels]),
+    )
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Key of a sample and kind of a file: what comes before and after the first dot of its name."""
+    folder, slash, file = name.rpartition("/")
+    key, _, suffix = file.partition(".")
+    return folder + slash + key, suffix.lower()
+
+
+def _image(key: str, by_suffix: dict[str, Member], path: Path) -> Member:
+    """The image of a sample: of several, the one named `KEY.jpg` and not `KEY.mask.jpg`."""
+    found = [suffix for suffix in by_suffix if suffix.endswith(_IMAGES)]
+    plain = [suffix for suffix in found if suffix in _IMAGES]
+    chosen = plain if len(plain) == 1 else found
+    if len(chosen) != 1:
+        what = f"sample {key} has no image, but {', '.join(by_suffix)}"
+        if found:
+            what = f"sample {key} has several images: {', '.join(found)}"
+        raise DataError("D005", what, key=str(path), suggestion=REMEDY)
+    return by_suffix[chosen[0]]
+
+
+def _label(file: Any, key: str, by_suffix: dict[str, Member], path: Path) -> Label:
+    suffix = next((suffix for suffix in _LABELS if suffix in by_suffix), None)
+    label: Any = None
+    if suffix is not None:
+        text = read_at(file, *by_suffix[suffix][1:]).decode("utf-8", "replace").strip()
+        label = text
+        if suffix == "json":
+            try:
+                label = json.loads(text)
+            except ValueError:
+                label = None
+            if isinstance(label, dict):
+                label = next((label[name] for name in _KEYS if name in label), None)
+        elif suffix == "cls" and re.fullmatch(r"[+-]?\d+", text):
+            label = int(text)
+    fits = not isinstance(label, int) or -(2**63) <= label < 2**63
+    if isinstance(label, bool) or not isinstance(label, (int, str)) or label == "" or not fits:
+        what = f"sample {key} has no label in a file .cls, .json ({', '.join(_KEYS)}) or .txt"
+        raise DataError("D005", what, key=str(path), suggestion=REMEDY)
+    return label

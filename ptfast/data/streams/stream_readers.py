@@ -1,0 +1,185 @@
+"""What one process reads of iterable data: its micro-batches, one after another without end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import default_collate
+
+from ptfast.core.batch_plan import BatchPlan
+from ptfast.core.errors import DataError, PtfastError
+from ptfast.data.loaders.worker_processes import failed
+from ptfast.data.sampling.order import micro_batch_bounds
+from ptfast.data.streams.global_generators import OwnGenerators
+from ptfast.data.streams.iterable import IterableSource, Reader
+from ptfast.data.streams.stream_agreement import CHECKED, Digest
+
+Augmented = Callable[[Any, int, list[int]], Any]
+"""What is made of a raw batch out of a pass, whose samples have such numbers."""
+
+
+class Mark(NamedTuple):
+    """Where a pass began."""
+
+    epoch: int = 0
+    """Its number."""
+    first: int = 0
+    """The number of its first sample in the stream, or of its first step where readers have parts."""
+
+
+class Item(NamedTuple):
+    """One micro-batch as it was read, or the end of what there is."""
+
+    raw: Any
+    """None at the end: of a pass over a part, of all there will ever be in the whole."""
+    num_samples: int
+    mark: Mark = Mark()
+    digest: int = 0
+    """What tells the samples of the step, or of the reader so far, from others; 0 where nobody looks."""
+
+
+END = Item(None, 0)
+
+
+class Reading:
+    """The micro-batches of one reader. Called, it gives the next: so it serves in a worker process.
+
+    Args:
+        augment: changes a raw batch; None leaves it as it is.
+    """
+
+    def __init__(self, source: IterableSource, reader: Reader, augment: Augmented | None) -> None:
+        self.source, self.reader, self.augment = source, reader, augment
+        self._items: Iterator[Item] | None = None
+        self._generators = OwnGenerators()
+
+    def __call__(self, start: tuple[int, Mark]) -> Item:
+        if self._items is None:
+            self._items = self.items(*start)
+        return next(self._items)
+
+    def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
+        """From `first_step` on, which lies in the pass of `mark` or after it; never ends."""
+        raise NotImplementedError
+
+    def _take(self, samples: Iterator[Any], number: int) -> list[Any]:
+        """The next samples, fewer if there are no more."""
+        with self._generators.in_place(), self.source.told(self.reader):
+            return list(islice(samples, number))
+
+    def _collate(self, samples: list[Any], epoch: int, numbers: list[int]) -> Any:
+        try:
+            raw = default_collate(samples)
+        except PtfastError:
+            raise
+        except Exception as error:
+            raise failed(error) from error
+        raw = self.source.checked(raw, numbers)
+        if self.source.images:
+            raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
+        return raw if self.augment is None else self.augment(raw, epoch, numbers)
+
+
+class WholeReading(Reading):
+    """Every reader goes through the whole stream and collates its own micro-batches.
+
+    Which samples a micro-batch holds depends neither on the number of workers nor on that of ranks.
+
+    Args:
+        plan: samples of each step.
+        micro_batches: of a step, over all ranks.
+        once: end with the first pass, the last batch of which may be short; batches otherwise go on into the
+            next pass.
+    """
+
+    def __init__(
+        self,
+        source: IterableSource,
+        reader: Reader,
+        augment: Augmented | None,
+        *,
+        plan: BatchPlan,
+        micro_batches: int,
+        once: bool = False,
+    ) -> None:
+        super().__init__(source, reader, augment)
+        self.plan, self.micro_batches, self.once = plan, micro_batches, once
+
+    def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
+        reader, per_rank = self.reader, self.micro_batches // self.reader.num_ranks
+        mine = slice(reader.rank * per_rank, (reader.rank + 1) * per_rank)
+        passes = _Passes(self.source, mark, self.once)
+        samples = iter(passes)
+        with self._generators.in_place(), self.source.told(reader):
+            skipped = self.plan.batch(first_step)[1] - mark.first
+            next(islice(samples, skipped, skipped), None)
+        for step in count(first_step):
+            _, first, end = self.plan.batch(step)
+            now = passes.mark
+            batch = self._take(samples, end - first)
+            looked_at = reader.num_ranks > 1 and step < first_step + CHECKED
+            digest = Digest().add(batch) if looked_at else 0
+            if not batch or (len(batch) < end - first and not self.once):
+                break
+            bounds = micro_batch_bounds(len(batch), self.micro_batches)[mine]
+            for number, (start, stop) in enumerate(bounds, step * per_rank):
+                if number % reader.num_workers == reader.worker:
+                    # A stand-in for an empty share, which keeps the ranks in step.
+                    taken = slice(start, stop) if stop > start else slice(1)
+                    numbers = [*range(first, end)][taken]
+                    # Numbers go on over the passes.
+                    yield Item(self._collate(batch[taken], 0, numbers), stop - start, now, digest)
+        while True:
+            yield END
+
+
+class PartReading(Reading):
+    """The reader's own part, which the data set gives it, pass after pass with an end after each.
+
+    The last micro-batch of a pass is as short as it comes.
+
+    Args:
+        size: samples of a micro-batch.
+    """
+
+    def __init__(
+        self, source: IterableSource, reader: Reader, augment: Augmented | None, *, size: int
+    ) -> None:
+        super().__init__(source, reader, augment)
+        self.size = size
+
+    def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
+        reader = self.reader
+        for epoch in count(mark.epoch):
+            samples, number = self.source.read(epoch, reader), reader.index
+            digest, looked_at = Digest(), CHECKED if epoch == mark.epoch else 0
+            while batch := self._take(samples, self.size):
+                numbers = [*range(number, number + len(batch) * reader.count, reader.count)]
+                number += len(batch) * reader.count
+                looked_at -= 1
+                told = digest.add(batch) if looked_at >= 0 else 0
+                yield Item(self._collate(batch, epoch, numbers), len(batch), digest=told)
+            yield END
+
+
+class _Passes:
+    """Samples without end, pass after pass, and where the current pass began."""
+
+    def __init__(self, source: IterableSource, mark: Mark, once: bool) -> None:
+        self.source, self.mark, self.once = source, mark, once
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            num_samples = 0
+            for sample in self.source.read(self.mark.epoch):
+                num_samples += 1
+                yield sample
+            if num_samples == 0:
+                if self.mark.epoch == 0:
+                    raise DataError("D002", "the iterable data set yields no samples", key="data")
+                return
+            if self.once:
+                return
+            self.mark = Mark(self.mark.epoch + 1, self.mark.first + num_samples)

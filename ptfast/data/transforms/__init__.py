@@ -1,0 +1,221 @@
+"""Records of random changes to training samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from ptfast.core.sections.coerce import NOT_NEGATIVE, Range
+from ptfast.core.sections.section import Part, Ratio, Section
+from ptfast.core.technique import Technique
+
+
+class Augment(Section):
+    """Random changes to training images."""
+
+    crop_padding: Annotated[int, NOT_NEGATIVE] = 0
+    """Pixels of padding around an image before a random crop of its size."""
+    flip: bool | Literal["alternating"] = False
+    """Mirror half of the images, drawn anew every epoch; `alternating` turns each over every epoch."""
+    resized_crop: tuple[Part, Part] | None = None
+    """Least and largest part of an image's area that is cut out and scaled to full size; null for none."""
+    resized_ratio: tuple[Ratio, Ratio] = (0.75, 1.3333)
+    """Least and largest width of such a part over its height."""
+    cutout: Annotated[int, NOT_NEGATIVE] = 0
+    """Side in pixels of a square that is hidden; 0 for none."""
+    brightness: Annotated[float, Range(0, 3)] = 0.0
+    """Largest change of brightness, as a part of it."""
+    contrast: Annotated[float, Range(0, 3)] = 0.0
+    """Largest change of contrast, as a part of it."""
+    saturation: Annotated[float, Range(0, 3)] = 0.0
+    """Largest change of saturation, as a part of it."""
+    rotation_degrees: Annotated[float, Range(0, 180)] = 0.0
+    """Largest turn either way."""
+    translation: Annotated[float, Range(0, 1)] = 0.0
+    """Largest shift each way, as a part of height and width."""
+    scaling: Annotated[float, Range(0, 1, open_high=True)] = 0.0
+    """Largest change of size, as a part of it."""
+    mixup: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Blend each sample with another: parameter of its Beta distribution; 0 for none."""
+    cutmix: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Paste a patch of another image into each: parameter of its Beta distribution; 0 for none."""
+    targets: Literal["auto", "keep"] = "auto"
+    """`auto` moves masks with their images, and refuses targets that may be places; `keep` moves none."""
+
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="crop and flip",
+        family="augment",
+        kind="training",
+        on=("augment.crop_padding=1", "augment.flip=true"),
+        off=("augment.crop_padding=0", "augment.flip=false"),
+        why="Every epoch shows other images, so that a network can train longer before it fits them by "
+        "heart; a whole batch is cropped and flipped by one gather of rows.",
+        claim="The standard of CIFAR since ResNet: 91.25 % test accuracy of ResNet-20.",
+        source="He, Zhang, Ren, Sun 2015, arXiv:1512.03385, section 4.2.",
+        measured="An image of 32 x 32 takes 0.80 us, against 170 us by PIL and torchvision in a DataLoader.",
+        command="python scripts/bench_data.py crops",
+        avoid="Images whose mirror image means something else, such as digits and text, and objects that "
+        "fill the frame to its border.",
+        audit="Transforms of single images in a data set's __getitem__, or training images without any.",
+        options=("augment/crop_flip",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="alternating flip",
+        family="augment",
+        kind="training",
+        on=("augment.flip=alternating",),
+        off=("augment.flip=false",),
+        why="Each image and its mirror image come in turns, so that any two epochs in a row hold both of "
+        "all; a random flip shows half of the images the same way twice.",
+        claim="CIFAR-10, CIFAR-100 and ImageNet: better than random flips in every case in which flips "
+        "help at all.",
+        source="Jordan 2024, arXiv:2404.00498.",
+        avoid="Images whose mirror image means something else; in long runs the gain over random flips "
+        "fades.",
+        audit="RandomHorizontalFlip in a run of tens of epochs at most.",
+        options=("augment/alternating_flip",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="cutout",
+        family="augment",
+        kind="training",
+        on=("augment.cutout=2",),
+        off=("augment.cutout=0",),
+        why="With a square hidden a network cannot rely on one part of an object alone, and generalises "
+        "better at the same length; a batch costs one scattered write.",
+        claim="ResNet-18 on CIFAR-10, 200 epochs, squares of 16 pixels: test error from 4.72 to 3.99 %; "
+        "WRN-28-10: from 3.87 to 3.08 %.",
+        source="DeVries, Taylor 2017, arXiv:1708.04552.",
+        avoid="Short runs, which underfit anyway, and images whose class shows in one small place only.",
+        audit="An image classifier trained for tens of epochs whose training loss falls far below its "
+        "validation loss.",
+        options=("augment/cutout",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="colour jitter",
+        family="augment",
+        kind="training",
+        on=("augment.brightness=0.2", "augment.contrast=0.2", "augment.saturation=0.2"),
+        off=("augment.brightness=0", "augment.contrast=0", "augment.saturation=0"),
+        why="An object is the same in other light; brightness, contrast and saturation of a whole batch are "
+        "one product and one sum in whole numbers.",
+        claim="A related change, colours moved along their principal components, lowers AlexNet's top-1 "
+        "error on ImageNet by over 1 point.",
+        source="Krizhevsky, Sutskever, Hinton 2012, 'ImageNet Classification with Deep Convolutional "
+        "Neural Networks', section 4.1.",
+        measured="An image of 32 x 32 takes 10.2 us with it, 2.2 us with crops and flips alone.",
+        command="python scripts/bench_data.py jitter",
+        avoid="Images whose colour tells the classes apart, and short runs.",
+        audit="ColorJitter of torchvision in __getitem__, which works on one image at a time.",
+        options=("augment/colour",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="affine jitter",
+        family="augment",
+        kind="training",
+        on=("augment.rotation_degrees=5", "augment.translation=0.05", "augment.scaling=0.05"),
+        off=("augment.rotation_degrees=0", "augment.translation=0", "augment.scaling=0"),
+        why="Objects turned, moved and scaled are objects all the same; a whole batch is sampled at once, "
+        "each image on a grid of its own.",
+        claim="A plain perceptron reaches 0.35 % test error on MNIST with affine and elastic changes "
+        "drawn anew every epoch.",
+        source="Ciresan, Meier, Gambardella, Schmidhuber 2010, arXiv:1003.0358.",
+        measured="An image of 32 x 32 takes 20.2 us with it, 2.2 us with crops and flips alone.",
+        command="python scripts/bench_data.py jitter",
+        avoid="Images in which place, size or direction tell the classes apart, and short runs.",
+        audit="RandomAffine or RandomRotation of torchvision in __getitem__, one image at a time.",
+        options=("augment/affine",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="random resized crop",
+        family="augment",
+        kind="training",
+        on=("augment.resized_crop=[0.5,1.0]",),
+        off=("augment.resized_crop=null",),
+        why="An object is shown in another place, size and shape every epoch; the box is cut out first, "
+        "resized as bytes and normalised on the device, so that nothing that is not seen is worked on.",
+        claim="The standard of ImageNet since GoogLeNet: of boxes of 8 to 100 % of the area.",
+        source="Szegedy et al. 2014, arXiv:1409.4842, section 6.",
+        measured="JPEG files of 500 x 400 in 884 us each, against 2,199 us by PIL and torchvision's "
+        "transforms.",
+        command="python scripts/bench_data.py jpeg",
+        avoid="Short runs, which underfit anyway, images of a few dozen pixels a side, and classes that show "
+        "in one small place only.",
+        audit="RandomResizedCrop on PIL images, or ToTensor before a crop.",
+        options=("augment/resized_crop",),
+        needs=("images",),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="nvJPEG",
+        family="augment",
+        kind="reordered",
+        on=("data.decoder=nvjpeg",),
+        off=("data.decoder=cpu",),
+        why="JPEG files go to the GPU as they are, a tenth of the bytes of their pixels, and are decoded, "
+        "cut and resized there, where the host's cores would be the limit.",
+        claim="The host's cores are left to other work; how much is gained depends on GPU and batch, and "
+        "pixels differ from the host's by rounding.",
+        source="NVIDIA, nvJPEG documentation; torchvision.io.decode_jpeg(..., device='cuda').",
+        avoid="Host cores are to spare, or the GPU is busy: decoding takes its time from training. A pack "
+        "costs less of either.",
+        audit="A GPU that waits for JPEG files while all cores decode.",
+        needs=("cuda", "images"),
+        trial=(
+            "data=imagefolder",
+            "data.root={images}",
+            "data.image_size=16",
+            "augment.resized_crop=[0.5,1.0]",
+            "model=mlp",
+            "model.hidden=[16]",
+            "batch_size=16",
+            "optimizer=sgd",
+            "optimizer.lr=0.001",
+        ),
+    ),
+    Technique(
+        name="mixup",
+        family="augment",
+        kind="training",
+        on=("augment.mixup=0.2",),
+        off=("augment.mixup=0",),
+        why="A network trained on blends of two samples and of their targets, each by a share of its own, "
+        "remembers less by heart and generalises better at the same length.",
+        claim="PreAct ResNet-18 on CIFAR-10, 200 epochs: test error from 5.6 to 4.2 %; ResNet-50 on "
+        "ImageNet: from 23.6 to 22.1 % over 200 epochs, but only from 23.5 to 23.3 % over 90.",
+        source="Zhang, Cisse, Dauphin, Lopez-Paz 2018, arXiv:1710.09412.",
+        avoid="Short runs, which underfit anyway, and data in which a blend of two samples means nothing.",
+        audit="An image classifier trained for tens of epochs whose training loss falls far below its "
+        "validation loss.",
+        options=("augment/mixup",),
+    ),
+    Technique(
+        name="cutmix",
+        family="augment",
+        kind="training",
+        on=("augment.cutmix=1",),
+        off=("augment.cutmix=0",),
+        why="With a patch of another image in its place, elsewhere in every sample, a network cannot rely on "
+        "one part of an object alone.",
+        claim="ResNet-50 on ImageNet, 300 epochs: top-1 error from 23.68 to 21.40 %; PyramidNet-200 on "
+        "CIFAR-100: from 16.45 to 14.47 %.",
+        source="Yun, Han, Oh, Chun, Choe, Yoo 2019, arXiv:1905.04899.",
+        avoid="Short runs, which underfit anyway, and images whose class shows in one small place only.",
+        audit="An image classifier trained for tens of epochs whose training loss falls far below its "
+        "validation loss.",
+        options=("augment/cutmix",),
+        needs=("images",),
+        trial=("model=resnet_digits",),
+    ),
+)

@@ -1,0 +1,242 @@
+"""What is done to training images, and what is drawn for each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import DataInfo
+from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.order import Indices
+from ptfast.data.transforms.augment import pixel_changes
+
+_CACHED_PIXELS = 1 << 17
+"""Of images that the host changes at a time: what it computes in between stays in its caches."""
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What is done to training images: mirrored, cropped, bent, coloured, a square cut out, in this order.
+
+    A resized crop comes before all of it, out of the original image (`resized_crops.py`). Everything that
+    is drawn is a function of (seed, epoch, index), whoever draws it. Crop and flip come with the gathering of
+    a batch (`windows.py` on the host, `resident.py` on a device), the rest by `change`.
+
+    Args:
+        crop_padding: black pixels added on each side before a crop of the original size, 0 for no crop.
+        flip: mirror every second image on average; `alternating` shows each image and its mirror image in
+            turns, so that two epochs hold either one of all images.
+        resized_crop: least and largest part of the area that is cut out and scaled to full size.
+        resized_ratio: least and largest width of such a part over its height.
+        size: side in pixels that it is scaled to.
+        cutout: side of a square that is hidden, in pixels, around a centre anywhere in the image; 0 for none.
+        brightness, contrast, saturation: largest change of each as a part of it, 0 for none.
+        rotation_degrees: largest angle, either way.
+        translation: largest shift each way, as a part of height and width.
+        scaling: largest change of size, as a part of it, below 1.
+        fill: what is seen in place of what is cut out, by channel; black if not given.
+        targets: `keep` leaves targets as they are whatever they say of an image; `auto` moves masks and maps
+            with their images, and is refused for what may be places in them.
+        mask_fill: label of pixels that an image does not show: from outside, or cut out. None where targets
+            stay as they are.
+    """
+
+    crop_padding: int = 0
+    flip: bool | Literal["alternating"] = False
+    resized_crop: tuple[float, float] | None = None
+    resized_ratio: tuple[float, float] = (0.75, 1.3333)
+    size: int = 0
+    cutout: int = 0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    rotation_degrees: float = 0.0
+    translation: float = 0.0
+    scaling: float = 0.0
+    fill: tuple[int, ...] = ()
+    targets: Literal["auto", "keep"] = "auto"
+    mask_fill: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.moves or self.changes
+
+    @property
+    def moves(self) -> bool:
+        """Whether images are cropped or mirrored."""
+        return self.crop_padding > 0 or bool(self.flip) or self.resized_crop is not None
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything follows once a batch is gathered."""
+        return self.bends or self.colours or self.cutout > 0
+
+    @property
+    def bends(self) -> bool:
+        return max(self.rotation_degrees, self.translation, self.scaling) > 0
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be pixels that show nothing of the image."""
+        return self.crop_padding > 0 or self.bends or self.cutout > 0
+
+    @property
+    def colours(self) -> bool:
+        return max(self.brightness, self.contrast, self.saturation) > 0
+
+    def draw(self, seed: int, epoch: int, indices: Indices) -> tuple[Indices, Indices, Indices]:
+        """(top, left, flipped) of each image: corner of its crop in the padded image, mirrored first."""
+        none = np.zeros(len(indices), np.int64)
+        top = left = flipped = none
+        if self.crop_padding:
+            high = 2 * self.crop_padding + 1
+            top = counter_draws.integers(seed, epoch, indices, counter_draws.CROP_Y, high)
+            left = counter_draws.integers(seed, epoch, indices, counter_draws.CROP_X, high)
+        if self.flip == "alternating":
+            # Which half begins mirrored is drawn once; from then on each image turns over every epoch.
+            flipped = counter_draws.integers(seed, 0, indices, counter_draws.FLIP, 2) ^ (epoch & 1)
+        elif self.flip:
+            flipped = counter_draws.integers(seed, epoch, indices, counter_draws.FLIP, 2)
+        return top, left, flipped
+
+    def draw_changes(
+        self, seed: int, epoch: int, indices: Indices, shape: tuple[int, int]
+    ) -> dict[str, NDArray[Any]]:
+        """What `change` takes for each image of `shape` (height, width), samples first."""
+
+        def within(stream: int, most: float, least: float | None = None) -> NDArray[np.float64]:
+            low = -most if least is None else least
+            return low + (most - low) * counter_draws.uniform(seed, epoch, indices, stream)
+
+        def factor(stream: int, most: float) -> NDArray[np.float64]:
+            return within(stream, 1 + most, max(0.0, 1 - most)) if most else np.ones(len(indices))
+
+        drawn: dict[str, NDArray[Any]] = {}
+        height, width = shape
+        if self.bends:
+            drawn["bend"] = pixel_changes.bends(
+                np.radians(within(counter_draws.ROTATION, self.rotation_degrees)),
+                factor(counter_draws.SCALING, self.scaling),
+                within(counter_draws.SHIFT_Y, self.translation) * height,
+                within(counter_draws.SHIFT_X, self.translation) * width,
+                shape,
+            )
+        if self.colours:
+            drawn["colour"] = pixel_changes.colours(
+                factor(counter_draws.BRIGHTNESS, self.brightness),
+                factor(counter_draws.CONTRAST, self.contrast),
+                factor(counter_draws.SATURATION, self.saturation),
+            )
+        if self.cutout:
+            top, left = (
+                counter_draws.integers(seed, epoch, indices, stream, size) - self.cutout // 2
+                for stream, size in ((counter_draws.CUTOUT_Y, height), (counter_draws.CUTOUT_X, width))
+            )
+            drawn["cutout"] = np.stack([top, left], 1).astype(np.int32)
+        return drawn
+
+    def change(self, images: Tensor, drawn: dict[str, Tensor]) -> Tensor:
+        """What follows the gathering of a batch, on the device that the images are on.
+
+        Args:
+            images: uint8 (batch, height, width, channels).
+            drawn: of each image, what `draw_changes` gave, on the same device.
+
+        Returns:
+            A changed copy, of the same type and shape.
+        """
+        if self.bends:
+            images = pixel_changes.bend(images, drawn["bend"])
+        if self.colours:
+            images = pixel_changes.recolour(images, drawn["colour"])
+        if self.cutout:
+            images = pixel_changes.cut_out(images, drawn["cutout"], self.cutout, self.fill)
+        return images
+
+    def change_masks(self, masks: Tensor, drawn: dict[str, Tensor]) -> Tensor:
+        """Masks (batch, height, width), changed as `change` does their images: by the nearest pixel."""
+        assert self.mask_fill is not None
+        if self.bends:
+            masks = pixel_changes.bend_masks(masks, drawn["bend"], self.mask_fill)
+        if self.cutout:
+            fill = (self.mask_fill,)
+            masks = pixel_changes.cut_out(masks[..., None], drawn["cutout"], self.cutout, fill)[..., 0]
+        return masks
+
+    def change_on_host(self, images: Tensor, seed: int, epoch: int, indices: Indices) -> Tensor:
+        """`change` with the draws of the samples `indices`, of which `images` are."""
+        height, width = images.shape[1:3]
+        drawn = self.draw_changes(seed, epoch, indices, (height, width))
+        changed, at_once = torch.empty_like(images), max(1, _CACHED_PIXELS // (height * width))
+        for start in range(0, len(images), at_once):
+            part = slice(start, start + at_once)
+            tensors = {name: torch.from_numpy(values[part]) for name, values in drawn.items()}
+            changed[part] = self.change(images[part], tensors)
+        return changed
+
+
+def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
+    """What the config asks for, with the mean image in place of what is cut out.
+
+    Args:
+        wanted: mapping or object of the fields of `Augment`.
+        images: whether the samples are uint8 images.
+        task_name: what the run calls its task, for messages.
+        normalize: whether inputs are normalised; a square at the mean is then one of zeros.
+
+    Raises:
+        ConfigError: C011 if images are to be changed and the data has none, if nothing would be left, or if
+            targets would have to move with them and cannot.
+    """
+    augment = Augment(**dict(wanted))
+    if not augment:
+        return augment
+    if not images:
+        what = f"only uint8 images are augmented, and task={task_name} has {info.kind} data here"
+        raise ConfigError("C011", what, key="augment", suggestion="Use augment=none")
+    sides = info.input_shape[1:] if info.input_shape else ()
+    if sides and augment.cutout > min(sides):
+        what = f"hides whole images of {sides[1]}x{sides[0]}"
+        hint = f"Use augment.cutout={max(1, min(sides) // 4)}, say"
+        raise ConfigError("C011", what, key="augment.cutout", value=augment.cutout, suggestion=hint)
+    if augment.resized_crop is not None:
+        augment = replace(augment, size=_side(info))
+    known = info.extra.get("normalize") if normalize else None
+    if known:
+        augment = replace(augment, fill=tuple(round(value) for value in known["mean"]))
+    return _with_targets(augment, info)
+
+
+def _with_targets(augment: Augment, info: DataInfo) -> Augment:
+    """`augment` as it treats the targets of this data.
+
+    Raises:
+        ConfigError: C011 for targets that would have to move with their images, nobody knows how.
+    """
+    if augment.targets == "keep" or info.target_kind == "whole":
+        return augment
+    hint = "Use augment=none, or augment.targets=keep if targets are no places in an image"
+    if info.target_kind == "unknown":
+        if not augment.moves and not augment.bends:
+            return augment
+        what = "targets that may be places in an image, such as boxes or points, do not move with its pixels"
+        raise ConfigError("C011", what, key="augment", suggestion=hint)
+    if info.target_kind == "map" and augment.hides:
+        what = "pixels from outside of an image, or cut out of it, have no figures that could be learnt"
+        hint = "Use augment.crop_padding=0 augment.flip=true, say, or augment=resized_crop"
+        raise ConfigError("C011", what, key="augment", suggestion=hint)
+    return replace(augment, mask_fill=info.ignore_index)
+
+
+def _side(info: DataInfo) -> int:
+    height, width = (info.input_shape or (0, 0, 0))[1:]
+    if height != width:
+        what = f"boxes are scaled to squares, and images here are {width}x{height}"
+        hint = f"Set data.image_size={min(height, width)}, or use augment.resized_crop=null"
+        raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
+    return height

@@ -1,0 +1,156 @@
+"""Mean and deviation of the inputs: computed once from the training samples, applied on the device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ptfast.core.errors import DataError
+from ptfast.data.dataset import Source, TensorSource
+
+Statistics = dict[str, list[float]]
+EXACT_BYTES = 2**30
+"""Decoded inputs that take no more are all looked at. Fixed, so that it is the same on every machine."""
+_SAMPLE_LIMIT = 10_000
+"""Samples that statistics are taken from where there are more bytes."""
+
+
+class Normalizer:
+    """Turns raw inputs into float32 of zero mean and unit deviation: `(x.float() - mean) * (1 / std)`.
+
+    Running on the device, on uint8 that has crossed the bus at a quarter of the bytes; the same two
+    operations in the same order everywhere, so that it makes no bit of difference when a loader applies it.
+
+    Args:
+        mean, std: one figure per channel of an image (raw scale), or per feature of a vector; std is not
+            zero.
+        images: whether inputs are (batch, channels, height, width).
+    """
+
+    def __init__(
+        self, mean: Sequence[float], std: Sequence[float], device: torch.device, *, images: bool
+    ) -> None:
+        shape = (1, -1, 1, 1) if images else (1, -1)
+        # Divided in float64, so that the factor is the closest float32.
+        self._mean = torch.tensor(mean, dtype=torch.float64).float().reshape(shape).to(device)
+        self._factor = (1 / torch.tensor(std, dtype=torch.float64)).float().reshape(shape).to(device)
+        self._images = images
+        self._expanded: tuple[Any, Tensor, Tensor] | None = None
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Normalised float32 copy of `inputs`, in its memory format."""
+        mean, factor = self._like(inputs) if self._images else (self._mean, self._factor)
+        outputs = inputs.to(torch.float32, copy=True)
+        return outputs.sub_(mean).mul_(factor)
+
+    def _like(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        # Broadcasting three channels along the fastest dimension is an inner loop of three; a whole image is
+        # not.
+        layout = (inputs.shape[1:], inputs.stride()[1:])
+        if self._expanded is None or self._expanded[0] != layout:
+            full = torch.empty_like(inputs[:1], dtype=torch.float32)
+            self._expanded = (layout, full.copy_(self._mean).clone(), full.copy_(self._factor).clone())
+        return self._expanded[1], self._expanded[2]
+
+
+def statistics(source: Source, cache_key: str | None = None, held: Source | None = None) -> Statistics:
+    """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
+
+    Exact where the samples are in memory, or take no more than 1 GiB there once decoded. Otherwise from at
+    most 10,000 samples, evenly spaced. Which it is depends on the data alone, so that every loader normalises
+    by the same bits. What had to be decoded for it is remembered on disk.
+
+    Args:
+        cache_key: tells one data set from another; None to remember nothing.
+        held: the same samples decoded already.
+    """
+    if isinstance(source, TensorSource):
+        return finish_statistics(*_sums(source.inputs))
+    if (known := _known_sums(source)) is not None:
+        return finish_statistics(*known)
+    whole = (source.held_bytes or EXACT_BYTES + 1) <= EXACT_BYTES
+    if isinstance(held, TensorSource) and whole:
+        return finish_statistics(*_sums(held.inputs))
+    indices = np.arange(len(source)) if whole else _spaced(source)
+    key = f"{cache_key} {len(indices)}"
+    path = cache_folder() / f"statistics-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    if cache_key and path.is_file():
+        try:
+            return json.loads(path.read_text())
+        except ValueError:
+            pass  # a damaged cache is computed again
+    chunks = np.array_split(indices, -(-len(indices) // 256))
+    parts = [_sums((held or source).fetch(chunk)[0]) for chunk in chunks]
+    result = finish_statistics(sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts))
+    if cache_key:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(result))
+            partial.replace(path)
+        except OSError:
+            pass  # only costs computing them again
+    return result
+
+
+def cache_folder() -> Path:
+    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache.
+
+    A user of whom neither HOME nor the machine knows a home gets a place that no one can write to: facts are
+    computed anew, and downloads refused.
+    """
+    if named := os.environ.get("PTFAST_CACHE"):
+        return Path(named).expanduser()
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptfast"
+    except RuntimeError:
+        return Path(os.devnull) / "ptfast"
+
+
+def _known_sums(source: Source) -> tuple[int, Tensor, Tensor] | None:
+    """What packing has added up, of the samples that would be added up otherwise."""
+    sums = source.pixel_sums(np.arange(len(source)))
+    if sums is None or 3 * sums[0] <= EXACT_BYTES:
+        return sums
+    return source.pixel_sums(_spaced(source))
+
+
+def _spaced(source: Source) -> NDArray[np.int64]:
+    return np.unique(np.linspace(0, len(source) - 1, min(len(source), _SAMPLE_LIMIT)).astype(np.int64))
+
+
+def _sums(inputs: Tensor) -> tuple[int, Any, Any]:
+    """Count, sums and sums of squares over all but the last dimension; exact for uint8."""
+    rows = inputs.reshape(len(inputs), -1)
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    squares = total.clone()
+    # 256 squares of bytes add up to less than 2**24: float32 holds them exactly, at a fraction of float64's
+    # traffic.
+    dtype = torch.float32 if inputs.dtype == torch.uint8 else torch.float64
+    for chunk in rows.split(min(256, max(1, 2**22 // rows.shape[1]))):
+        values = chunk.to(dtype, copy=True)
+        total += values.sum(0)
+        squares += values.square_().sum(0)
+    columns = inputs.shape[-1]
+    return inputs.numel() // columns, total.view(-1, columns).sum(0), squares.view(-1, columns).sum(0)
+
+
+def finish_statistics(count: int, total: Any, squares: Any) -> Statistics:
+    """Mean and deviation from a count, sums and sums of squares; a std of 0 becomes 1."""
+    mean = total / count
+    std = (squares / count - mean.square()).clamp(min=0).sqrt()
+    if not bool(torch.isfinite(std).all()):
+        column = int((~torch.isfinite(std)).nonzero()[0])
+        raise DataError("D005", f"column {column} of the inputs holds values that are not finite", key="data")
+    # Rounding leaves a trace of deviation in a constant column; blowing it up would be noise.
+    std = torch.where(std > 1e-7 * mean.abs().clamp(min=1e-30), std, 1.0)
+    return {"mean": mean.tolist(), "std": std.tolist()}

@@ -1,0 +1,137 @@
+"""Random resized crops: a box of random area and shape out of each image, scaled to one size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from ptfast.data.sampling import counter_draws
+
+ATTEMPTS = 10
+"""Boxes that are drawn until one lies inside the image."""
+
+Boxes = NDArray[np.float64]
+"""(images, 4): top, left, height and width of a box, as parts of the height and width of its image."""
+
+
+Sizes = NDArray[np.int64]
+"""(images,): heights or widths, in pixels."""
+
+
+def draw_boxes(
+    seed: int,
+    epoch: int,
+    indices: NDArray[np.integer],
+    heights: Sizes,
+    widths: Sizes,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Boxes:
+    """A box for each image, drawn as torchvision's RandomResizedCrop draws it, for all of them at once.
+
+    Relative boxes mean the same part of an image in whatever size it is stored. Each is a function of (seed,
+    epoch, index) and of the original size.
+
+    Args:
+        indices: of the samples, (images,).
+        heights, widths: of the original images.
+        scale: least and largest part of the area.
+        ratio: least and largest width of a box over its height; its logarithm is drawn evenly.
+
+    Returns:
+        (images, 4). Edges lie between pixels of the original. Where ten boxes in a row do not fit into an
+        image, the largest box in its middle within `ratio`.
+
+    Cost: 2 us for an image.
+    Source: Szegedy et al. 2014, arXiv:1409.4842; torchvision's RandomResizedCrop.
+    """
+    box_heights, box_widths = np.zeros((2, len(indices)), np.int64)
+    open_ = np.arange(len(indices))
+    low, high = np.log(ratio)
+    for attempt in range(ATTEMPTS):
+        stream = counter_draws.BOX + 2 + 2 * attempt
+        area = scale[0] + (scale[1] - scale[0]) * counter_draws.uniform(seed, epoch, indices[open_], stream)
+        area *= heights[open_] * widths[open_]
+        shape = np.exp(low + (high - low) * counter_draws.uniform(seed, epoch, indices[open_], stream + 1))
+        box_widths[open_], box_heights[open_] = np.rint(np.sqrt(area * shape)), np.rint(np.sqrt(area / shape))
+        fits = (np.minimum(box_widths, box_heights)[open_] > 0) & (box_widths[open_] <= widths[open_])
+        open_ = open_[~(fits & (box_heights[open_] <= heights[open_]))]
+        if not len(open_):
+            break
+    height, width = heights[open_], widths[open_]
+    box_heights[open_] = np.minimum(height, np.rint(width / ratio[0])).clip(1)
+    box_widths[open_] = np.minimum(width, np.rint(height * ratio[1])).clip(1)
+    tops = np.floor(
+        counter_draws.uniform(seed, epoch, indices, counter_draws.BOX) * (heights - box_heights + 1)
+    )
+    lefts = np.floor(
+        counter_draws.uniform(seed, epoch, indices, counter_draws.BOX + 1) * (widths - box_widths + 1)
+    )
+    tops[open_], lefts[open_] = (height - box_heights[open_]) // 2, (width - box_widths[open_]) // 2
+    return np.stack([tops / heights, lefts / widths, box_heights / heights, box_widths / widths], 1)
+
+
+def crop_all(
+    images: Iterable[NDArray[np.uint8]], boxes: Boxes, size: int, mirrored: NDArray[np.integer]
+) -> Tensor:
+    """The boxes of uint8 images (height, width, channels) of any sizes: uint8 (images, size, size, channels).
+
+    Args:
+        boxes: of each image.
+        mirrored: whether each crop is.
+    """
+    crops = [resized_crop(*each, size) for each in zip(images, boxes, mirrored.tolist(), strict=True)]
+    return torch.stack(crops)
+
+
+def resized_crop(pixels: NDArray[np.uint8], box: NDArray[np.float64], mirrored: bool, size: int) -> Tensor:
+    """One box of an image, resized to a square: uint8 (size, size, channels).
+
+    Cropped first, then resized as bytes, then perhaps mirrored: what is not seen is not worked on, and floats
+    begin on the device, at a quarter of the traffic.
+
+    Args:
+        pixels: uint8 (height, width, channels).
+        box: its top, left, height and width, relative to the image; edges go to the nearest pixel.
+
+    Cost: 0.15 ms from 300x300 to 224x224 on one core, against 0.6 ms for the decoding of a JPEG of 500x400.
+    """
+    top, bottom = pixel_edges(box[0], box[2], pixels.shape[0])
+    left, right = pixel_edges(box[1], box[3], pixels.shape[1])
+    crop = pixels[top:bottom, left:right]
+    resized = resize(torch.from_numpy(crop if crop.flags.writeable else crop.copy()), size, size)
+    return resized.flip(1) if mirrored else resized
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """An image in another size, bilinear and antialiased: uint8 (height, width, channels)."""
+    # The batch goes in front before the channels do: with a dimension of one in between, torch takes the
+    # image for one of channels first and spends as long on bringing it into that order as on resizing it.
+    batch = image[None].permute(0, 3, 1, 2)
+    resized = F.interpolate(batch, (height, width), mode="bilinear", antialias=True, align_corners=False)
+    return resized[0].permute(1, 2, 0)
+
+
+def box_edges(boxes: Boxes, height: int, width: int) -> NDArray[np.int64]:
+    """`pixel_edges` of boxes in images of one size: (4, images), first row, end, first column, end."""
+
+    def edges(start: NDArray[np.float64], length: NDArray[np.float64], size: int) -> list[Any]:
+        first = np.minimum(np.floor(start * size + 0.5), size - 1)
+        end = np.floor((start + length) * size + 0.5)
+        return [first, np.maximum(first + 1, np.minimum(end, size))]
+
+    tops, lefts, heights, widths = boxes.T
+    return np.stack([*edges(tops, heights, height), *edges(lefts, widths, width)]).astype(np.int64)
+
+
+def pixel_edges(start: float, length: float, size: int) -> tuple[int, int]:
+    """First pixel of a part of a line of `size` pixels, and the first behind it, which is another."""
+    first = min(math.floor(start * size + 0.5), size - 1)
+    return first, max(first + 1, min(math.floor((start + length) * size + 0.5), size))

@@ -1,0 +1,326 @@
+"""Start a run: make its directory, freeze the config into it, train here or under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.checks.rules import check_batch
+from ptfast.config.compose import Composed
+from ptfast.config.files.frozen import check_no_secrets, freeze, redact
+from ptfast.config.read import load_config
+from ptfast.config.schema import Config
+from ptfast.core import run_directory
+from ptfast.core.distributed import Ranks, count_neighbours, tell_ranks, under_torchrun
+from ptfast.core.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    ConfigError,
+    DataError,
+    MachineError,
+    ParallelError,
+    PtfastError,
+    ReportedError,
+    SavedStateError,
+    render,
+)
+from ptfast.launch.elastic import run_elastic
+from ptfast.launch.resume import Place, find_place
+
+NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
+"""Exit codes of what is wrong before training begins, if it is wrong at all."""
+FOUND = "found.json"
+"""What the ranks of a search have found, in the folder of its config."""
+
+
+def start(composed: Composed, config: Config, arguments: list[str]) -> int:
+    """Train what `config` says and return the exit code.
+
+    Raises:
+        PtfastError: whatever stops the run before or during training.
+    """
+    num_ranks = resolve_num_ranks(config)
+    accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
+    check_batch(config.batch_size, config.micro_batches, num_ranks, accumulate, first)
+    launched = config.parallel.strategy != "single"
+    if launched:
+        check_no_secrets(composed)
+    place = find_place(composed, config)
+    if place.finished:
+        _say_finished(place)
+        return EXIT_OK
+    with _prepared(place, composed, arguments):
+        if launched:
+            return launch_ranks(place, num_ranks, composed)
+        from ptfast.launch import rank_main
+
+        rows = [("run", str(place.folder))]
+        return rank_main.train(
+            config, place.folder, ranks=Ranks(), state_folder=place.state_folder, panel=rows
+        )
+
+
+def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]) -> int:
+    """One of the ranks that the user has started: the first composes and picks the directory for all.
+
+    Args:
+        read_config: called by the first rank alone.
+
+    Returns:
+        The exit code of a rank that trains alone; one of several ends here.
+
+    Raises:
+        PtfastError: whatever stops the run; on one rank only, so that it is said once.
+    """
+    from ptfast.launch.rank_main import leave
+
+    exit_code = _start_rank(ranks, read_config, arguments)
+    if ranks.distributed:
+        leave(exit_code)
+    return exit_code
+
+
+def _start_rank(
+    ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]
+) -> int:
+    from ptfast.launch.rank_main import die_with_parent
+
+    if under_torchrun():
+        # One that is killed would leave its ranks running.
+        die_with_parent()
+    ranks = count_neighbours(ranks)
+    if not ranks.is_first:
+        word = json.loads(tell_ranks(None, ranks))
+        return int(word["exit_code"]) if "exit_code" in word else _train_rank(word, ranks)
+    with contextlib.ExitStack() as stack:
+        try:
+            composed, config = read_config()
+            stack.enter_context(composed.naming_places())
+            _check_started(config, ranks)
+            check_no_secrets(composed)
+            place = find_place(composed, config)
+            if place.finished:
+                _say_finished(place)
+                tell_ranks(json.dumps({"exit_code": EXIT_OK}), ranks)
+                return EXIT_OK
+            stack.enter_context(_prepared(place, composed, arguments))
+        except Exception as error:
+            exit_code = error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
+            tell_ranks(json.dumps({"exit_code": exit_code}), ranks)
+            raise
+        state = str(place.state_folder) if place.state_folder is not None else None
+        word = {"folder": str(place.folder.absolute()), "state": state, "places": composed.places}
+        tell_ranks(json.dumps(word), ranks)
+        return _train_rank(word, ranks)
+
+
+def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
+    from ptfast.launch import rank_main
+
+    folder, state = Path(word["folder"]), word["state"]
+    composed, config = load_config(folder / run_directory.CONFIG, trusted=True)
+    # The frozen file holds every key; the user gave it elsewhere.
+    composed = replace(composed, places=word["places"])
+    try:
+        rows = [("run", str(folder))]
+        with composed.naming_places():
+            return rank_main.train(
+                config, folder, ranks=ranks, state_folder=Path(state) if state else None, panel=rows
+            )
+    except Exception as error:
+        # One rank speaks for all; torchrun ends the others.
+        if rank_main.report_failure(folder, error):
+            raise
+        return error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
+
+
+@contextlib.contextmanager
+def _prepared(place: Place, composed: Composed, arguments: list[str]) -> Iterator[None]:
+    """The run directory made, held and furnished with everything that is known before training.
+
+    A directory made for a run that could not begin is removed again.
+    """
+    made = run_directory.create_folder(place.folder)
+    exit_code = None
+    # Only who holds the directory may remove it: two starts may have been given the same.
+    with run_directory.hold(place.folder):
+        try:
+            for name in (run_directory.FAILURE, run_directory.SUMMARY):
+                (place.folder / name).unlink(missing_ok=True)
+            if place.state_folder is None:
+                for name in (run_directory.RESOLVED, run_directory.WANDB):
+                    (place.folder / name).unlink(missing_ok=True)
+            for warning in freeze(composed, place.folder / run_directory.CONFIG):
+                print(f"ptfast: warning: {warning}", file=sys.stderr)
+            command_line = ["ptfast", "train", *redact(arguments)]
+            environment = run_directory.environment(command_line)
+            run_directory.write_json(place.folder / run_directory.ENVIRONMENT, environment)
+            yield
+        except (PtfastError, ReportedError) as error:
+            exit_code = error.exit_code
+            raise
+        finally:
+            # Under the user's torchrun another rank may have spoken for this one.
+            failure = run_directory.read_json(place.folder / run_directory.FAILURE)
+            if (exit_code or failure.get("exit_code")) in NEVER_BEGUN:
+                run_directory.discard(place.folder, made)
+
+
+def _say_finished(place: Place) -> None:
+    print(f"{place.folder} is finished already: nothing to do. More epochs would extend it.")
+
+
+def resolve_num_ranks(config: Config) -> int:
+    """Processes to launch on this machine: `parallel.nproc`, or one per visible GPU.
+
+    Raises:
+        ConfigError: C011 for several machines, which only the user can start.
+    """
+    if config.parallel.strategy == "single":
+        return 1
+    if config.parallel.nnodes > 1:
+        hint = "Run torchrun --nnodes ... -m ptfast train ... on every node"
+        what = "other machines are not started from here"
+        raise ConfigError("C011", what, key="parallel.nnodes", value=config.parallel.nnodes, suggestion=hint)
+    if config.parallel.nproc != "auto":
+        return int(config.parallel.nproc)
+    if config.device in ("auto", "cuda"):
+        import torch
+
+        return max(torch.cuda.device_count(), 1)
+    return 1
+
+
+def _check_started(config: Config, ranks: Ranks) -> None:
+    """Refuse a config that contradicts the ranks that were started."""
+    if config.parallel.strategy == "single" and ranks.distributed:
+        what = f"{ranks.num_ranks} processes were started, which would all train the same"
+        raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
+    started = {"nproc": ranks.num_local_ranks, "nnodes": ranks.num_ranks // ranks.num_local_ranks}
+    for name, number in started.items():
+        asked = getattr(config.parallel, name)
+        if asked not in ("auto", 1, number):
+            what, hint = f"{number} were started", "Leave it out: whoever starts the ranks decides"
+            raise ConfigError("C011", what, key=f"parallel.{name}", value=asked, suggestion=hint)
+    accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
+    check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, accumulate, first)
+
+
+def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
+    """Run `num_ranks` workers under torchrun's elastic launcher and return the run's exit code.
+
+    Raises:
+        PtfastError: the first failure of a rank, said once.
+    """
+    state = str(place.state_folder) if place.state_folder is not None else ""
+    start_s = time.time()
+    failures, received = run_elastic("ptfast.launch.rank_main", [str(place.folder), state], num_ranks)
+    return _outcome(place.folder, composed, failures, received, start_s)
+
+
+def run_ranks(
+    composed: Composed, folder: Path, num_ranks: int, module: str, arguments: list[str]
+) -> dict[str, Any]:
+    """Have `num_ranks` ranks do something else than train, and return what the first has found.
+
+    Args:
+        folder: gets the frozen config, and what was found.
+        module: run with `arguments`, `folder` and the id of this process.
+
+    Raises:
+        PtfastError: the first failure of a rank, said once.
+    """
+    check_no_secrets(composed)
+    freeze(composed, folder / run_directory.CONFIG)
+    failures, received = run_elastic(module, [*arguments, str(folder)], num_ranks)
+    if found := run_directory.read_json(folder / FOUND):
+        return found
+    _raise_failure(folder, composed, failures)
+    if received is not None:
+        raise KeyboardInterrupt
+    raise ParallelError("P001", "the ranks left without a word", key=str(folder))
+
+
+def _outcome(
+    folder: Path, composed: Composed, failures: dict[int, Any], received: int | None, start_s: float
+) -> int:
+    """The exit code of ranks that have ended.
+
+    Args:
+        failures: what torchrun knows of ranks that failed.
+        received: the signal that ended the launcher.
+        start_s: when the ranks were started, in seconds since the epoch.
+
+    Raises:
+        ParallelError: P001 when a rank was killed or left without a word.
+        ReportedError: what a rank has said of its failure.
+    """
+    from ptfast.launch.rank_main import EXIT_CODES
+
+    _raise_failure(folder, composed, failures)
+    status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
+    if status in EXIT_CODES:
+        return EXIT_CODES[status]
+    if received is not None:
+        # They were killed before they could write a summary; that is harmless if nothing was trained yet.
+        if _newer(folder / run_directory.RESOLVED, start_s) and not _newer(
+            folder / "saved" / "last", start_s
+        ):
+            what = f"the ranks were killed after {signal.Signals(received).name}, before they had saved"
+            raise ParallelError("P001", what, key=str(folder))
+        return EXIT_INTERRUPTED if received == signal.SIGINT else EXIT_PREEMPTED
+    rank, failure = next(iter(failures.items()), (0, None))
+    what = f"rank {rank} exited with {failure.exitcode}" if failure else "the ranks left without a summary"
+    raise ParallelError("P001", what, key=str(folder))
+
+
+def _raise_failure(folder: Path, composed: Composed, failures: dict[int, Any]) -> None:
+    """Raise what a rank has said of its failure, or that it was killed."""
+    # A rank that was killed is the cause of what the others say; SIGTERM is how torchrun ends those.
+    ended = -signal.SIGTERM
+    killed = [
+        rank for rank, failure in failures.items() if failure.exitcode < 0 and failure.exitcode != ended
+    ]
+    if killed:
+        rank = min(killed, key=lambda rank: failures[rank].timestamp)
+        number = -failures[rank].exitcode
+        hint = "The system's memory may have run out" if number == signal.SIGKILL else None
+        what = f"rank {rank} was killed by {signal.Signals(number).name}"
+        error = ParallelError("P001", what, key=str(folder), suggestion=hint)
+        _note_failure(folder, str(error), error.exit_code)
+        raise error
+    if reported := reported_failure(folder, composed):
+        _note_failure(folder, str(reported).split(": ", 2)[-1], reported.exit_code)
+        raise reported
+
+
+def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
+    """What a process has left word of in `folder`, with the places of keys as the user gave them."""
+    failure = run_directory.read_json(folder / run_directory.FAILURE)
+    if not failure:
+        return None
+    line = str(failure["line"])
+    if "parts" in failure:
+        # Ranks read the frozen file: only here it is known where the user gave the key.
+        line = render(composed.placed(PtfastError(**failure["parts"])))
+    return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")))
+
+
+def _newer(path: Path, since_s: float) -> bool:
+    return path.exists() and path.stat().st_mtime > since_s
+
+
+def _note_failure(folder: Path, line: str, exit_code: int) -> None:
+    """Name the cause in the summary, where the first rank knew only that another was gone."""
+    path = folder / run_directory.SUMMARY
+    known = run_directory.read_json(path)
+    run_directory.write_json(path, {**known, "status": "failed", "exit_code": exit_code, "error": line})

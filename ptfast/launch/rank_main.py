@@ -1,0 +1,348 @@
+"""One rank of a run: build it, train it, write what came of it, and say once what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ptfast.config.files.yaml_file import read_yaml
+from ptfast.config.schema import Config
+from ptfast.core import machine, run_directory
+from ptfast.core.clock import Clock
+from ptfast.core.distributed import (
+    Ranks,
+    barrier,
+    destroy_process_group,
+    init_process_group,
+    is_connection_lost,
+    world,
+)
+from ptfast.core.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    MachineError,
+    ParallelError,
+    PtfastError,
+    bug_line,
+    render,
+)
+from ptfast.core.protocols import Run
+from ptfast.core.units import num_bytes
+from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
+from ptfast.report.panel import build_panel, device_name, left_out
+from ptfast.report.terminal.display import Display, build_display
+from ptfast.training.stopping import Preempted, caught_signals
+
+STARTED_VARIABLE = "PTFAST_STARTED"
+SKIPPED_NAMES = 5
+"""Files that could not be read and are named; the others are counted."""
+_nothing = contextlib.nullcontext()
+EXIT_CODES = {
+    "finished": EXIT_OK,
+    "stopped": EXIT_OK,
+    "paused": EXIT_OK,
+    "preempted": EXIT_PREEMPTED,
+    "interrupted": EXIT_INTERRUPTED,
+}
+
+
+def train(
+    config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None, panel: list[tuple[str, str]]
+) -> int:
+    """Train on this rank and return its exit code; the first rank writes summary, figures and report.
+
+    Args:
+        state_folder: the state to go on from.
+        panel: rows that the caller adds to the panel, e.g. where the run directory is.
+
+    Raises:
+        PtfastError: whatever stops the run; `summary.json` names it.
+    """
+    clock = Clock(time.time() - float(os.environ.get(STARTED_VARIABLE, time.time())))
+    display = build_display(ranks.rank)
+    logger: Any = NoLogger()
+    run: Run | None = None
+    status, error_line = "failed", None
+    exit_code, together = EXIT_BUG, True
+    # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
+    with caught_signals(display, ranks) as signals:
+        try:
+            if ranks.distributed:
+                from ptfast.techniques.backend.torch_settings import resolve_device
+
+                init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+            from ptfast.profiling.debug_aids.debugging import debugging
+            from ptfast.techniques.checkpointing.activation_checkpointing import naming_mismatch
+            from ptfast.training.build import build
+            from ptfast.training.fit import fit
+            from ptfast.training.user_code import constructing
+
+            # A logger whose package is missing is found before the data is loaded.
+            extra = None
+            if (target := config.logger.target) and ranks.is_first:
+                with constructing("logger", target.path):
+                    extra = target.build()
+            run = build(
+                config, ranks=ranks, folder=folder, display=display, clock=clock, state_folder=state_folder
+            )
+            signals.run, clock = run, run.clock
+            run.stop_signal = signals.received
+            if ranks.is_first:
+                _note_environment(folder, run)
+                logger = run.logger = _open_loggers(folder, extra, run.progress.step, display)
+            display.panel(*build_panel(config, run, panel))
+            display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
+            debug = config.debug
+            looking = debugging(debug.mode, run, wait=debug.wait, warmup=debug.warmup, active=debug.active)
+            compiling = run.compilation.booking(clock) if run.compilation is not None else _nothing
+            with looking, compiling, naming_mismatch(config.checkpointing.mode):
+                status = fit(run)
+            exit_code = EXIT_CODES[status]
+        except PtfastError as error:
+            exit_code, error_line = error.exit_code, str(error)
+            raise
+        except Preempted as signalled:
+            exit_code, error_line, together = signals.exit_code, str(signalled), False
+        except KeyboardInterrupt:
+            where = f"at step {run.progress.step}, without saving" if run else "before the first step"
+            status, exit_code, error_line = "interrupted", EXIT_INTERRUPTED, f"interrupted {where}"
+            raise
+        except (Exception, SystemExit) as error:
+            error_line = f"{type(error).__name__}: {error}"
+            is_lost = ranks.distributed and is_connection_lost(error)
+            if is_lost and signals.received is None:
+                lost = ParallelError("P001", "another rank died or hangs", key=str(folder))
+                exit_code, error_line = lost.exit_code, str(lost)
+                raise lost from error
+            if machine.is_memory_error(error):
+                full = _out_of_memory(config)
+                exit_code, error_line = full.exit_code, str(full)
+                raise full from error
+            if run is not None:
+                from ptfast.training.user_code import failure
+
+                if (told := failure(error, run)) is not None:
+                    exit_code, error_line = told.exit_code, str(told)
+                    raise told from error
+            if not is_lost:
+                raise
+            # Another rank was sent the signal too, and has left its wait for data.
+            where = f"at step {run.progress.step}, without saving" if run else "before the first step"
+            error_line = f"stopped {where}: another rank has left"
+            exit_code, together = signals.exit_code, False
+        finally:
+            signals.closing = True
+            if not together:
+                status = "interrupted" if exit_code == EXIT_INTERRUPTED else "preempted"
+                display.warn(str(error_line))
+            clock.to("closing" if run is not None else "start_up")
+            with contextlib.suppress(Exception):
+                if run is not None:
+                    run.close()
+            if ranks.is_first:
+                _close(folder, config, run, display, logger, clock, status, exit_code, error_line)
+        # torchrun ends the ranks that are left as soon as one fails: none leaves before all is written.
+        if together:
+            barrier(ranks)
+            destroy_process_group()
+    return exit_code
+
+
+def _out_of_memory(config: Config) -> MachineError:
+    limit, name = machine.memory_limit(config.device)
+    return MachineError(
+        "E002",
+        f"there is no memory left for a step ({name}: {num_bytes(limit)})",
+        key="batch_size",
+        value=config.batch_size,
+        suggestion="ptfast find batch says what fits; or use precision=amp, checkpointing=full or "
+        "gradients.accumulate=2",
+    )
+
+
+def _note_environment(folder: Path, run: Run) -> None:
+    """Add what the run computes on, which is known once it is built."""
+    path = folder / run_directory.ENVIRONMENT
+    used = {"device": device_name(run), "threads": run.resolved["threads"], "ranks": run.ranks.num_ranks}
+    run_directory.write_json(path, run_directory.read_json(path) | used)
+
+
+def _open_loggers(folder: Path, extra: Any, step: int, display: Display) -> Any:
+    """What takes the figures, once what the run will log again is cut off its earlier records."""
+    truncate_after(folder / METRICS_FILE, step)
+    loggers: list[Any] = [JsonlLogger(folder / METRICS_FILE)]
+    if extra is not None:
+        # As it was written down: without secrets, and without values from the environment.
+        extra.open(folder, read_yaml(folder / run_directory.CONFIG).data)
+        loggers.append(extra)
+    return BackgroundLogger(loggers, display.warn)
+
+
+def _close(
+    folder: Path,
+    config: Config,
+    run: Run | None,
+    display: Display,
+    logger: Any,
+    clock: Clock,
+    status: str,
+    exit_code: int,
+    error_line: str | None,
+) -> None:
+    """Write what came of the run; a failure to write hides no failure of the run itself.
+
+    Raises:
+        MachineError: the figures or the summary could not be written.
+    """
+    from ptfast.report.html.run_report import write_report
+
+    failure: PtfastError | None = None
+    try:
+        logger.close()
+    except PtfastError as error:
+        failure = error
+    if failure is not None and error_line is None:
+        status, exit_code, error_line = "failed", failure.exit_code, str(failure)
+    else:
+        failure = None
+    light: dict[str, Any] | None = None
+    if run is not None and run.counter is not None and error_line is None:
+        from ptfast.profiling.limits.closing import speed_of_light
+
+        try:
+            light = speed_of_light(run, config, may_measure=status in ("finished", "stopped", "paused"))
+        except Exception as error:
+            display.warn(f"the machine's limits are not told: {type(error).__name__}: {error}")
+    summary = summarise(run, clock, status, exit_code, error_line)
+    if light is not None:
+        summary["speed_of_light"] = light
+    summary |= {"recipe": config.recipe, "run_dir": str(folder)}
+    try:
+        run_directory.write_json(folder / run_directory.SUMMARY, summary)
+        if run is not None and run.progress.step:
+            write_report(folder)
+    except PtfastError as error:
+        if error_line is None:
+            failure = error
+    except Exception as error:
+        display.warn(f"report.html could not be written: {type(error).__name__}: {error}")
+    if error_line is None and failure is None:
+        if (skipped := summary.get("skipped_files")) is not None:
+            some = ", ".join(skipped["first"]) + ", ..." * (skipped["count"] > len(skipped["first"]))
+            display.warn(f"skipped {skipped['count']:,} files that cannot be read: {some}")
+        display.finish(summary)
+    display.close()
+    if failure is not None:
+        raise failure
+
+
+def summarise(
+    run: Run | None, clock: Clock, status: str, exit_code: int, error: str | None
+) -> dict[str, Any]:
+    """What `summary.json` holds: the outcome, the figures, and every second of wall time by cause."""
+    summary: dict[str, Any] = {"status": status, "exit_code": exit_code}
+    if error is not None:
+        summary["error"] = error
+    if run is not None and run.stop_reason is not None:
+        summary["reason"] = run.stop_reason
+    if run is not None:
+        progress = run.progress
+        summary |= {
+            "task": run.resolved["task"],
+            "steps": progress.step,
+            "samples": progress.samples,
+            "train_samples_per_s": progress.samples_per_s,
+            "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
+            **run.figures,
+        }
+        if (share := run.resolved["padding_share"]) is not None:
+            summary["padding_share"] = share
+        if missing := left_out(run):
+            summary["left_out"] = missing
+        split = "val" if "val" in run.eval_loaders else "train"
+        summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
+        if run.compilation is not None:
+            summary["compile"] = run.compilation.report()
+        if run.unreadable is not None and (files := run.unreadable()):
+            summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
+        if progress.best_step is not None:
+            summary["best"] = {"step": progress.best_step, **run.best_figures}
+    budget = clock.ledger()
+    summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
+    return summary
+
+
+def report_failure(folder: Path, error: BaseException) -> bool:
+    """Leave word of this rank's failure for the launcher; False when another rank was first."""
+    if isinstance(error, PtfastError):
+        word: dict[str, Any] = {"line": render(error), "exit_code": error.exit_code, "parts": error.parts}
+    else:
+        word = {"line": bug_line(error), "exit_code": EXIT_BUG, "bug": True}
+    word["traceback"] = "".join(traceback.format_exception(error))
+    try:
+        with (folder / run_directory.FAILURE).open("x") as file:
+            json.dump(word, file, default=str)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # a full disk, say: whoever finds no word there prints it
+    return True
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when the launcher dies, which would otherwise leave it running.
+
+    Args:
+        parent: the launcher's id; this process leaves at once where that has died already.
+    """
+    machine.die_with_parent()
+    if parent is not None and os.getppid() != parent:
+        os._exit(EXIT_BUG)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this rank at once, when all is written.
+
+    On the interpreter's own way out, threads that gloo has left behind abort the process now and then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def main() -> None:
+    """`python -m ptfast.launch.rank_main RUN_DIR STATE PARENT`: a rank of a launched run.
+
+    STATE is empty for a fresh start. Exits 0 however training ended: `summary.json` says how.
+    """
+    folder, state, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    die_with_parent(parent)
+    try:
+        from ptfast.config.read import load_config
+
+        _, config = load_config(folder / run_directory.CONFIG, trusted=True)
+        rows = [("run", str(folder))]
+        train(
+            config, folder, ranks=world() or Ranks(), state_folder=Path(state) if state else None, panel=rows
+        )
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        if report_failure(folder, error) and not run_directory.read_json(folder / run_directory.FAILURE):
+            line = render(error) if isinstance(error, PtfastError) else bug_line(error)
+            print(line, file=sys.stderr, flush=True)
+        # The other ranks may wait in a collective for this one; leave without waiting for them.
+        leave(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)
+    leave(EXIT_OK)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Where a run goes and what it goes on from: decided before anything is created."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.compose import Composed
+from ptfast.config.files.frozen import frozen_tree
+from ptfast.config.files.yaml_file import read_yaml
+from ptfast.config.schema import Config, changed_keys
+from ptfast.core import run_directory
+from ptfast.core.errors import ConfigError, PtfastError, SavedStateError
+
+Tree = dict[str, Any]
+"""A whole config as plain values."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run goes and what it goes on from."""
+
+    folder: Path
+    state_folder: Path | None = None
+    finished: bool = False
+    """Nothing is left to train."""
+
+
+def find_place(composed: Composed, config: Config) -> Place:
+    """Decide on the run directory and the state to go on from; creates nothing.
+
+    Of a run that is there already only the text of its config is compared: nothing that it names is imported.
+
+    Raises:
+        ConfigError: C011 when a new run would go into a directory that holds one.
+        SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing
+            to resume, or what was saved of a run is gone.
+    """
+    from ptfast.core.saved_state import find_state, read_facts
+
+    resume = config.run.resume
+    given = Path(config.run.dir) if config.run.dir else None
+    if given and not _holds_run(given):
+        _check_lost(given)
+    fresh = Place(given or run_directory.new_folder(Path(config.run.root), run_name(config)))
+    if resume == "never":
+        if given and _holds_run(given):
+            hint = "Go on with run.resume=auto, or choose another directory"
+            raise ConfigError("C011", "holds a run already", key="run.dir", value=given, suggestion=hint)
+        return fresh
+    tree, _ = frozen_tree(composed)
+    if resume == "auto":
+        if given is not None:
+            folder = given if _holds_run(given) else None
+        else:
+            folder = _newest_unfinished(Path(config.run.root) / run_name(config), tree)
+        if folder is None:
+            return fresh
+        state_folder = _newest_intact(folder)
+        return _continue(folder, tree, config, state_folder, folder)
+    state_folder = find_state(Path(resume))
+    source = state_folder.parent.parent
+    read_facts(state_folder)
+    if not (source / run_directory.CONFIG).is_file():
+        hint = "Give a state inside a run directory, or start afresh with model.weights=PATH"
+        raise SavedStateError("S004", "the run that it belongs to is not there", key=resume, suggestion=hint)
+    if given and given.resolve() != source.resolve() and _holds_run(given):
+        raise ConfigError("C011", "holds another run already", key="run.dir", value=given)
+    return _continue(source, tree, config, state_folder, given or source)
+
+
+def run_name(config: Config) -> str:
+    """The folder under `run.root` that the runs of this config share."""
+    return config.run.name or config.recipe or "train"
+
+
+def _holds_run(folder: Path) -> bool:
+    from ptfast.core.saved_state import list_states
+
+    return (folder / run_directory.CONFIG).is_file() and bool(list_states(folder / "saved"))
+
+
+def _check_lost(folder: Path) -> None:
+    """Refuse to begin anew over the figures of a run whose saved states somebody has removed.
+
+    Raises:
+        SavedStateError: S004.
+    """
+    summary = run_directory.read_json(folder / run_directory.SUMMARY)
+    # A run that failed may have had nothing to save.
+    if summary.get("steps") and "error" not in summary:
+        what = f"holds the figures of a run of {summary['steps']:,} steps, whose saved states are gone"
+        hint = "Choose another run.dir, or remove what is left of it"
+        raise SavedStateError("S004", what, key="run.dir", value=folder, suggestion=hint)
+
+
+def _continue(source: Path, tree: Tree, config: Config, state_folder: Path, folder: Path) -> Place:
+    """Go on in `folder` from a state of the run in `source`, if the config allows it."""
+    before = read_yaml(source / run_directory.CONFIG).data
+    facts = run_directory.read_json(state_folder / "state.json")
+    # What data holds is compared when it has been read, if the state says what that was.
+    changed = changed_keys(before, tree, moves=bool(facts["info"]["extra"].get("contents")))
+    if changed:
+        hint = "Set them back, or start afresh with run.resume=never"
+        what = f"the config has changed since: {', '.join(changed)}"
+        raise SavedStateError("S003", what, key=str(source), suggestion=hint)
+    step = int(facts["progress"]["step"])
+    # What a run has come to is lost with its last state: it goes on from the one before.
+    reached = step >= run_directory.read_json(source / run_directory.SUMMARY).get("steps", 0)
+    if folder.resolve() == source.resolve() and reached and _is_over(source, before, tree):
+        return Place(folder, state_folder, finished=True)
+    _check_length(facts, before, config)
+    return Place(folder, state_folder)
+
+
+def _is_over(folder: Path, before: Tree, tree: Tree) -> bool:
+    """Whether the run in `folder` has nothing left to train: it came to its end, or to one by `stop`."""
+    status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
+    if not _same_length(before, tree):
+        return False
+    return status == "finished" or (status == "stopped" and before.get("stop") == tree["stop"])
+
+
+def _same_length(before: Tree, tree: Tree) -> bool:
+    return all(before.get(key) == tree[key] for key in ("epochs", "steps"))
+
+
+def _check_length(facts: dict[str, Any], before: Tree, config: Config) -> None:
+    """Refuse a length that the saved run cannot take, before anything of it is touched.
+
+    Raises:
+        SavedStateError: S003.
+    """
+    from ptfast.core.saved_state import check_length
+
+    step, old_steps = int(facts["progress"]["step"]), int(facts["resolved"]["total_steps"])
+    new_steps, old_epochs = config.steps, before.get("epochs")
+    if new_steps is None and isinstance(old_epochs, int) and old_epochs and config.epochs:
+        new_steps = old_steps * config.epochs // old_epochs
+    if new_steps is not None:
+        shape, warmup = config.schedule.target.build(), config.schedule.warmup
+        extendable = shape.extendable and (warmup.unit != "percent" or not warmup.value)
+        check_length(step, old_steps, new_steps, extendable)
+
+
+def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
+    for folder in run_directory.list_runs(parent):
+        status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
+        if status == "finished" or not _holds_run(folder):
+            continue
+        try:
+            before = read_yaml(folder / run_directory.CONFIG).data
+        except PtfastError:
+            continue
+        if (
+            _same_length(before, tree)
+            and not changed_keys(before, tree)
+            and not _is_over(folder, before, tree)
+        ):
+            return folder
+    return None
+
+
+def _newest_intact(folder: Path) -> Path:
+    """The newest state that is whole: a damaged one is told of and passed over.
+
+    Args:
+        folder: of a run that has saved.
+
+    Raises:
+        SavedStateError: S001 when none is.
+    """
+    from ptfast.core.saved_state import list_states, read_facts
+
+    states = list_states(folder / "saved")
+    for state_folder in states[:-1]:
+        try:
+            read_facts(state_folder)
+        except SavedStateError as error:
+            print(f"ptfast: warning: {error} Going on from an older state.", file=sys.stderr)
+            continue
+        return state_folder
+    read_facts(states[-1])
+    return states[-1]

@@ -1,0 +1,1 @@
+"""The largest useful batch: memory, throughput and gradient noise."""

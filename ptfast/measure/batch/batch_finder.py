@@ -1,0 +1,197 @@
+"""`ptfast find batch`: the batch with the highest throughput that fits, which is seldom the largest."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.compose import Composed
+from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
+from ptfast.config.schema import Config
+from ptfast.core import run_directory
+from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
+from ptfast.measure.batch.batch_search import Search, multiple
+from ptfast.measure.batch.batch_table import limit_of, show_searches
+from ptfast.measure.batch.noise_forecast import NUM_STEPS, look_ahead
+
+FIGURES = "batch.json"
+SMALLEST, LARGEST = 8, 65_536
+ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
+TRIED = ("full", "selective", "every_n")
+"""Modes of activation checkpointing; a model that cannot have the first can have none."""
+WORTH = 1.02
+"""Gain in throughput below which computing again is not worth it."""
+
+
+def find_batch(
+    composed: Composed,
+    config: Config,
+    arguments: Sequence[str],
+    *,
+    smallest: int | None = None,
+    largest: int | None = None,
+    seconds: float = 2.0,
+    checkpointing: bool = False,
+    noise: bool = False,
+    num_steps: int | None = None,
+    out: Path | None = None,
+    write: Path | None = None,
+) -> int:
+    """Measure the throughput of batch sizes, each in a child process, and say which is best.
+
+    Sizes double until they do not fit, or lose twice to the best; then sizes beside the best are tried, and
+    the best of all are measured again, in turns. Near a limit of memory, the best has to do all that a run
+    does with some memory to spare.
+
+    Args:
+        smallest, largest: of the sizes tried; multiples of the parts that a batch is cut into are taken.
+        seconds: that a size is measured for.
+        checkpointing: try modes of activation checkpointing, too, which is done in any case where memory
+            ends the search while larger batches are still quicker.
+        noise: train for `num_steps` optimizer steps, estimate the critical batch, and choose the size that
+            should come to the same loss first.
+        out: folder of the figures; None for a new one under `run.root`.
+        write: file of a recipe with the size, and the learning rate that goes with it.
+
+    Returns:
+        0.
+
+    Raises:
+        MachineError: E002 where not even the smallest size fits.
+        PtfastError: whatever stops a run in its first steps.
+    """
+    if config.batching.batch_tokens is not None:
+        what = "batches of so many tokens have no size to search for"
+        hint = "Use batching=buckets"
+        value = config.batching.batch_tokens
+        raise ConfigError("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
+    if noise and config.parallel.strategy == "fsdp":
+        what, hint = "no rank has whole gradients, whose noise could be measured", "Use parallel=ddp"
+        raise ConfigError("C011", what, key="--noise", suggestion=hint)
+    if write is not None:
+        check_overlay(write)
+    check_out(out)
+    with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
+        search = Search(composed, config, Path(name), seconds)
+        first = multiple(smallest or SMALLEST, search.parts)
+        print(f"measuring batches of {first} samples and more, {seconds:g} s each")
+        search.ascend(first, largest or LARGEST)
+        if search.refused and not search.seen and search.too_large is None:
+            size, what = next(iter(search.refused.items()))
+            hint = "Begin with a smaller size (--from), or use more data"
+            raise DataError("D006", what, key="batch_size", value=size, suggestion=hint)
+        if search.seen:
+            search.refine(first, largest or LARGEST)
+        searches = [search]
+        if checkpointing or search.rises_to_the_limit or not search.seen:
+            searches += _with_checkpointing(search, first, largest or LARGEST)
+        best = _choose(searches)
+        if best is None:
+            hint = _LESS if smallest is None else f"Begin with a smaller size (--from). {_LESS}"
+            raise MachineError("E002", limit_of(search), key="batch_size", value=first, suggestion=hint)
+        search, chosen = best
+        show_searches(searches, search, chosen)
+        outlook = look_ahead(search, Path(name) / "noise", num_steps or NUM_STEPS) if noise else None
+    label = config.recipe or config.run.name or "train"
+    folder = out or run_directory.new_folder(Path(config.run.root), f"find-batch-{label}")
+    run_directory.create_folder(folder)
+    facts: dict[str, Any] = {"chosen": chosen, "trials": search.seen, "too_large": search.too_large}
+    if len(searches) > 1:
+        facts["checkpointing"] = search.mode
+        facts["modes"] = {
+            tried.mode: {"trials": tried.seen, "too_large": tried.too_large} for tried in searches
+        }
+    lr_ratio = None
+    if outlook is not None:
+        facts["noise"] = asdict(outlook)
+        if (advised := outlook.advise(search)) is not None:
+            facts["chosen"], lr_ratio = advised
+    run_directory.write_json(folder / FIGURES, facts)
+    print(f"figures: {folder}")
+    if write is not None:
+        _write(write, arguments, search, facts["chosen"], label, lr_ratio)
+    return EXIT_OK
+
+
+_LESS = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
+
+
+def _with_checkpointing(search: Search, first: int, largest: int) -> list[Search]:
+    """Searches that compute activations again, from about where the given one ended."""
+    found: list[Search] = []
+    start = max(search.seen, default=first)
+    # At sizes that fit without, computing again only takes longer.
+    for mode in TRIED:
+        if mode == search.mode or start > largest:
+            continue
+        tried = Search(
+            search.composed, search.config, search.folder / mode, search.seconds, checkpointing=mode
+        )
+        tried.folder.mkdir()
+        print(f"with checkpointing={mode}:")
+        try:
+            tried.ascend(start, largest)
+        except ReportedError as error:
+            print(f"left out: {error}")
+            if not found:
+                return []
+            continue
+        found.append(tried)
+    if not found:
+        return []
+    best = max(found, key=lambda tried: max(map(tried.rate, tried.seen), default=0.0))
+    if best.seen and (not search.seen or best.rate(best.best()) > WORTH * search.rate(search.best())):
+        best.refine(start, largest)
+    return found
+
+
+def _choose(searches: Sequence[Search]) -> tuple[Search, int] | None:
+    """The search whose best size is the quickest, and that size, known to fit with memory to spare.
+
+    The first one is the config's own way, and others have to be clearly quicker.
+    """
+    best: tuple[Search, int] | None = None
+    for search in searches:
+        to_beat = WORTH * best[0].rate(best[1]) if best is not None else 0.0
+        if search.seen and search.rate(search.best()) > to_beat:
+            chosen = search.confirm()
+            if chosen is not None and search.rate(chosen) > to_beat:
+                best = search, chosen
+    return best
+
+
+def _write(
+    file: Path,
+    arguments: Sequence[str],
+    search: Search,
+    chosen: int,
+    label: str,
+    lr_ratio: float | None,
+) -> None:
+    """A recipe of the size, with the rate that goes with it and the checkpointing that it was found with.
+
+    Args:
+        lr_ratio: of SGD's rate to the config's, where the noise tells it.
+    """
+    config = search.config
+    found: dict[str, Any] = {"batch_size": chosen}
+    comment = [f"Batch of {chosen} for {label}, found by ptfast find batch"]
+    if chosen != config.batch_size and config.optimizer.lr_scaling == "none":
+        path = config.optimizer.target.path.lower()
+        adapts = any(name in path for name in ADAPTIVE)
+        given = config.optimizer.target.kwargs.get("lr")
+        if lr_ratio is not None and given is not None:
+            found["optimizer.lr"] = float(f"{given * (lr_ratio**0.5 if adapts else lr_ratio):.3g}")
+            comment.append(f"The learning rate follows the gradient noise, from batch {config.batch_size}.")
+        else:
+            rule = "sqrt" if adapts else "linear"
+            found |= {"optimizer.lr_scaling": rule, "optimizer.reference_batch": config.batch_size}
+            comment.append(f"The learning rate is scaled from that of batch {config.batch_size}.")
+    if search.checkpointing is not None:
+        others = [word for word in arguments if word.partition("=")[0] != "checkpointing"]
+        arguments = [*others, f"checkpointing={search.checkpointing}"]
+    called = write_overlay(file, arguments, found, comment)
+    print(f"wrote {file}; train with it: ptfast train +recipe={called}")

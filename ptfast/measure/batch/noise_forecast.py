@@ -1,0 +1,200 @@
+"""What the gradient noise says about batch sizes: steps, samples and time to the same loss."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ptfast.core.errors import PtfastError, ReportedError
+from ptfast.core.units import duration, grouped
+from ptfast.measure.batch.batch_search import TIE, Search
+from ptfast.measure.batch.critical_batch import Critical, estimate
+from ptfast.measure.batch.gradient_noise import PARTS
+from ptfast.measure.trials.child_process import run_child
+from ptfast.report.terminal.display import standard_output, table
+
+NUM_STEPS = 200
+POINTS = 5
+"""Parts of the training for which the noise is shown apart, since it grows."""
+MOMENTS = ("signal", "noise", "square", "loss")
+
+
+@dataclass
+class Outlook:
+    """What was seen of a config's gradient noise."""
+
+    batch_size: int
+    """Samples of each step that it was measured in."""
+    total_steps: int = 0
+    """Of the whole run."""
+    moments: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
+    """|G|^2, tr(Sigma), squared norm of the gradient and mean loss of each step."""
+    critical: Critical | None = None
+    """None for too few steps."""
+    points: list[dict[str, Any]] = field(default_factory=list)
+    """Steps, loss and noise scale of parts of the training."""
+    loss: float | None = None
+    """At the end."""
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.moments["loss"])
+
+    def judge(self) -> None:
+        """Estimate from the moments."""
+        if not self.num_steps:
+            return
+        self.critical = estimate(*(self.moments[name] for name in MOMENTS[:3]))
+        for part in range(POINTS):
+            start, stop = (self.num_steps * end // POINTS for end in (part, part + 1))
+            if stop > start:
+                losses = self.moments["loss"][start:stop]
+                self.loss = sum(losses) / len(losses)
+                found = estimate(*(self.moments[name][start:stop] for name in MOMENTS[:3]))
+                self.points.append({"steps": (start + 1, stop), "loss": self.loss, "scale": found})
+
+    def rows(self, search: Search) -> list[dict[str, Any]]:
+        """Steps and samples to the loss at the end, and the time where a size was measured, by batch size."""
+        critical, own = self.critical, self.batch_size
+        if critical is None or critical.batch is None:
+            return []
+        found = []
+        for size in sorted({*search.seen, *(max(round(own * by), 1) for by in (0.5, 1, 2, 4))}):
+            low, steps, high = sorted(
+                self.num_steps * at.steps_ratio(size, own)
+                for at in (critical.moved(-1), critical, critical.moved(1))
+            )
+            took_s = steps * size / search.rate(size) if size in search.seen else None
+            found.append(
+                {
+                    "size": size,
+                    "steps": steps,
+                    "low": low,
+                    "high": high,
+                    "samples": steps * size,
+                    "time_s": took_s,
+                }
+            )
+        return found
+
+    def advise(self, search: Search) -> tuple[int, float] | None:
+        """The measured size that should come to the loss first, and the rate of SGD there to the config's."""
+        timed = [row for row in self.rows(search) if row["time_s"] is not None]
+        if not timed or self.critical is None:
+            return None
+        least = min(row["time_s"] for row in timed)
+        size = next(row["size"] for row in timed if row["time_s"] <= (1 + TIE) * least)
+        return size, self.critical.lr_ratio(size, search.config.batch_size)
+
+
+def look_ahead(search: Search, folder: Path, num_steps: int) -> Outlook:
+    """Train for some steps in a child, estimate the critical batch, and show what it means.
+
+    Whatever stops the training is told; what was seen before counts.
+    """
+    parts = search.parts * -(-PARTS // search.parts)
+    # Two samples in the least of micro-batches: of one, BatchNorm can tell nothing.
+    batch_size = max(search.config.batch_size // parts, 2) * parts
+    outlook = Outlook(batch_size)
+    print(f"\ngradient noise: {num_steps} steps of {batch_size} samples in {parts} micro-batches", flush=True)
+
+    def tell(result: dict[str, Any]) -> None:
+        if "loss" in result:
+            shown = outlook.num_steps + len(result["loss"])
+            loss = sum(result["loss"]) / len(result["loss"])
+            search.display.note(f"  {shown:>6,}  loss {loss:.4g}")
+            _take(outlook, result)
+
+    cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
+    keywords = {**cut, "checkpointing": search.checkpointing}
+    launched = search.config.parallel.strategy != "single"
+    ended: str | None = None
+    try:
+        results, killed = run_child(
+            search.composed, folder, search.num_ranks if launched else None, "noise", keywords, tell
+        )
+        ended = next(
+            (f"out of memory: {result['no_room']}" for result in results if "no_room" in result), None
+        )
+        if killed is not None:
+            ended = f"ended by {signal.Signals(killed).name}"
+    except (PtfastError, ReportedError) as error:
+        ended = str(error)
+    if ended is None and outlook.num_steps < min(num_steps, outlook.total_steps or num_steps):
+        ended = f"the loss came apart or the data ended after {outlook.num_steps} steps"
+    outlook.judge()
+    _show(outlook, search, ended)
+    return outlook
+
+
+def _take(outlook: Outlook, result: dict[str, Any]) -> None:
+    outlook.total_steps = result["total_steps"]
+    for name in MOMENTS:
+        outlook.moments[name] += result[name]
+
+
+def _show(outlook: Outlook, search: Search, ended: str | None) -> None:
+    stream = standard_output()
+    if ended is not None:
+        print(f"the training for it ended early: {ended}")
+    if outlook.points:
+        rows = [
+            ["{:,} to {:,}".format(*point["steps"]), f"{point['loss']:.4g}", _scale(point["scale"])]
+            for point in outlook.points
+        ]
+        print()
+        table(["steps", "loss", "noise scale"], rows, stream=stream)
+    critical = outlook.critical
+    if critical is None:
+        print(f"{outlook.num_steps} steps are too few to tell the gradient noise from chance")
+        return
+    if critical.batch is None:
+        print("the noise swamps the true gradient, whose length cannot be told from nothing in these steps")
+        least = f"above about {grouped(critical.at_least)} samples" if critical.at_least else "large"
+        print(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
+        return
+    of_all = f"the first {outlook.num_steps:,} of {outlook.total_steps:,} steps"
+    print(f"critical batch: {_scale(critical)} samples over {of_all}")
+    rows = outlook.rows(search)
+    advised = outlook.advise(search)
+    print(f"\npredicted, to the loss of {outlook.loss:.4g}:")
+    cells = [
+        [
+            f"{row['size']:,}" + (" *" if advised and row["size"] == advised[0] else ""),
+            f"{row['steps']:,.0f}",
+            f"{row['low']:,.0f} to {row['high']:,.0f}" if row["size"] != outlook.batch_size else "as seen",
+            f"{row['samples']:,.0f}",
+            duration(row["time_s"]) if row["time_s"] is not None else "-",
+        ]
+        for row in rows
+    ]
+    table(["batch", "steps", "spread", "samples", "time"], cells, stream=stream)
+    print(_advice(outlook, search, rows, advised))
+
+
+def _advice(
+    outlook: Outlook, search: Search, rows: Sequence[dict[str, Any]], advised: tuple[int, float] | None
+) -> str:
+    if advised is None:
+        return "none of these sizes was measured"
+    size, lr_ratio = advised
+    times = {row["size"]: row["time_s"] for row in rows}
+    text = f"first at that loss: batch_size={size} in {duration(times[size])}"
+    quickest = search.best()
+    if quickest != size:
+        how = "as soon, for more samples" if times[quickest] < (1 + TIE) * times[size] else "later"
+        text += f"\n{quickest:,}, with the most samples/s, is there {how}"
+    if size != search.config.batch_size:
+        text += f"\nSGD's best rate there should be {lr_ratio:.2g} times that of {search.config.batch_size:,}"
+    return f"{text}\nassumed: the best rate at every batch, and noise as in these steps: later ones have more"
+
+
+def _scale(found: Critical | None) -> str:
+    if found is None:
+        return "too few steps"
+    if found.batch is None:
+        return f"> {grouped(found.at_least)}" if found.at_least else "swamped"
+    return f"{grouped(found.batch)} +- {grouped(found.error or 0.0)}"

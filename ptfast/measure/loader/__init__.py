@@ -1,0 +1,1 @@
+"""The loader and the number of workers that feed training."""

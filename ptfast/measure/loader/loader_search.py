@@ -1,0 +1,316 @@
+"""The search for the quickest loader: what is tried, in which order, and what is chosen of it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.checks.rules import across_keys
+from ptfast.config.compose import Composed
+from ptfast.config.schema import Config
+from ptfast.core.errors import MachineError, PtfastError, ReportedError
+from ptfast.core.machine import available_memory, memory_limit, usable_cores
+from ptfast.core.units import duration, grouped, num_bytes
+from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.measure.loader.loader_candidate import Loader, workers
+from ptfast.measure.trials.child_process import run_child
+from ptfast.report.terminal.display import build_display
+
+RULE = 4
+"""Workers of each rank by the rule of thumb, 4 for each GPU."""
+LEAST_LIMIT = 16
+"""Of workers; more processes than cores pay where samples come from far away."""
+GAIN = 0.03
+"""More workers that gain no more than this have gained nothing; after two such counts the search ends."""
+TIE = 0.02
+"""Loaders that differ by less are as quick: the one of fewer processes is taken."""
+NOTHING = 0.02
+"""Share of the time spent on waiting that no loader needs to save."""
+NEAR = 0.9
+"""Part of the best throughput from which on a loader is measured again."""
+FINALISTS, ROUNDS = 3, 3
+HOLD_S = 60.0
+"""Decoding everything once is not tried where it would take longer."""
+_REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \([^()]*:\d+\)(?=: )")
+"""What says that a line is an error, and where its key was given: a trial's was not given."""
+
+
+class Search:
+    """Measures loaders, each in a child, and remembers what came of them."""
+
+    def __init__(self, composed: Composed, config: Config, folder: Path, seconds: float) -> None:
+        self.composed, self.config, self.folder, self.seconds = composed, config, folder, seconds
+        self.num_ranks = resolve_num_ranks(config)
+        self.seen: dict[Loader, list[dict[str, Any]]] = {}
+        """Results, in the order they came in."""
+        self.failed: dict[Loader, str] = {}
+        """Why a loader cannot be had."""
+        self.facts: dict[str, Any] = {}
+        """What the first trial has told about the data."""
+        self.notes: list[str] = []
+        self.display = build_display()
+        self._children = 0
+
+    def measure(self, loader: Loader) -> bool:
+        """Measure one that was not measured before; False if it cannot be had.
+
+        Raises:
+            PtfastError, ReportedError: nothing could be measured yet.
+        """
+        if loader in self.seen or loader in self.failed:
+            return loader in self.seen
+        _, problems = across_keys(loader.on(self.config), self.composed.place)
+        if problems:
+            self.failed[loader] = problems[0].what
+            return False
+        try:
+            self._run([loader])
+        except (PtfastError, ReportedError) as error:
+            if not self.seen:
+                raise
+            self.fail(loader, _REPORTED.sub("", str(error)))
+        return loader in self.seen
+
+    def measure_again(self, loaders: Sequence[Loader], times: int) -> None:
+        """Measure loaders in turns, in one child, as far as it gets."""
+        try:
+            self._run([*loaders] * times)
+        except (PtfastError, ReportedError) as error:
+            self.notes.append(f"could not be measured again: {error}")
+
+    def fail(self, loader: Loader, why: str) -> None:
+        """Note why one that was tried cannot be had."""
+        self.failed[loader] = why
+        self.display.note(f"  {self.label(loader):<24} cannot be had")
+
+    def rate(self, loader: Loader) -> float:
+        """Samples per second, the median of all times that `loader` was measured."""
+        return statistics.median(result["samples_per_s"] for result in self.seen[loader])
+
+    def may_be_as_quick(self, loader: Loader, best: Loader) -> bool:
+        """Whether `loader` is near to `best`, or was now and then quicker than that now and then."""
+        high = max(result["high"] for result in self.seen[loader])
+        low = min(result["low"] for result in self.seen[best])
+        return self.rate(loader) >= NEAR * self.rate(best) or high >= low
+
+    def interval(self, loader: Loader) -> tuple[float, float]:
+        """Least and most samples per second of its windows, the two extremes of each trial left out.
+
+        A neighbour's burst spoils one of them.
+        """
+        kept = [rate for result in self.seen[loader] for rate in sorted(result["rates"])[1:-1]]
+        return min(kept), max(kept)
+
+    def waiting(self, loader: Loader) -> float:
+        """Share of the time that the training has spent on waiting for data, or on reading it itself."""
+        return statistics.median(result["waiting"] for result in self.seen[loader])
+
+    def memory(self, loader: Loader) -> int:
+        """Bytes that it took when it had a process to itself."""
+        return self.seen[loader][0]["memory_bytes"]
+
+    def best(self) -> Loader:
+        """The quickest; of those that are as quick, the one of fewest processes, then of least memory.
+
+        Where a process reads for itself, no loader can save more than the time that it spends on that. What
+        is still quicker than one that spends next to none was measured on a machine that had less to do.
+        """
+        most = max(map(self.rate, self.seen))
+        quick = [
+            loader
+            for loader in self.seen
+            if self.rate(loader) >= (1 - TIE) * most
+            or (not loader.workers and not loader.read_ahead and self.waiting(loader) <= NOTHING)
+        ]
+
+        def cost(loader: Loader) -> Any:
+            return (
+                loader.workers,
+                loader.threads,
+                loader.prefetch,
+                loader.read_ahead,
+                self.memory(loader),
+            )
+
+        return min(quick, key=cost)
+
+    def chosen(self) -> Loader:
+        """The best, or what `auto` takes where that was quicker or, with intervals that overlap, may be."""
+        best = self.best()
+        auto = named_loaders(self).get("auto", best)
+        if auto in self.seen and self.interval(auto)[1] >= self.interval(best)[0]:
+            return auto
+        return best
+
+    def label(self, loader: Loader) -> str:
+        """What it is called in lines of text."""
+        label = loader.label(self.config)
+        if loader.workers == 1:
+            label = label.replace("workers", "worker", 1)
+        return f"{loader.workers} {label}" if loader.workers else label
+
+    def _run(self, loaders: Sequence[Loader]) -> None:
+        self._children += 1
+        results, killed = run_child(
+            self.composed,
+            self.folder / str(self._children),
+            None if self.config.parallel.strategy == "single" else self.num_ranks,
+            "workers",
+            {"loaders": loaders, "seconds": self.seconds, "asks": not self.facts},
+            self._tell,
+        )
+        for result in results:
+            loader = Loader(*result["loader"])
+            self.facts = self.facts or result.get("facts", {})
+            if "no_room" in result:
+                self.fail(loader, f"does not fit: {result['no_room']}")
+            else:
+                self.seen.setdefault(loader, []).append(result)
+        if killed is not None and len(results) < len(loaders):
+            # The kernel ends whom it has no memory for without a word.
+            loader, name = loaders[len(results)], signal.Signals(killed).name
+            if loader in self.seen:
+                self.notes.append(f"{self.label(loader)} was ended by {name} when it was measured again")
+            else:
+                self.fail(loader, f"was ended by {name}, which is how a system ends what takes its memory")
+
+    def _tell(self, result: dict[str, Any]) -> None:
+        if "no_room" in result:
+            return
+        label, rate = self.label(Loader(*result["loader"])), grouped(result["samples_per_s"])
+        self.display.note(f"  {label:<24} {rate:>7} samples/s  {result['waiting']:>4.0%} waiting")
+
+
+def search_loaders(search: Search, most: int | None = None) -> None:
+    """Measure what may be the quickest loader, and what `auto`, the config and a rule of thumb would take.
+
+    Args:
+        most: worker processes of each rank; None for as many as a machine of this size may want.
+
+    Raises:
+        MachineError: E002 where there is no memory for training without workers.
+        PtfastError, ReportedError: whatever else stops that.
+    """
+    plain = Loader("plain")
+    if not search.measure(plain):
+        limit, name = memory_limit(search.config.device)
+        what = f"{name} leaves {num_bytes(limit)}; training without workers {search.failed[plain]}"
+        hint = "Try precision=amp, a smaller batch_size or a smaller model"
+        raise MachineError("E002", what, key="dataloader.kind", value="plain", suggestion=hint)
+    named, most = named_loaders(search), most or _limit(search)
+    if (shards := search.facts.get("num_shards")) is not None:
+        most = min(most, shards // search.num_ranks)
+    for kind in _other_kinds(search):
+        why = _too_dear(search, kind, [loader.kind for loader in named.values()])
+        if why is not None:
+            search.failed[Loader(kind)] = why
+        else:
+            search.measure(Loader(kind))
+    _ascend(search, most)
+    for loader in named.values():
+        search.measure(loader)
+    if search.waiting(plain) <= NOTHING:
+        return
+    _refine(search, most)
+    leaders = sorted(search.seen, key=search.rate, reverse=True)[:FINALISTS]
+    auto = named.get("auto", leaders[0])
+    if auto in search.seen and auto not in leaders:
+        leaders.append(auto)
+    leaders = [loader for loader in leaders if search.may_be_as_quick(loader, leaders[0])]
+    if len(leaders) > 1:
+        search.measure_again(leaders, ROUNDS - 1)
+    if search.best().workers == most and shards is None:
+        search.notes.append(f"more than {most} workers were not tried: --to goes further")
+
+
+def named_loaders(search: Search) -> dict[str, Loader]:
+    """What `auto` would choose here, and what the config asks for by name."""
+    found: dict[str, Loader] = {}
+    names = ["auto"] if search.config.dataloader.kind == "auto" else ["auto", "configured"]
+    for name in names:
+        if name in search.facts:
+            kind, count = search.facts[name]
+            found[name] = workers(count, search.config) if kind in ("plain", "workers") else Loader(kind)
+    if "configured" in found and search.config.dataloader.read_ahead:
+        found["configured"] = found["configured"]._replace(read_ahead=True)
+    return found
+
+
+def _other_kinds(search: Search) -> list[str]:
+    """Kinds without workers besides `plain` that may suit this data and device."""
+    if search.facts["iterable"]:
+        search.notes.append("iterable data is read by this process or by workers")
+        return []
+    return ["memory", *(["device"] if search.facts["device"] == "cuda" else []), "packed"]
+
+
+def _too_dear(search: Search, kind: str, wanted: Sequence[str]) -> str | None:
+    """Why a kind is not even tried, though the config may have it."""
+    facts = search.facts
+    if kind == "packed":
+        # The rules know better what there is to pack.
+        fits = facts["packed"] or across_keys(Loader(kind).on(search.config), search.composed.place)[1]
+        return None if fits else "the data is no pack"
+    if not (facts["in_memory"] or facts["repeatable"]):
+        return "samples may differ from epoch to epoch, and would be held as they first are"
+    if facts["read_s"] > HOLD_S and kind not in wanted:
+        return f"decoding everything once would take {duration(facts['read_s'])} on one core"
+    return None
+
+
+def _limit(search: Search) -> int:
+    """Workers of each rank at most."""
+    cores = usable_cores(hyperthreads=True) // search.num_ranks
+    return max(LEAST_LIMIT, 4 * cores)
+
+
+def _ascend(search: Search, most: int) -> None:
+    """Double the workers until that gains nothing twice, or memory ends."""
+    counts = [count for power in range(16) if (count := 2**power) < most]
+    useless = 0
+    for count in [*counts, most] if most else []:
+        best = max(map(search.rate, search.seen))
+        if useless >= 2 and count > RULE:
+            return
+        if (needed := _predicted(search, count)) > available_memory():
+            search.notes.append(
+                f"{count} workers would take about {num_bytes(needed)}, "
+                f"and {num_bytes(available_memory())} are free"
+            )
+            return
+        loader = workers(count, search.config)
+        if not search.measure(loader):
+            return
+        useless = 0 if search.rate(loader) > (1 + GAIN) * best else useless + 1
+
+
+def _predicted(search: Search, count: int) -> float:
+    """Bytes that `count` workers would take, going by what those measured have taken."""
+    plain = search.memory(Loader("plain"))
+    tried = [loader for loader in search.seen if loader.workers]
+    if not tried:
+        return 0
+    largest = max(tried, key=lambda loader: loader.workers)
+    return plain + max(0, search.memory(largest) - plain) / largest.workers * count
+
+
+def _refine(search: Search, most: int) -> None:
+    """Try what lies beside the best: counts in between, reading further ahead, threads."""
+    best, config = search.best(), search.config
+    if best.workers:
+        for count in sorted({round(best.workers * factor) for factor in (0.75, 1.5)}):
+            if 0 < count <= most and _predicted(search, count) <= available_memory():
+                search.measure(workers(count, config))
+        best = search.best()
+    if best.workers:
+        search.measure(best._replace(prefetch=2 * best.prefetch))
+        cores = usable_cores(hyperthreads=True) // search.num_ranks
+        if 2 * best.workers <= cores:
+            search.measure(best._replace(threads=2 * best.threads))
+    facts = search.facts
+    if facts["device"] == "cpu" and (facts.get("in_memory") or facts.get("repeatable")):
+        search.measure(search.best()._replace(read_ahead=True))

@@ -1,0 +1,1 @@
+"""The learning rate: a range test and short trials."""

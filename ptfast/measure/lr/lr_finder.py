@@ -1,0 +1,190 @@
+"""`ptfast find lr`: the learning rate range test on any recipe, its curve, and the rate it advises."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.compose import Composed
+from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
+from ptfast.config.schema import Config
+from ptfast.core import run_directory
+from ptfast.core.distributed import Ranks
+from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from ptfast.measure.lr.lr_suggestion import CAME_APART, first_trial, smooth, suggestions
+from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
+from ptfast.report.terminal.text_chart import chart
+
+PICTURE, FIGURES = "lr.png", "lr.json"
+LOWEST, HIGHEST, NUM_STEPS, TRIAL_STEPS = 1e-6, 10.0, 140, 100
+
+
+def find_lr(
+    composed: Composed,
+    config: Config,
+    arguments: Sequence[str],
+    *,
+    lowest: float = LOWEST,
+    highest: float = HIGHEST,
+    num_steps: int = NUM_STEPS,
+    trial_steps: int = TRIAL_STEPS,
+    out: Path | None = None,
+    write: Path | None = None,
+) -> int:
+    """Run the test and the trials, show the curve, write picture, figures and, if asked for, a recipe.
+
+    Args:
+        lowest, highest: learning rates of the first and the last step.
+        num_steps: optimizer steps between them.
+        trial_steps: optimizer steps of each trial at a single rate.
+        out: folder of picture and figures; None for a new one under `run.root`.
+        write: file of the recipe with the chosen rate.
+
+    Returns:
+        0, or 8 where no rate trains: the figures are written nevertheless.
+
+    Raises:
+        PtfastError: whatever stops the run in its first steps.
+    """
+    if not 0 < lowest < highest:
+        what = f"does not lie between 0 and --to {highest:g}"
+        raise ConfigError("C005", what, key="--from", value=f"{lowest:g}")
+    if write is not None:
+        check_overlay(write)
+    check_out(out)
+    facts = measure(
+        composed,
+        config,
+        {"lowest": lowest, "highest": highest, "num_steps": num_steps, "trial_steps": trial_steps},
+    )
+    found, chosen = facts["suggestions"], facts["chosen"]
+    name = config.recipe or config.run.name or "train"
+    folder = out or run_directory.new_folder(Path(config.run.root), f"find-lr-{name}")
+    run_directory.create_folder(folder)
+    run_directory.write_json(folder / FIGURES, facts)
+    _show(facts, folder, name)
+    if chosen is None:
+        print(_advice(facts), file=sys.stderr)
+        return EXIT_FINDINGS
+    from ptfast.measure.lr.lr_plot import draw
+
+    draw(folder / PICTURE, facts, f"{name}: {facts['ended']}")
+    if write is not None:
+        # A rate that is given for a reference batch is scaled to the batch once more.
+        rate = float(f"{chosen / facts['lr_scale']:.3g}")
+        comment = [
+            f"Learning rate {rate:g} for {name}, found by ptfast find lr",
+            f"Best of {len(facts['trials'])} trials of {trial_steps} steps; of the curve: "
+            + ", ".join(f"{rule} {lr:.2g}" for rule, lr in found.items()),
+        ]
+        called = write_overlay(write, arguments, {"optimizer.lr": rate}, comment)
+        print(f"wrote {write}; train with it: ptfast train +recipe={called}")
+    return EXIT_OK
+
+
+def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dict[str, Any]:
+    """What the test sees, in this process or on the ranks that the config asks for."""
+    from ptfast.launch.launcher import resolve_num_ranks, run_ranks
+
+    num_ranks = resolve_num_ranks(config)
+    with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
+        folder = Path(name)
+        if config.parallel.strategy == "single":
+            return measure_here(config, folder, Ranks(), **keywords)
+        return run_ranks(
+            composed, folder, num_ranks, "ptfast.measure.trials.trial_rank", ["lr", json.dumps(keywords)]
+        )
+
+
+def measure_here(
+    config: Config, folder: Path, ranks: Ranks, *, trial_steps: int, **keywords: Any
+) -> dict[str, Any]:
+    """What the test and the trials see, on one rank."""
+    from ptfast.measure.lr.lr_trials import run_trials
+    from ptfast.measure.lr.range_test import range_test
+    from ptfast.optim.build_optimizer import reference_lr
+    from ptfast.training.build import build
+
+    display = build_display(ranks.rank)
+    try:
+        run = build(config, ranks=ranks, folder=folder, display=display)
+        try:
+            test = range_test(run, **keywords)
+            smoothed = smooth(test.losses)
+            found = suggestions(test.lrs, smoothed)
+            bounds = {"lowest": keywords["lowest"], "highest": keywords["highest"]}
+            trials = run_trials(run, first_trial(found), num_steps=trial_steps, **bounds) if found else {}
+        finally:
+            run.close()
+    finally:
+        display.close()
+    actual = reference_lr(run.optimizer, "initial_lr")
+    given = config.optimizer.target.kwargs.get("lr", actual)
+    finite = {lr: loss for lr, loss in trials.items() if math.isfinite(loss)}
+    return {
+        **asdict(test),
+        "smoothed": smoothed,
+        "suggestions": found,
+        "trials": [[lr, finite.get(lr)] for lr in sorted(trials)],
+        "chosen": min(finite, key=finite.__getitem__) if finite else None,
+        "lr": actual,
+        "lr_scale": actual / given,
+        "batch_size": run.batch_size,
+        "trial_steps": trial_steps,
+    }
+
+
+def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
+    stream = standard_output()
+    lrs, smoothed, found = facts["lrs"], facts["smoothed"], facts["suggestions"]
+    columns, lines = shutil.get_terminal_size((80, 24))
+    marks = {rule[0]: lr for rule, lr in found.items()}
+    encoding = (getattr(stream, "encoding", None) or "ascii").lower()
+    drawn = chart(
+        lrs[: len(smoothed)],
+        smoothed,
+        width=min(columns, 100),
+        height=min(max(lines - 14, 10), 18),
+        marks=marks,
+        x_label="learning rate",
+        plain=not encoding.startswith("utf"),
+    )
+    print("\n".join(["", "loss, smoothed", *drawn, ""]), file=stream)
+    rows = [(f"{rule} ({rule[0]})", f"{lr:.2g}", "") for rule, lr in found.items()]
+    for lr, loss in facts["trials"]:
+        label = "trial, chosen" if lr == facts["chosen"] else "trial"
+        rows.append((label, f"{lr:.2g}", CAME_APART if loss is None else f"{loss:.4g}"))
+    rows.append(("as configured", f"{facts['lr']:.2g}", ""))
+    table(["learning rate", name, f"loss after {facts['trial_steps']} steps"], rows, stream=stream)
+    seen = f", {facts['epochs']:.2g} epochs" if facts["epochs"] else ""
+    print(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}", file=stream)
+    if facts["epochs"] and facts["epochs"] > 2:
+        print("each sample was seen more than twice: the true curve falls less at its end", file=stream)
+    if is_terminal(stream):
+        print(f"picture and figures: {folder}", file=stream)
+    else:
+        print(f"folder {folder}", file=stream)
+
+
+def _advice(facts: dict[str, Any]) -> str:
+    """What is left to say where no rate makes the loss fall, or none trains."""
+    if facts["trials"]:
+        rates = ", ".join(f"{lr:.2g}" for lr, _ in facts["trials"])
+        return (
+            f"ptfast: the loss comes apart within {facts['trial_steps']} steps at each of {rates}. Look at "
+            "labels, loss and inputs, clip gradients (gradients=clip) or begin lower with --to"
+        )
+    lowest, first = min(facts["smoothed"]), facts["smoothed"][0]
+    more = f", try --steps {2 * len(facts['lrs'])}" if len(facts["lrs"]) < NUM_STEPS else ""
+    return (
+        f"ptfast: no learning rate of {facts['lrs'][0]:.0e} to {facts['lrs'][-1]:.0e} makes the loss fall: "
+        f"smoothed it began at {first:.4g} and was {lowest:.4g} at best. Look at labels, loss and inputs, "
+        f"widen the range with --from and --to{more}"
+    )

@@ -1,0 +1,169 @@
+"""Warm start: published or saved weights into a model, with a fresh head where the classes differ."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.core.errors import MachineError, SavedStateError
+
+KEY = "model.weights"
+NUM_SHOWN = 3
+
+
+def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = False) -> list[str]:
+    """Copy the weights that `source` holds into `model`, in place.
+
+    Nothing in the file can run code, and damage that torch itself does not notice is found. Prefixes that
+    `torch.compile` and data parallel wrappers leave in names are removed.
+
+    Args:
+        model: the plain model, on any device.
+        source: a `.pt` or `.safetensors` file, a run directory (its best state, else its last), or a folder
+            of one state; averaged weights (`ema`) are taken where the state has them.
+        replace_head: leave layers that differ in their number of outputs only as they were initialised.
+
+    Returns:
+        One line for each thing worth telling: what was read, what was left fresh.
+
+    Raises:
+        SavedStateError: there is no such file (S004), it is damaged or holds pickled objects (S001), or it
+            belongs to another model (S002).
+    """
+    path = find_file(Path(source))
+    weights = _read(path)
+    # A run is known by its averages, where it made some; who names a file gets that file.
+    averages = {} if Path(source).is_file() else _read_averages(path.with_name("training.pt"))
+    weights = _plain_names(weights | averages, model)
+    own = model.state_dict()
+    differing = [name for name in own if name in weights and weights[name].shape != own[name].shape]
+    head = [name for name in differing if _is_head(model, name, weights[name], own[name])]
+    problems = [f"{name} is missing" for name in own if name not in weights]
+    problems += [f"{name} is not in this model" for name in weights if name not in own]
+    problems += [_shapes(name, weights[name], own[name]) for name in differing if name not in head]
+    fresh = [_shapes(name, weights[name], own[name]) for name in head]
+    if problems or (fresh and not replace_head):
+        remedy = "Build the model that was saved: its run's config.yaml names it"
+        if not problems:
+            remedy = "Set model.replace_head=true to start with a fresh head"
+        raise _another_model(path, problems or fresh, remedy)
+    model.load_state_dict({name: value for name, value in weights.items() if name not in head}, strict=False)
+    kind = "averaged weights" if averages else "weights"
+    return [f"{kind} from {path}", *(f"fresh head: {line}" for line in fresh)]
+
+
+def find_file(source: Path) -> Path:
+    """The file of weights that `source` means.
+
+    Raises:
+        SavedStateError: S004 when there is none.
+    """
+    if source.is_file():
+        return source.resolve()
+    for folder in ("saved/best", "saved/last", "best", "last", "."):
+        for name in ("model.pt", "model.safetensors"):
+            if (source / folder / name).is_file():
+                return (source / folder / name).resolve()
+    what = "the folder holds no saved weights" if source.is_dir() else "no such file or folder"
+    raise SavedStateError(
+        "S004",
+        what,
+        key=KEY,
+        value=source,
+        suggestion="Give a .pt or .safetensors file, a run directory, or `pretrained`",
+    )
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """The named tensors of one file, on the CPU."""
+    content: Any = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
+    for wrapper in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise SavedStateError("S002", "the file holds no named tensors", key=KEY, value=path)
+    return content
+
+
+def _read_averages(path: Path) -> dict[str, Tensor]:
+    """The averaged weights in the training state beside a run's weights; none where there is none yet."""
+    average = _read_pt(path).get("ema", {}) if path.is_file() else {}
+    # Before the first update, what is kept there are the weights that training began with.
+    return average["averages"] if average.get("updates") else {}
+
+
+def _read_pt(path: Path) -> Any:
+    try:
+        # torch does not compare checksums: a flipped bit would become a wrong weight.
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                broken = archive.testzip()
+            if broken is not None:
+                raise zipfile.BadZipFile(broken)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Whatever a damaged pickle makes the reader raise, the answer is the same.
+        if "Unsupported" in str(error):
+            raise _damaged(
+                path, "holds pickled objects, which could run code; only tensors are read"
+            ) from error
+        raise _damaged(path, "is damaged (truncated, empty or changed since it was written)") from error
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise MachineError(
+            "E004",
+            "reading .safetensors needs the package safetensors",
+            key=KEY,
+            value=path,
+            suggestion="Install it with pip install 'ptfast[hf]'",
+        ) from error
+    try:
+        return load_file(path, device="cpu")
+    except Exception as error:
+        raise _damaged(path, "is damaged (truncated, empty or changed since it was written)") from error
+
+
+def _plain_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Names without the marks of `torch.compile` and of wrappers, unless the model itself has such a part."""
+    own = model.state_dict().keys()
+    weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
+    while weights and all(name.startswith("module.") and name not in own for name in weights):
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+        weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
+    return weights
+
+
+def _is_head(model: nn.Module, name: str, theirs: Tensor, ours: Tensor) -> bool:
+    """Whether the tensor belongs to a layer that differs in its number of outputs and in nothing else."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return (
+        isinstance(owner, (nn.Linear, nn.Conv2d)) and theirs.dim() > 0 and theirs.shape[1:] == ours.shape[1:]
+    )
+
+
+def _shapes(name: str, theirs: Tensor, ours: Tensor) -> str:
+    return f"{name} is {_shape(theirs)} there and {_shape(ours)} here"
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a scalar"
+
+
+def _another_model(path: Path, problems: list[str], remedy: str) -> SavedStateError:
+    shown = "; ".join(problems[:NUM_SHOWN])
+    more = f"; and {len(problems) - NUM_SHOWN} more" if len(problems) > NUM_SHOWN else ""
+    return SavedStateError(
+        "S002", f"the weights do not fit this model: {shown}{more}", key=KEY, value=path, suggestion=remedy
+    )
+
+
+def _damaged(path: Path, what: str) -> SavedStateError:
+    return SavedStateError("S001", what, key=KEY, value=path, suggestion="Give another file or state folder")

@@ -1,0 +1,199 @@
+"""The layers of one optimizer step, many in one operation, in portions that the cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ptfast.core.errors import ConfigError
+
+Group: TypeAlias = dict[str, Any]
+Tensors: TypeAlias = list[Tensor]
+
+CPU_PORTION = 1 << 19
+"""Elements that all passes of a step go over before the next ones do: what a CPU's cache keeps in between."""
+DEVICE_PORTION = 1 << 26
+"""The same elsewhere, where it bounds the memory a step takes for a while: to 256 MiB in float32."""
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class Portion:
+    """Layers that are updated together: of one group, device and type, all with a gradient.
+
+    They are 1-d all or none. Either they are whole, in one piece, or it is a single long layer in several. On
+    the CPU all tensors are flat views in the order of memory: 20 us of Python per layer and step would count
+    there, so that views are made once, and only gradients are put in at every step.
+
+    Args:
+        layers: the parameters.
+        weights: what is updated: views of them, or copies in float32.
+        states: of each layer.
+        layer_state: names of the state that has a layer's shape.
+        scalar_state: names of the state that is one number per layer.
+    """
+
+    def __init__(
+        self,
+        layers: Tensors,
+        weights: Tensors,
+        states: list[Group],
+        layer_state: Sequence[str],
+        scalar_state: Sequence[str],
+    ) -> None:
+        self.layers, self._weights = layers, weights
+        self.ndim = max(layer.ndim for layer in layers)
+        """Number of dimensions of the layers, or the largest of them."""
+        self.on_cpu = layers[0].is_cpu
+        """Whether the host has nothing to wait for."""
+        self.scalars: list[Tensors] = [[state[name] for state in states] for name in scalar_state]
+        """State that is one number per layer, by name."""
+        columns = [weights, *([state[name] for state in states] for name in layer_state)]
+        self.pieces: list[list[Tensors]] = [
+            [weights, [], *kept] for weights, *kept in zip(*map(self._cut, columns), strict=True)
+        ]
+        """Per piece: weights, gradients (unscaled still), then by name the state that has a layer's shape."""
+        self.grad_factor: Tensor | None = None
+        """0-d; what gradients are to be multiplied by, None for 1."""
+        self.found_inf: Tensor | None = None
+        """0-d, 1 where the step is to change nothing, None for 0."""
+        self._rooms: list[Any] | None = None
+        self._made_from = [
+            (layer, layer.data_ptr(), layer.stride(), state, [*state.values()])
+            for layer, state in zip(layers, states, strict=True)
+        ]
+
+    def holds(self, layers: Tensors, states: dict[Tensor, Group]) -> bool:
+        """Whether it is of these layers still, and they and their state lie where they did."""
+        if len(layers) != len(self.layers):
+            return False
+        for layer, (known, address, strides, state, values) in zip(layers, self._made_from, strict=True):
+            if layer is not known or layer.data_ptr() != address or layer.stride() != strides:
+                return False
+            if states.get(layer) is not state or not all(map(is_, state.values(), values)):
+                return False
+        return True
+
+    def put_in_grads(self) -> None:
+        """Take the gradients that the layers have now.
+
+        Raises:
+            ConfigError: C011 for a sparse one.
+        """
+        grads = [_grad_of(*pair) for pair in zip(self.layers, self._weights, strict=True)]
+        for piece, cut in zip(self.pieces, self._cut(grads), strict=True):
+            piece[1] = cut
+
+    def finish(self, *, copied: bool) -> None:
+        """Let go of the gradients, and where weights are copies, write them back."""
+        for piece in self.pieces:
+            piece[1] = []
+        if copied:
+            torch._foreach_copy_([layer.detach() for layer in self.layers], self._weights)
+
+    def sizes(self, tensors: Tensors) -> Tensors:
+        """What `norms` makes norms of, for the tensors of one piece: 0-d each.
+
+        On the CPU BLAS sums squares in three quarters of the time that a norm takes.
+        """
+        return [torch.dot(t, t) for t in tensors] if self.on_cpu else list(torch._foreach_norm(tensors))
+
+    def norms(self, sizes: Sequence[Tensor]) -> Tensor:
+        """Norm of every layer, from the sizes of its tensors in the order of the pieces."""
+        stacked = torch.stack(list(sizes))
+        if not self.on_cpu:
+            return stacked
+        return (stacked if len(self.pieces) == 1 else stacked.sum(0, keepdim=True)).sqrt_()
+
+    def scaled(self, grads: Tensors, room: Tensors | None = None) -> Tensors:
+        """The gradients times their factor where there is one, in `room` or as new tensors."""
+        return grads if self.grad_factor is None else multiplied(grads, self.grad_factor, room)
+
+    def rooms(self, shared: dict[torch.dtype, Tensors]) -> list[tuple[Tensors | None, Tensors | None]]:
+        """Per piece, memory like its weights': for what is kept to the end of the portion, and of the piece.
+
+        On the CPU it stays from step to step, `shared` by all portions: to have it mapped anew takes several
+        times as long as to compute what goes there. Elsewhere there is none.
+        """
+        if not self.on_cpu:
+            return [(None, None)] * len(self.pieces)
+        if self._rooms is None:
+            weight = self.pieces[0][0][0]
+            memory = shared.setdefault(weight.dtype, [])
+            memory += [weight.new_empty(CPU_PORTION) for _ in range(len(memory), len(self.pieces) + 1)]
+            passing, *kept = memory
+            self._rooms = []
+            for (weights, *_), room in zip(self.pieces, kept, strict=False):
+                lengths = [len(weight) for weight in weights]
+                pair = (list(each[: sum(lengths)].split(lengths)) for each in (room, passing))
+                self._rooms.append(tuple(pair))
+        return self._rooms
+
+    def unless_found_inf(self, new: Tensor, old: Tensor | float) -> Tensor:
+        """`new`, or `old` where an infinity was found; chosen on the device."""
+        return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
+
+    def _cut(self, column: Tensors) -> list[Tensors]:
+        """A column as one piece, or in pieces of `CPU_PORTION` elements where it is one longer layer."""
+        if not self.on_cpu:
+            return [column]
+        # All columns are laid out alike, so that it does not matter in which order elements are gone through.
+        flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in column]
+        if len(flat) > 1 or flat[0].numel() <= CPU_PORTION:
+            return [flat]
+        return [[piece] for piece in flat[0].split(CPU_PORTION)]
+
+
+def multiplied(tensors: Tensors, factor: float | Tensor, room: Tensors | None) -> Tensors:
+    """`tensors` times `factor`, in `room` where there is some."""
+    if room is None:
+        return list(torch._foreach_mul(tensors, factor))
+    return [torch.mul(tensor, factor, out=out) for tensor, out in zip(tensors, room, strict=True)]
+
+
+def part(layers: Tensors) -> list[tuple[Tensors, bool]]:
+    """Portions that stay in the cache, one device and type each, 1-d layers apart; whether each is copied."""
+    current: dict[tuple[Any, ...], Tensors] = {}
+    portions: list[tuple[Tensors, bool]] = []
+    for layer in layers:
+        copied = layer.dtype in HALF_TYPES or not _is_dense(layer)
+        kind = (layer.device, layer.dtype, layer.ndim <= 1, copied)
+        portion = current.get(kind)
+        limit = CPU_PORTION if layer.is_cpu else DEVICE_PORTION
+        if portion is None or sum(other.numel() for other in portion) + layer.numel() > limit:
+            portion = current[kind] = []
+            portions.append((portion, copied))
+        portion.append(layer)
+    return portions
+
+
+def _grad_of(layer: Tensor, weight: Tensor) -> Tensor:
+    grad = layer.grad
+    assert grad is not None
+    if grad.is_sparse:
+        hint = "Build the embedding with sparse=False"
+        raise ConfigError("C011", "it takes no sparse gradients", key="optimizer", suggestion=hint)
+    return laid_out_as(weight, grad if grad.dtype == weight.dtype else grad.to(weight.dtype))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill a stretch of memory, in any order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def working_copy(layer: Tensor) -> Tensor:
+    dtype = torch.float32 if layer.dtype in HALF_TYPES else layer.dtype
+    return torch.empty_like(layer, dtype=dtype, requires_grad=False).copy_(layer)
+
+
+def laid_out_as(weight: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy of it in the memory layout of `weight`: torch's fused kernels go by addresses."""
+    if tensor.stride() == weight.stride():
+        return tensor
+    sizes = zip(weight.shape, weight.stride(), tensor.stride(), strict=True)
+    if all(size == 1 or ours == theirs for size, ours, theirs in sizes):
+        return tensor
+    return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,99 @@
+"""Debugging aids that slow training down and are off unless asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from ptfast.core.errors import ConfigError, NumericsError
+from ptfast.core.protocols import Run
+
+__all__ = ["debugging"]
+
+Mode = Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"]
+
+
+@contextmanager
+def debugging(
+    mode: Mode, run: Run | None = None, *, wait: int = 0, warmup: int = 0, active: int = 1
+) -> Iterator[None]:
+    """Train inside this to have the checks of `mode`.
+
+    `anomaly` stops at the first backward function that yields NaN and names it; the traceback of the forward
+    call that made it goes to standard error. Cost: several times slower.
+
+    `profiler` records operators in some steps: a trace for chrome://tracing or ui.perfetto.dev, and a table.
+    Cost: those steps take up to twice as long, the others nothing.
+
+    `nvtx` marks the phases of every step for NVIDIA's Nsight Systems. Cost: a few microseconds a phase.
+
+    `gradcheck` compares the gradient of the loss with finite differences before training starts, in float64
+    on a few samples . Cost: some thirty forward passes of those samples.
+
+    `memory` tells how much memory the phases of some steps take, and what the forward pass keeps for the
+    backward pass; on a GPU it also writes a snapshot for pytorch.org/memory_viz. Cost: a thread that looks
+    every millisecond, and a Python call for every tensor that is kept.
+
+    Args:
+        run: about to be trained; not looked at by `none` and `anomaly`.
+        wait: steps before `profiler` and `memory` start, in which caches fill.
+        warmup: further steps, in which the profiler runs without recording.
+        active: steps that are looked at.
+
+    Raises:
+        NumericsError: N001 where a backward function yields NaN, N002 where a gradient does not fit its loss.
+        ConfigError: C011 when the run ends before the steps that are to be looked at.
+    """
+    if mode == "anomaly":
+        with _anomaly():
+            yield
+        return
+    if mode == "none" or run is None:
+        yield
+        return
+    steps_left, needed = run.total_steps - run.progress.step, wait + warmup + active
+    if mode in ("profiler", "memory") and steps_left < needed:
+        what = f"there are {steps_left} steps to train, and it would look until step {needed}"
+        hint = "Lower debug.wait, debug.warmup or debug.active, or train longer"
+        raise ConfigError("C011", what, key="debug", value=mode, suggestion=hint)
+    if mode == "gradcheck":
+        from ptfast.profiling.debug_aids.gradcheck import check_gradients
+
+        with run.display.status("checking gradients"):
+            error = check_gradients(run)
+        run.display.note(f"gradcheck: gradients fit the loss, to a relative error of {error:.1e}")
+        yield
+    elif mode == "nvtx":
+        from ptfast.profiling.debug_aids.step_phases import Phases, watched
+
+        with watched(run, Phases(torch.cuda.nvtx.range_push, lambda _: torch.cuda.nvtx.range_pop())):
+            yield
+    elif not run.ranks.is_first:
+        yield
+    elif mode == "profiler":
+        from ptfast.profiling.debug_aids.profiler import profiled
+
+        with profiled(run, wait=wait, warmup=warmup, active=active):
+            yield
+    else:
+        from ptfast.profiling.debug_aids.memory_profile import Memory
+        from ptfast.profiling.debug_aids.step_phases import watched
+
+        memory = Memory(run, wait + warmup, active)
+        with watched(run, memory), contextlib.closing(memory):
+            yield
+
+
+@contextmanager
+def _anomaly() -> Iterator[None]:
+    try:
+        with torch.autograd.set_detect_anomaly(True, check_nan=True):
+            yield
+    except RuntimeError as error:
+        if "returned nan values" not in str(error):
+            raise
+        raise NumericsError("N001", f"backward pass: {error}") from error

@@ -1,0 +1,61 @@
+"""Where a step stands, told to whoever watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ptfast.core.protocols import Callback, Run
+
+PHASES = ("data", "forward", "backward", "optimizer")
+"""Of what the clock of a run tells, that which is watched."""
+PARTS = ("transfer", "gradient_sync")
+"""What is left to the phase that it interrupts: NVTX ranges end in the thread in which they began, and the
+wait for gradients is told of by another."""
+
+
+class Phases(Callback):
+    """Where a step stands: in `data`, `forward`, `backward` or `optimizer`, or (None) between steps.
+
+    Args:
+        enter: called with the name of a phase as it begins.
+        leave: called with its name as it ends.
+    """
+
+    def __init__(self, enter: Callable[[str], Any], leave: Callable[[str], Any]) -> None:
+        self.enter, self.leave = enter, leave
+        self.name: str | None = None
+
+    def to(self, name: str | None) -> None:
+        """End the phase that is open, and begin `name`."""
+        if self.name is not None:
+            self.leave(self.name)
+        self.name = name
+        if name is not None:
+            self.enter(name)
+
+
+@contextmanager
+def watched(run: Run, phases: Phases) -> Iterator[None]:
+    """Have `phases` told of every step of `run`, by the marks of its clock."""
+    clock, to = run.clock, run.clock.to
+    # Another may be watching already.
+    around = vars(clock).get("to")
+
+    def told(cause: str | None) -> None:
+        to(cause)
+        if cause not in PARTS:
+            phases.to(cause if cause in PHASES else None)
+
+    vars(clock)["to"] = told
+    run.watchers.append(phases)
+    try:
+        yield
+    finally:
+        phases.to(None)
+        run.watchers.remove(phases)
+        if around is None:
+            del vars(clock)["to"]
+        else:
+            vars(clock)["to"] = around

@@ -1,0 +1,188 @@
+"""What this machine reaches at most: products of each type, memory, transfers, and small operators."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptfast.core import devices
+from ptfast.data.transforms.normalize import cache_folder
+
+TRY_S = 0.15
+"""How long each thing is tried. Of short tries some go undisturbed, even where a neighbour is busy."""
+COST_S = 1.2
+"""About what all of it takes."""
+_SIZES = {"cuda": 8192, "mps": 2048}
+_SIZE = 512
+_BYTES = {"cuda": 2**28}
+_STREAMED_BYTES = 32 * 2**20
+_SETTINGS = {"tf32": "high", "fp32_high": "high", "fp32_medium": "medium"}
+"""Number formats that are float32 at another of torch's settings of matrix products."""
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The most that a machine was seen to do."""
+
+    flops_per_s: dict[str, float]
+    """Of square matrix products, by number format: `fp32`, `bf16`, ..."""
+    bytes_per_s: float
+    """Read and written, of tensors larger than the cache."""
+    op_s: float
+    """A small operator, one after another."""
+    transfer_bytes_per_s: float | None = None
+    """From page-locked memory to the device; None where they are one."""
+    seconds: float = field(default=0.0, compare=False)
+    """That measuring took; 0 when it was known."""
+
+
+def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | None:
+    """What was measured of this device before, with these threads and this torch; None if not all of it."""
+    try:
+        found = json.loads(_path(device).read_text())
+        peaks = Peaks(**{name: value for name, value in found.items() if name != "of"})
+    except (OSError, ValueError, TypeError):
+        return None
+    return peaks if set(formats) <= set(peaks.flops_per_s) else None
+
+
+def measured_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks:
+    """Measure this machine and remember it on disk.
+
+    Of many tries the quickest counts, and the best of what was ever measured: it is the limit that is asked
+    for. The random state stays as it is.
+
+    Args:
+        formats: wanted besides those that any run may switch to.
+
+    Cost: about a second, once for a device, a number of threads and a version of torch.
+    """
+    start = time.perf_counter()
+    rates = {name: _products_per_s(name, device) for name in dict.fromkeys([*_formats(device), *formats])}
+    transfer = _quickest(device, *_transfer(device)) if device.type == "cuda" else None
+    peaks = Peaks(
+        flops_per_s=rates,
+        bytes_per_s=1 / _quickest(device, *_copy(device)),
+        op_s=_quickest(device, *_small(device)),
+        transfer_bytes_per_s=None if transfer is None else 1 / transfer,
+    )
+    if (before := known_peaks(device)) is not None:
+        peaks = _best(peaks, before)
+    _remember(device, peaks)
+    return Peaks(**{**asdict(peaks), "seconds": time.perf_counter() - start})
+
+
+def _best(new: Peaks, old: Peaks) -> Peaks:
+    names = new.flops_per_s.keys() | old.flops_per_s.keys()
+    transfers = [rate for rate in (new.transfer_bytes_per_s, old.transfer_bytes_per_s) if rate is not None]
+    return Peaks(
+        {name: max(new.flops_per_s.get(name, 0.0), old.flops_per_s.get(name, 0.0)) for name in sorted(names)},
+        max(new.bytes_per_s, old.bytes_per_s),
+        min(new.op_s, old.op_s),
+        max(transfers, default=None),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """What tells this device from others, as its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    names = devices.cpu_facts("model name", "CPU part")
+    return f"{device.type} {next(iter(names), '')} of {os.cpu_count()} cores"
+
+
+def _formats(device: torch.device) -> list[str]:
+    """Number formats that a run may be switched to here."""
+    if device.type == "cuda":
+        formats = ["fp32", "bf16", "fp16"]
+        return formats if devices.lack_of_precision("tf32", "cuda") else [*formats, "tf32"]
+    return ["fp32", *(["bf16"] if devices.multiplies_bf16(device.type) else []), "fp32_medium"]
+
+
+def _products_per_s(name: str, device: torch.device) -> float:
+    """Floating-point operations a second of a square matrix product in the number format `name`."""
+    size = _SIZES.get(device.type, _SIZE)
+    dtype = _TYPES.get(name, torch.float32)
+    draws = torch.Generator().manual_seed(0)
+    left, right = (torch.rand(size, size, generator=draws).to(device, dtype) for _ in range(2))
+    before = torch.get_float32_matmul_precision()
+    try:
+        _set_matmul(_SETTINGS.get(name, "highest") if dtype == torch.float32 else before)
+        return 1 / _quickest(device, lambda: torch.mm(left, right), 2 * size**3)
+    finally:
+        _set_matmul(before)
+
+
+def _set_matmul(setting: str) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        # Torch 2.9 recommends other names for this switch, which its own compiler then trips over.
+        warnings.filterwarnings("ignore", "Please use the new API")
+        torch.set_float32_matmul_precision(setting)
+
+
+def _copy(device: torch.device) -> tuple[Callable[[], Any], float]:
+    size = _BYTES.get(device.type, _STREAMED_BYTES)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source), 2 * size
+
+
+def _small(device: torch.device) -> tuple[Callable[[], Any], float]:
+    number, calls = torch.ones(1, device=device), 200
+
+    def add() -> None:
+        for _ in range(calls):
+            torch.add(number, number)
+
+    return add, calls
+
+
+def _transfer(device: torch.device) -> tuple[Callable[[], Any], float]:
+    source = torch.zeros(_STREAMED_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    return lambda: target.copy_(source, non_blocking=True), _STREAMED_BYTES
+
+
+def _quickest(device: torch.device, call: Callable[[], Any], amount: float) -> float:
+    """Seconds for one of `amount`, in the quickest try after the first."""
+    best, end = float("inf"), None
+    while end is None or best == float("inf") or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        now = time.perf_counter()
+        if end is None:
+            end = now + TRY_S
+        else:
+            best = min(best, now - start)
+    return best / amount
+
+
+def _path(device: torch.device) -> Path:
+    key = f"{device_name(device)} {torch.get_num_threads()} {torch.__version__}"
+    return cache_folder() / f"peaks-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _remember(device: torch.device, peaks: Peaks) -> None:
+    path = _path(device)
+    found = {name: value for name, value in asdict(peaks).items() if name != "seconds"}
+    of = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"of": of, **found}, indent=1))
+        partial.replace(path)
+    except OSError:
+        pass  # only costs measuring again

@@ -1,0 +1,209 @@
+"""The speed of light of a run: what its step would take at the machine's limits, and what it took."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ptfast.core.clock import STEP
+from ptfast.core.protocols import Run
+from ptfast.profiling.limits.machine_peaks import Peaks
+from ptfast.profiling.limits.operators import Operator, flops
+from ptfast.profiling.limits.step_counting import Counted
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+SMALL = 0.25
+"""The part of a step below which no limit is said to hold it back."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step has to do."""
+
+    flops: dict[str, float]
+    """Floating-point operations of products and convolutions, by number format."""
+    matmul_share: float
+    """Part of them that is in matrix products."""
+    moved_bytes: float
+    """That have to go to memory or come from there: of weights, gradients, optimizer state, activations."""
+    update_bytes: float
+    """Of them, those that the optimizer's step moves."""
+    pointwise_bytes: float
+    """Read and written by operators that work element by element, one by one."""
+    calls: float
+    """Operators that are called."""
+    batch_bytes: float = 0.0
+
+    @property
+    def format(self) -> str | None:
+        """The number format of most of the operations."""
+        return max(self.flops, key=self.flops.__getitem__, default=None)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as it was: how long it took, and what it would take at each of the machine's limits."""
+
+    seconds: float
+    rows: Mapping[str, float]
+    """Seconds by cause, as in the ledger."""
+    work: Work
+    peaks: Peaks
+    floors: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by limit: `compute`, `memory`, `overhead`; `transfer` where the device has its own memory."""
+
+    @property
+    def bound(self) -> str:
+        """What holds it back the most: a limit of the machine, or something that it waits for."""
+        waits = {"data": "data", "transfer": "transfer", "gradient_sync": "sync"}
+        candidates = {name: self.rows.get(row, 0.0) for row, name in waits.items()}
+        candidates |= {name: self.floors[name] for name in ("compute", "memory", "overhead")}
+        largest = max(candidates, key=candidates.__getitem__)
+        # None of them: small operators, which reach neither of the peaks.
+        return largest if candidates[largest] >= SMALL * self.seconds else "operators"
+
+    @property
+    def mfu(self) -> float:
+        """The part of the step that its operations would take at the measured peak."""
+        return self.floors["compute"] / self.seconds
+
+
+def count_work(run: Run, counted: Counted) -> Work:
+    """What one step has to do, by what was counted on some.
+
+    Cost: 0.2 s where `torch.utils.flop_counter` is not imported yet.
+    """
+    steps = counted.steps
+    totals: dict[str, float] = defaultdict(float)
+    in_matmuls = pointwise = calls = 0.0
+    for operator in counted.operators:
+        each = operator.count / steps
+        if count := flops(operator):
+            totals[_format(run, operator)] += each * count
+            in_matmuls += each * count * ("conv" not in operator.name)
+        calls += each
+        if torch.Tag.pointwise in operator.op.tags:
+            pointwise += each * operator.num_bytes
+    weights = _bytes(p for group in run.optimizer.param_groups for p in group["params"])
+    state = _bytes(value for kept in run.optimizer.state.values() for value in kept.values())
+    # Read: weights by forward, backward and the step, gradients and state by the step. Written: gradients by
+    # backward, weights and state by the step.
+    update = 3 * weights + 2 * state
+    moved = update + 3 * weights + 2 * counted.kept_bytes / steps
+    return Work(
+        flops=dict(totals),
+        matmul_share=in_matmuls / max(sum(totals.values()), 1),
+        moved_bytes=moved,
+        update_bytes=update,
+        pointwise_bytes=pointwise,
+        calls=calls,
+        batch_bytes=counted.batch_bytes / steps,
+    )
+
+
+def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> Step:
+    """How a step came off beside the machine's limits.
+
+    Args:
+        seconds: of `steps` steps, by cause.
+    """
+    rows = {name: seconds.get(name, 0.0) / steps for name in STEP}
+    floors = {
+        "compute": sum(count / peaks.flops_per_s[name] for name, count in work.flops.items()),
+        "memory": work.moved_bytes / peaks.bytes_per_s,
+        "overhead": work.calls * peaks.op_s,
+    }
+    if peaks.transfer_bytes_per_s is not None:
+        floors["transfer"] = work.batch_bytes / peaks.transfer_bytes_per_s
+    return Step(sum(rows.values()), rows, work, peaks, floors)
+
+
+def describe(step: Step) -> dict[str, Any]:
+    """What summary.json says of it, with a line for people."""
+    work = step.work
+    total = sum(work.flops.values())
+    facts: dict[str, Any] = {
+        "step_s": step.seconds,
+        "flops_per_step": total,
+        "flops_per_s": total / step.seconds,
+        "format": work.format,
+        "peak_flops_per_s": step.peaks.flops_per_s[work.format] if work.format else None,
+        "mfu": step.mfu,
+        "floors_s": dict(step.floors),
+        "waits_s": {name: step.rows[name] for name in ("data", "transfer", "gradient_sync")},
+        "bytes_per_s": step.peaks.bytes_per_s,
+        "calls_per_step": work.calls,
+        "bound": step.bound,
+    }
+    floors = sorted(step.floors.items(), key=lambda item: -item[1])
+    parts = [f"{name} {_time(s)}" for name, s in floors if s >= 0.005 * step.seconds]
+    reached = (
+        f"{step.mfu:.0%} of {_rate(facts['peak_flops_per_s'])} in {_shown(str(work.format))}"
+        if work.format
+        else "no products to count"
+    )
+    facts["line"] = f"{reached}; bound by {step.bound}"
+    facts["floors"] = f"{', '.join(parts) or 'next to nothing'} of {_time(step.seconds)} a step"
+    return facts
+
+
+def unmeasured(work: Work, seconds: Mapping[str, float], steps: int, why: str) -> dict[str, Any]:
+    """What can be said where the machine's limits are not known."""
+    step_s = sum(seconds.get(name, 0.0) for name in STEP) / steps
+    total = sum(work.flops.values())
+    return {
+        "step_s": step_s,
+        "flops_per_step": total,
+        "flops_per_s": total / step_s,
+        "line": f"{_rate(total / step_s)}; {why}",
+    }
+
+
+def _format(run: Run, operator: Operator) -> str:
+    """The number format in which an operator multiplies."""
+    dtype = operator.dtype or torch.float32
+    if dtype in TYPES:
+        return TYPES[dtype]
+    setting, convolves = run.resolved["matmul_precision"], "conv" in operator.name
+    if run.device.type == "cuda":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Please use the new API")
+            rounds = torch.backends.cudnn.allow_tf32 if convolves else setting != "highest"
+        return "tf32" if rounds else "fp32"
+    return "fp32" if setting == "highest" or convolves else f"fp32_{setting}"
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    """Bytes of tensors on this rank; of what is shared out, its part."""
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            local = getattr(value, "_local_tensor", value)
+            total += local.numel() * local.element_size()
+    return total
+
+
+def _shown(name: str) -> str:
+    return name.replace("_medium", " at medium").replace("_high", " at high")
+
+
+def _rate(flops_per_s: float) -> str:
+    """Operations a second in three digits: `98.1 GFLOP/s`."""
+    for factor, unit in ((1e12, "T"), (1e9, "G")):
+        if flops_per_s >= factor:
+            return f"{flops_per_s / factor:.3g} {unit}FLOP/s"
+    return f"{flops_per_s / 1e6:.3g} MFLOP/s"
+
+
+def _time(seconds: float) -> str:
+    """A short time in three digits: `431 ms`, `12.3 ms`, `87 us`."""
+    for factor, unit in ((1, "s"), (1e-3, "ms")):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,63 @@
+"""The pieces of a self-contained HTML page: frame, tiles and tables; every text is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from ptfast.core.units import are_numbers
+
+STYLE_FILE = Path(__file__).with_name("style.css")
+
+BADGES = {"finished": "good", "stopped": "good", "failed": "bad"}
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document around `body`, which is HTML already."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>\n{STYLE_FILE.read_text()}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def header(title: str, status: str | None, sub: str) -> str:
+    """The head of a page, with the run's status beside the title."""
+    badge = ""
+    if status:
+        badge = f'<span class="badge {BADGES.get(status, "fair")}">{escape(status)}</span>'
+    return f'<h1>{escape(title)}{badge}</h1><p class="sub">{escape(sub)}</p>'
+
+
+def tiles(figures: Sequence[tuple[str, str]]) -> str:
+    """Key figures (name, value) in a row of tiles."""
+    cells = (
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for name, value in figures
+    )
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], colors: Sequence[str] = ()) -> str:
+    """A table; columns of numbers are set to the right.
+
+    Args:
+        colors: the class of a colour swatch for each row, empty for none.
+    """
+    columns = zip(*rows, strict=True) if rows else [()] * len(headers)
+    css = [' class="num"' if are_numbers(column) else "" for column in columns]
+    lines = ["".join(f"<th{c}>{escape(text)}</th>" for c, text in zip(css, headers, strict=True))]
+    for index, row in enumerate(rows):
+        cells = [f"<td{c}>{escape(text)}</td>" for c, text in zip(css, row, strict=True)]
+        if index < len(colors):
+            cells[0] = f'<td class="first"><i class="{colors[index]}"></i>{escape(row[0])}</td>'
+        lines.append("".join(cells))
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="card"><table>{body}</table></div>'
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """A table of names and what they are."""
+    lines = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f'<div class="card tall facts"><table>{lines}</table></div>'

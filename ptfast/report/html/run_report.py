@@ -1,0 +1,193 @@
+"""report.html of a run: its figures, curves and time budget on one self-contained page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ptfast.core.clock import CAUSES, label
+from ptfast.core.errors import MachineError
+from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
+from ptfast.report.html.html_page import facts, header, html_table, page, tiles
+from ptfast.report.html.run_files import RunFiles, is_finite, read_run
+from ptfast.report.html.svg_charts import Series, line_chart, stacked_bar
+
+__all__ = ["chart_order", "headline", "write_report"]
+
+REPORT_FILE = "report.html"
+CAUSE_COLORS = {
+    "start_up": "c7",
+    "warm_up": "c7 pale",
+    "data": "c1",
+    "transfer": "c1 pale",
+    "forward": "c0",
+    "backward": "c4",
+    "gradient_sync": "c3",
+    "optimizer": "c2",
+    "callbacks": "c2 pale",
+    "evaluation": "c6",
+    "saving": "c5",
+    "logging": "c5 pale",
+    "measuring": "c6 pale",
+    "closing": "c7 pale",
+}
+"""The same in every report, so that two can be laid side by side."""
+SPLITS = ("train", "val", "test", "best")
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write RUN_DIR/report.html from the files beside it; those that are missing leave out their part.
+
+    Raises:
+        MachineError: E001 when it cannot be written.
+    """
+    path = run_dir / REPORT_FILE
+    try:
+        path.write_text(_render(read_run(run_dir)), encoding="utf-8")
+    except OSError as error:
+        raise MachineError("E001", f"cannot be written ({error.strerror})", key=str(path)) from error
+    return path
+
+
+def _render(run: RunFiles) -> str:
+    title = str(run.summary.get("recipe") or run.config.get("recipe") or run.name)
+    body = [header(title, run.status, str(run.run_dir.absolute())), _error(run), tiles(_key_figures(run))]
+    if table := _figure_table(run):
+        body += ["<h2>Figures</h2>", table]
+    if charts := _charts(run):
+        body += ["<h2>Curves</h2>", f'<div class="grid2">{charts}</div>']
+    body += [_time_budget(run), _speed_of_light(run), _settings(run)]
+    return page(f"{title} ({run.status})", "\n".join(filter(None, body)))
+
+
+def _error(run: RunFiles) -> str:
+    error = run.summary.get("error")
+    return f'<p class="card error">{escape(str(error))}</p>' if error else ""
+
+
+def _key_figures(run: RunFiles) -> list[tuple[str, str]]:
+    summary = run.summary
+    shown: list[tuple[str, str]] = []
+    for split in ("test", "best", "val"):
+        name = headline(run.figures(split))
+        if name is not None:
+            followed = "val" if run.figures("val") else "train"
+            label = {"best": f"best {followed}", "val": "last val"}.get(split, split)
+            shown.append((f"{label} {name.replace('_', ' ')}", figure(name, run.figures(split)[name])))
+    if summary.get("wall_s") is not None:
+        shown.append(("wall time", duration(summary["wall_s"])))
+    if "train_samples_per_s" in summary:
+        rate = summary["train_samples_per_s"]
+        shown.append(("samples/s", TOO_SHORT if rate is None else figure("samples_per_s", rate)))
+    if summary.get("steps") is not None:
+        shown.append(("steps", grouped(summary["steps"])))
+    if summary.get("peak_memory_bytes"):
+        shown.append(("peak memory", num_bytes(summary["peak_memory_bytes"])))
+    return shown
+
+
+def headline(figures: Mapping[str, Any]) -> str | None:
+    """The figure that says most: the first that is not the loss, or else the loss."""
+    names = [name for name in figures if name != "step" and not name.startswith("raw_")]
+    return next((name for name in names if name != "loss"), names[0] if names else None)
+
+
+def _figure_table(run: RunFiles) -> str:
+    """Figures of each split; steps where they were taken."""
+    shown = {split: run.figures(split) for split in SPLITS if run.figures(split)}
+    hidden = ("step", "lr", "samples_per_s")
+    names = list(dict.fromkeys(name for figures in shown.values() for name in figures if name not in hidden))
+    if not names:
+        return ""
+    names.sort(key=lambda name: name != "loss")
+    rows = []
+    for split, figures in shown.items():
+        label = f"best (step {grouped(figures['step'])})" if figures.get("step") is not None else split
+        rows.append([label, *(figure(name, figures[name]) if name in figures else "" for name in names)])
+    return html_table(["", *(name.replace("_", " ") for name in names)], rows)
+
+
+def chart_order(names: Sequence[str]) -> list[str]:
+    """Loss first, then the task's figures, then how the training ran."""
+    last = {"lr": 1, "samples_per_s": 2}
+    return sorted(names, key=lambda name: (name != "loss", last.get(name, 0)))
+
+
+def _charts(run: RunFiles) -> str:
+    charts = []
+    last_step = run.last_step
+    for name in chart_order(list(run.curves)):
+        splits = run.curves[name]
+        # A test figure is one point at the end, and stands in the table.
+        shown = [split for split in splits if split != "test" or len(splits[split]) > 1]
+        colors = {"train": 0, "val": 1, "test": 2}
+        charts.append(line_chart(name, [Series(s, splits[s], colors.get(s, 3)) for s in shown], last_step))
+    return "".join(charts)
+
+
+def _time_budget(run: RunFiles) -> str:
+    budget = run.summary.get("time_budget")
+    if not isinstance(budget, dict):
+        return ""
+    seconds = {str(name): float(s) for name, s in budget.items() if isinstance(s, (int, float)) and s > 0}
+    total_s = sum(seconds.values())
+    if total_s <= 0:
+        return ""
+    causes = sorted(seconds, key=lambda name: CAUSES.index(name) if name in CAUSES else len(CAUSES))
+    colors = [CAUSE_COLORS.get(name, "rest") for name in causes]
+    parts = [(label(name), seconds[name]) for name in causes]
+    rows = [[name, duration(s), f"{s / total_s:.1%}"] for name, s in parts]
+    rows.append(["all", duration(total_s), ""])
+    table = html_table(["cause", "time", "share"], rows, colors)
+    return f"<h2>Where the time went</h2>{stacked_bar(parts, colors)}{table}"
+
+
+def _speed_of_light(run: RunFiles) -> str:
+    """What a step took beside the machine's limits, and which switches promise something."""
+    light = run.summary.get("speed_of_light")
+    if not isinstance(light, dict) or not light.get("line"):
+        return ""
+    body = [f"<h2>The machine's limits</h2><p>{escape(str(light['line']))}</p>"]
+    step_s, floors, waits = light.get("step_s"), light.get("floors_s"), light.get("waits_s")
+    if isinstance(floors, dict) and isinstance(waits, dict) and is_finite(step_s) and step_s > 0:
+        named = {f"{name}, at least": s for name, s in floors.items()}
+        named |= {f"wait for {label(name)}": s for name, s in waits.items() if s}
+        rows = [[name, f"{s * 1e3:,.3g} ms", f"{s / step_s:.1%}"] for name, s in named.items()]
+        rows.append(["a step took", f"{step_s * 1e3:,.3g} ms", ""])
+        body.append(html_table(["", "time", "share"], rows))
+    suggestions = light.get("suggestions")
+    if isinstance(suggestions, list) and suggestions:
+        cells = [
+            [str(row["switch"]), f"{row['up_to']:.2f}x", str(row["class"]), str(row["why"])]
+            for row in suggestions
+        ]
+        body.append("<h2>Switches to try</h2>" + html_table(["switch", "up to", "class", "why"], cells))
+    elif light.get("next"):
+        body.append(f"<p>Next switch: {escape(str(light['next']))}</p>")
+    return "".join(body)
+
+
+def _settings(run: RunFiles) -> str:
+    columns = []
+    if run.config_text:
+        columns.append(
+            f'<section><h2>config.yaml</h2><pre class="card tall">{escape(run.config_text)}</pre></section>'
+        )
+    if run.environment:
+        rows = [
+            (name.replace("_", " "), _text(value))
+            for name, value in run.environment.items()
+            if value is not None
+        ]
+        columns.append(f"<section><h2>Environment</h2>{facts(rows)}</section>")
+    return f'<div class="columns">{"".join(columns)}</div>' if columns else ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    return str(value)

@@ -1,0 +1,351 @@
+"""Where a run's figures go, off the step's path: metrics.jsonl, csv, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import errno
+import json
+import math
+import queue
+import secrets
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ptfast.core import run_directory
+from ptfast.core.errors import MachineError, shorten
+
+Record = dict[str, Any]
+METRICS_FILE = "metrics.jsonl"
+PLACE = ("step", "epoch", "split")
+"""Keys of a record that say where it was taken; all others are figures."""
+RESOURCES = ("step_s", "peak_memory_bytes", "padding_share")
+"""Figures of what a run takes, which are logged and neither shown nor drawn."""
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Takes records: `step`, `epoch`, `split` and figures by name, all plain host values."""
+
+    def log(self, record: Record) -> None:
+        """Write one record."""
+        ...
+
+    def close(self) -> None:
+        """Write what is still held back and let go of files and connections."""
+        ...
+
+
+@runtime_checkable
+class RunLogger(Logger, Protocol):
+    """A logger named in the config: made from its keywords alone, told later which run it serves."""
+
+    def open(self, run_dir: Path, config: dict[str, Any]) -> None:
+        """Start or go on with the log of the run in `run_dir`, which was started with `config`."""
+        ...
+
+
+class JsonlLogger:
+    """One JSON object a line, flushed line by line so that a killed run keeps what it logged.
+
+    A figure that is not finite is written as null, since JSON has no name for it.
+
+    Raises:
+        MachineError: E002 when the disk is full, E001 when the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            _drop_cut_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    def log(self, record: Record) -> None:
+        line = json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False)
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a metrics.jsonl without a line that a kill cut off; none if there is no file."""
+    if not path.is_file():
+        return []
+    records: list[Record] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Drop the records beyond `step`, which a resumed run will log again. A missing file is left missing."""
+    if not path.is_file():
+        return
+    kept = [record for record in read_records(path) if record.get("step", 0) <= step]
+    rewritten = path.with_name(path.name + ".tmp")
+    try:
+        rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        rewritten.replace(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+class Csv:
+    """The same records as a table, one column a figure.
+
+    A figure first seen later adds a column, for which the file is written anew. A resumed run's table is made
+    again from its metrics.jsonl, so truncate that first.
+
+    Args:
+        path: file name, relative to the run directory.
+    """
+
+    def __init__(self, path: str = "metrics.csv") -> None:
+        self._name = path
+
+    def open(self, run_dir: Path, config: dict[str, Any]) -> None:
+        self._path = run_dir / self._name
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns = list(PLACE)
+        self._rewrite(read_records(run_dir / METRICS_FILE))
+
+    def log(self, record: Record) -> None:
+        if not record.keys() <= set(self._columns):
+            self._file.close()
+            with self._path.open(newline="", encoding="utf-8") as file:
+                self._rewrite([*csv.DictReader(file), record])
+        else:
+            self._writer.writerow(record)
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _rewrite(self, rows: Sequence[Record]) -> None:
+        self._columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
+        self._file = self._path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, self._columns)
+        self._writer.writeheader()
+        self._writer.writerows(rows)
+        self._file.flush()
+
+
+class Tensorboard:
+    """TensorBoard event files in the run directory, one tag per split and figure: `val/accuracy`.
+
+    Args:
+        folder: where they go, relative to the run directory.
+    """
+
+    def __init__(self, folder: str = "tensorboard") -> None:
+        _require("tensorboard")
+        self._folder = folder
+
+    def open(self, run_dir: Path, config: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Events of a previous attempt beyond the resumed step are hidden, or the curves would run backwards.
+        resumed_step = max((r.get("step", 0) for r in read_records(run_dir / METRICS_FILE)), default=None)
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self._writer = SummaryWriter(str(run_dir / self._folder), purge_step=purge_step)
+        self._writer.add_text("config", "```\n" + json.dumps(config, indent=2, default=str) + "\n```", 0)
+
+    def log(self, record: Record) -> None:
+        for tag, value in _tagged(record).items():
+            self._writer.add_scalar(tag, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases. Each run has an id of its own there, with which it goes on when it is resumed.
+
+    Args:
+        project: project the run belongs to.
+        entity: user or team; the account's default if not given.
+        name: what the run is called; the last two parts of the run directory's path if not given.
+        tags: labels to find it by.
+        mode: `online`, `offline` or `disabled`; what WANDB_MODE says if not given.
+    """
+
+    def __init__(
+        self,
+        project: str = "ptfast",
+        entity: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
+        mode: str | None = None,
+    ) -> None:
+        _require("wandb")
+        self._options: dict[str, Any] = {
+            "project": project,
+            "entity": entity,
+            "tags": list(tags),
+            "mode": mode,
+        }
+        self._name = name
+
+    def open(self, run_dir: Path, config: dict[str, Any]) -> None:
+        import wandb
+
+        name = self._name or "/".join(run_dir.absolute().parts[-2:])
+        # Names of folders recur: those of a sweep's jobs are 0, 1, ... in every sweep.
+        run_id = run_directory.read_json(run_dir / run_directory.WANDB).get("id") or secrets.token_hex(8)
+        run_directory.write_json(run_dir / run_directory.WANDB, {"id": run_id})
+        self._run: Any = wandb.init(
+            **self._options, name=name, id=run_id, resume="allow", dir=str(run_dir), config=config
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, record: Record) -> None:
+        self._run.log({"step": record["step"], **_tagged(record)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class BackgroundLogger:
+    """Hands records to loggers in a thread of its own: a training step pays for a queue entry and no more.
+
+    A logger that fails is dropped with one warning and training goes on. A `MachineError`, which only
+    metrics.jsonl raises, surfaces at the next `log` or at `close`.
+
+    Args:
+        loggers: opened loggers; closed by `close`.
+        warn: where the warning goes, always called from the thread that logs.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], warn: Callable[[str], None] = warnings.warn) -> None:
+        self._loggers = list(loggers)
+        self._warn = warn
+        self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._error: MachineError | None = None
+        self._closed = False
+
+    def log(self, record: Record) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ptfast-logger", daemon=True)
+            self._thread.start()
+        self._queue.put(record)
+        self._surface()
+
+    def close(self) -> None:
+        """Write all that is queued, then close every logger. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        for logger in list(self._loggers):
+            self._attempt(logger, logger.close)
+        self._surface()
+
+    def _work(self) -> None:
+        while (record := self._queue.get()) is not None:
+            for logger in list(self._loggers):
+                self._attempt(logger, lambda logger=logger, record=record: logger.log(record))
+
+    def _attempt(self, logger: Logger, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except MachineError as error:
+            self._drop(logger)
+            self._error = error
+        except Exception as error:  # whatever a third party's logger raises must not end the training
+            self._drop(logger)
+            reason = shorten(f"{type(error).__name__}: {error}", 200)
+            self._warnings.put(f"{type(logger).__name__} failed and logs no more of this run ({reason})")
+
+    def _drop(self, logger: Logger) -> None:
+        self._loggers.remove(logger)
+        with contextlib.suppress(Exception):
+            logger.close()
+
+    def _surface(self) -> None:
+        while not self._warnings.empty():
+            self._warn(self._warnings.get())
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class NoLogger:
+    """Takes records and keeps none: what ranks other than the first log to."""
+
+    def log(self, record: Record) -> None:
+        """Nothing to write."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON knows it; numpy and torch scalars are unpacked, what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+
+
+def _tagged(record: Record) -> dict[str, float]:
+    """The numbers of a record under `split/name`."""
+    split = record.get("split", "train")
+    numbers = {name: value for name, value in record.items() if name not in PLACE}
+    return {f"{split}/{name}": float(v) for name, v in numbers.items() if isinstance(v, (int, float))}
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Remove a last line that a kill cut off, so that the next record does not run into it."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with path.open("rb+") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def _cannot_write(path: Path, error: OSError) -> MachineError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MachineError(
+            "E002", "the disk is full", key=str(path), suggestion="Free some space and resume"
+        )
+    return MachineError("E001", f"cannot be written ({error.strerror or error})", key=str(path))
+
+
+def _require(package: str) -> None:
+    if find_spec(package) is None:
+        raise MachineError(
+            "E004",
+            f"needs the package {package}, which is not installed",
+            key="logger",
+            value=package,
+            suggestion=f"Install it with pip install 'ptfast[{package}]'",
+        )

@@ -1,0 +1,1 @@
+"""What stands in a terminal or a pipe while a command works."""

@@ -1,0 +1,211 @@
+"""Plain lines of text: the display of pipes and files, and what the live one builds on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TextIO
+
+from ptfast.core.clock import label
+from ptfast.core.errors import one_line
+from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
+
+Rows = Sequence[tuple[str, str]]
+LIGHT_ROWS = {"line": "speed of light", "floors": "at least", "next": "next switch"}
+"""What the closing summary says of the machine's limits."""
+
+
+class Display:
+    """Shows nothing: what ranks other than 0 get, and the interface of the others.
+
+    Every method takes plain host values; none of them raises because of the terminal.
+    """
+
+    def panel(self, title: str, rows: Rows, loud: Sequence[str] = ()) -> None:
+        """What is switched on and what it resolved to; `loud` lines are warnings that stand out."""
+
+    def status(self, text: str) -> AbstractContextManager[None]:
+        """Say that something long is going on for as long as the context is open."""
+        return contextlib.nullcontext()
+
+    def start(
+        self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
+    ) -> None:
+        """Training starts after `step` steps already done: the time to finish is estimated from here on.
+
+        Args:
+            total_steps: optimizer steps of the whole run; None where only time limits it: no bar, no ETA.
+            steps_per_epoch: None for data of unknown length.
+        """
+
+    def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
+        """Training is at `step`, with `figures` such as `loss`, `lr` and `samples_per_s`."""
+
+    def evaluation(
+        self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
+    ) -> None:
+        """One line on an evaluation."""
+
+    def note(self, text: str) -> None:
+        """One line that is good to know."""
+
+    def warn(self, text: str) -> None:
+        """One line that needs attention."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The closing summary, from what summary.json holds."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was. Safe to call twice, and after a crash."""
+
+
+class PlainDisplay(Display):
+    """Lines of text without escape codes, for pipes, files and continuous integration.
+
+    Progress is thinned out to a line a second at first and one in half a minute in long runs.
+    """
+
+    def __init__(self, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._now = now
+        self._widths: dict[str, int] = {}
+        self._next_line_s = 0.0
+        self.start()
+
+    def panel(self, title: str, rows: Rows, loud: Sequence[str] = ()) -> None:
+        self._print(title)
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, value in rows:
+            self._print(f"  {name:<{width}}  {value}")
+        for text in loud:
+            self.warn(text)
+
+    @contextlib.contextmanager
+    def status(self, text: str) -> Iterator[None]:
+        self._print(f"{text} ...")
+        yield
+
+    def start(
+        self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
+    ) -> None:
+        self._total_steps = total_steps
+        epochs = total_steps / steps_per_epoch if total_steps and steps_per_epoch else 99
+        self._epoch_width = len(f"{epochs:.1f}")
+        self._start_s = self._mark_s = self._now()
+        self._mark_step = step
+        self._seconds_per_step: float | None = None
+
+    def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
+        eta_s = self._estimate(step)
+        now = self._now()
+        if now < self._next_line_s:
+            return
+        self._next_line_s = now + min(30.0, max(1.0, (now - self._start_s) / 60))
+        self._print("  ".join(self._fields(step, epoch, figures, eta_s).values()).rstrip())
+
+    def evaluation(
+        self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
+    ) -> None:
+        self._print(f"{self._where(step, epoch)}  {split:<4}  {listed(figures)}{'  best' if is_best else ''}")
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        self._print(f"warning: {text}")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.close()
+        self.panel(*closing(summary))
+
+    def _print(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        line = one_line(text).encode(encoding, "replace").decode(encoding)
+        # A reader that has gone (`| head`, a closed terminal) must not end the training.
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def _estimate(self, step: int) -> float | None:
+        """Seconds to the last step, from a running mean over the calls so far that favours the latest."""
+        now, steps = self._now(), step - self._mark_step
+        if steps > 0:
+            latest = (now - self._mark_s) / steps
+            mean = self._seconds_per_step
+            self._seconds_per_step = latest if mean is None else 0.8 * mean + 0.2 * latest
+            self._mark_s, self._mark_step = now, step
+        if self._total_steps is None or self._seconds_per_step is None:
+            return None
+        return (self._total_steps - step) * self._seconds_per_step
+
+    def _fields(
+        self, step: int, epoch: float, figures: Mapping[str, Any], eta_s: float | None
+    ) -> dict[str, str]:
+        """The parts of a progress line by name, each as wide as it ever was, so that columns stay put."""
+        fields = {"where": self._where(step, epoch)}
+        fields |= {name: labelled(name, value) for name, value in figures.items()}
+        if eta_s is not None:
+            fields["eta"] = f"eta {clock(eta_s)}"
+        for name, text in fields.items():
+            width = self._widths[name] = max(len(text), self._widths.get(name, 0))
+            fields[name] = text.rjust(width) if name.endswith("_per_s") else text.ljust(width)
+        return fields
+
+    def _where(self, step: int, epoch: float) -> str:
+        total = self._total_steps
+        steps = f"{step}/{total}".ljust(2 * len(str(total)) + 1) if total else f"{step:<6}"
+        epochs = f"{epoch:.1f}".removesuffix(".0")
+        return f"step {steps}  epoch {epochs:<{self._epoch_width}}"
+
+
+def ledger(budget: Mapping[str, float]) -> Rows:
+    """Rows of what the time went to, the most first; what took less than a hundredth is one row."""
+    total_s = sum(budget.values())
+    if total_s <= 0:
+        return []
+    large = {
+        label(name): s for name, s in sorted(budget.items(), key=lambda item: -item[1]) if s >= total_s / 100
+    }
+    rest_s = total_s - sum(large.values())
+    shown = large | ({"rest": rest_s} if rest_s > 0 else {})
+    width = max(map(len, shown))
+    lines = [f"{name:<{width}}  {duration(s):>7}  {s / total_s:>4.0%}" for name, s in shown.items()]
+    return [("time" if number == 0 else "", line) for number, line in enumerate(lines)]
+
+
+def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """Title, rows and warnings of the closing summary; what is not known is left out."""
+    rows: list[tuple[str, str]] = []
+    pace = [f"{grouped(summary['steps'])} steps"] if summary.get("steps") is not None else []
+    if (rate := summary.get("train_samples_per_s")) is not None:
+        pace.append(f"{figure('samples_per_s', rate)} samples/s")
+    elif "train_samples_per_s" in summary:
+        pace.append(f"{TOO_SHORT} to tell samples/s")
+    if summary.get("peak_memory_bytes"):
+        pace.append(f"{num_bytes(summary['peak_memory_bytes'])} peak memory")
+    if pace:
+        rows.append(("training", ", ".join(pace)))
+    compiled = summary.get("compile")
+    if compiled is not None:
+        rows.append(
+            ("compiled", f"{compiled['graphs']} graphs, {compiled['recompiled']} more while training")
+        )
+    for name in ("val", "best", "test"):
+        figures = {key: value for key, value in (summary.get(name) or {}).items() if key != "step"}
+        if figures:
+            step = (summary.get(name) or {}).get("step")
+            rows.append((name, listed(figures) + (f"  at step {step}" if step is not None else "")))
+    rows += ledger(summary.get("time_budget") or {})
+    light = summary.get("speed_of_light") or {}
+    rows += [(name, light[key]) for key, name in LIGHT_ROWS.items() if light.get(key)]
+    if summary.get("run_dir"):
+        rows.append(("run", str(summary["run_dir"])))
+    title = str(summary.get("status", "finished"))
+    if summary.get("recipe"):
+        title = f"{summary['recipe']}: {title}"
+    if summary.get("wall_s") is not None:
+        title += f" after {duration(summary['wall_s'])}"
+    loud = [summary.get("error"), (compiled or {}).get("advice")]
+    return title, rows, [str(text) for text in loud if text]

@@ -1,0 +1,50 @@
+"""Threads, and which kernels torch takes."""
+
+from __future__ import annotations
+
+from ptfast.core.sections.section import Count, OrAuto, Section
+from ptfast.core.technique import Technique
+
+
+class Backend(Section):
+    """Threads and kernels."""
+
+    threads: Count | OrAuto = "auto"
+    """Threads of each rank."""
+    worker_threads: Count = 1
+    """Threads of each of the loader's worker processes."""
+    cudnn_benchmark: bool | OrAuto = "auto"
+    """Let cuDNN time its kernels and take the quickest; `auto` while the shapes of inputs are few."""
+    deterministic: bool = False
+    """Only kernels that give the same bits in every run."""
+
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="cuDNN benchmark",
+        family="backend",
+        kind="reordered",
+        on=("backend.cudnn_benchmark=auto",),
+        off=("backend.cudnn_benchmark=false",),
+        why="cuDNN times its kernels once for every shape of convolution and keeps the quickest.",
+        claim="Quicker convolutions, for a search at every new shape; the guide gives no figure.",
+        source="PyTorch Performance Tuning Guide, 'Enable cuDNN auto-tuner'.",
+        avoid="Runs that have to repeat bit for bit, and inputs of many shapes, which turn it off.",
+        audit="torch.backends.cudnn.benchmark is off while convolutions see few shapes.",
+        needs=("cuda", "convolutions"),
+        trial=("model=resnet20", "batch_size=32"),
+    ),
+    Technique(
+        name="threads by cores",
+        family="backend",
+        kind="reordered",
+        on=(),
+        off=(),
+        why="Every rank computes on its share of the usable cores, of which torchrun leaves it one.",
+        claim="Up to as many times as a rank has cores; with more threads than cores they take turns.",
+        source="PyTorch documentation, 'CPU threading'; torchrun sets OMP_NUM_THREADS=1.",
+        avoid="Never; backend.threads and OMP_NUM_THREADS set the number.",
+        audit="torch.get_num_threads() is not the number of cores over that of local ranks.",
+        options=("backend/default",),
+    ),
+)

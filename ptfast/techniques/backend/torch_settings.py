@@ -1,0 +1,121 @@
+"""Process-wide switches of torch: threads, cuDNN's search for kernels, deterministic algorithms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+
+from ptfast.core.devices import device_type, lack_of_device
+from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
+from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.machine import usable_cores
+from ptfast.core.protocols import StepBatch
+
+MOST_SHAPES = 8
+"""Shapes of inputs up to which searching for kernels pays: full and last batches, a few sizes of images."""
+
+
+def apply_backend(
+    threads: int | Literal["auto"],
+    *,
+    cudnn_benchmark: bool | Literal["auto"],
+    deterministic: bool,
+    device: torch.device,
+    num_local_ranks: int = 1,
+) -> dict[str, Any]:
+    """Set torch's process-wide switches and say what `auto` became.
+
+    Call it before anything runs on the device. The number of threads changes the order of sums, so the result
+    is recorded and given back as `threads` when the run resumes.
+
+    Args:
+        threads: CPU threads of this process; `auto`: an equal share of the usable cores for each local rank.
+        cudnn_benchmark: let cuDNN time its kernels on each new shape and keep the fastest; `auto`: unless
+            `deterministic`, and until `watch_shapes` has seen too many.
+        deterministic: refuse operations whose result depends on timing; slower, bit-identical from run to
+            run.
+        device: where the model will be.
+        num_local_ranks: processes of this run on this machine.
+
+    Returns:
+        `threads`, `interop_threads`, `cudnn_benchmark` and `deterministic`, JSON-serialisable.
+    """
+    num_threads = resolve_threads(num_local_ranks) if threads == "auto" else threads
+    torch.set_num_threads(num_threads)
+    if deterministic:
+        # cuBLAS reads this when it first makes a handle.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        # Asked first because the call imports the compiler, which takes seconds.
+        torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    # Kernels chosen by timing differ from run to run.
+    torch.backends.cudnn.benchmark = bool(cudnn_benchmark) and not deterministic and device.type == "cuda"
+    return {
+        "threads": num_threads,
+        "interop_threads": torch.get_num_interop_threads(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": deterministic,
+    }
+
+
+def watch_shapes(
+    batches: Iterator[StepBatch], turn_off: Callable[[], None], most: int = MOST_SHAPES
+) -> Iterator[StepBatch]:
+    """The same batches; `turn_off` is called once, before the first whose inputs have one shape too many.
+
+    cuDNN's search runs every kernel on every new shape, which takes as long as tens of steps. Few shapes
+    repay that; where nearly every batch has one of its own, as with images of any size, nothing does.
+
+    Cost: a lookup on the host per micro-batch until then; nothing is read from the device.
+    """
+    seen: set[Any] = set()
+    for batch in batches:
+        seen.update(_input_shape(data) for data, _ in batch.micro_batches)
+        if len(seen) > most:
+            turn_off()
+            yield batch
+            break
+        yield batch
+    yield from batches
+
+
+def _input_shape(data: Any) -> Any:
+    """What tells the shapes of two micro-batches' inputs apart."""
+    if isinstance(data, torch.Tensor):
+        return data.shape
+    if isinstance(data, dict):
+        return tuple(_input_shape(value) for value in data.values())
+    return _input_shape(data[0]) if isinstance(data, (tuple, list)) and data else None
+
+
+def resolve_threads(num_local_ranks: int) -> int:
+    """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins where there is one."""
+    # torchrun sets the variable to 1 itself, which would leave all other cores idle.
+    asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return max(usable_cores() // num_local_ranks, 1)
+
+
+def resolve_device(name: str, ranks: Ranks) -> torch.device:
+    """The device of this rank; `auto` takes a GPU where there is one.
+
+    Raises:
+        MachineError: E005 when the device asked for is not there.
+        ConfigError: C012 when there are fewer GPUs than ranks.
+    """
+    lack = lack_of_device(name)
+    if lack is not None:
+        raise MachineError("E005", lack.what, key="device", value=name, suggestion=lack.remedy)
+    name = device_type(name)
+    if name == "cuda":
+        count = torch.cuda.device_count()
+        if ranks.local_rank >= count:
+            what = f"{ranks.num_local_ranks} ranks need as many GPUs and {count} are visible"
+            raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={count}")
+        return torch.device("cuda", ranks.local_rank)
+    return torch.device(name)

@@ -1,0 +1,102 @@
+"""Memory for time: activations that the backward pass computes again."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ptfast.core.sections.section import Count, Section
+from ptfast.core.technique import Technique
+
+
+class Checkpointing(Section):
+    """Activations that backward computes again."""
+
+    mode: Literal["none", "full", "every_n", "selective", "budget"] = "none"
+    """What is computed again: all of blocks, of every n-th, their cheap parts, or the compiler's choice."""
+    blocks: str | tuple[str, ...] = "auto"
+    """A pattern or patterns of module names, such as `layers.*`; `auto` for the blocks that recur."""
+    every: Count | None = None
+    """For `every_n`: 2 takes every second block."""
+    memory_budget: float | None = None
+    """For `budget`: the share that is kept of what a compiled model keeps."""
+
+
+_TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=14", "optimizer.lr=0.01")
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="checkpointing of all blocks",
+        family="checkpointing",
+        kind="exact",
+        on=("checkpointing=full",),
+        off=("checkpointing=none",),
+        why="Blocks keep their input alone, which makes room for a larger batch or model, or for doing "
+        "without accumulation.",
+        claim="A residual network of 1,000 layers on ImageNet in 7 GB instead of 48, for 30 % more time.",
+        source="Chen, Xu, Zhang, Guestrin 2016, arXiv:1604.06174; torch.utils.checkpoint.",
+        measured="ResNet-110 keeps 134 MiB instead of 513 for its backward pass, in 1.41 times the time.",
+        command="python scripts/bench_memory.py resnet110",
+        avoid="Memory is not what limits the batch: then it only costs time.",
+        audit="Memory runs out, or limits the batch, while activations take most of it.",
+        options=("checkpointing/full",),
+        alternatives="checkpointing",
+        trial=_TRIAL,
+    ),
+    Technique(
+        name="checkpointing of every n-th block",
+        family="checkpointing",
+        kind="exact",
+        on=("checkpointing=every_n",),
+        off=("checkpointing=none",),
+        why="Only as much is computed again as memory asks for.",
+        claim="A choice between all blocks and none; no figure is given.",
+        source="torchtitan, activation checkpointing of every n-th layer.",
+        measured="With every second block ResNet-110 keeps 324 MiB instead of 513, in 1.21 times the time.",
+        command="python scripts/bench_memory.py resnet110",
+        avoid="Memory fits without it, or does not fit with it.",
+        audit="Memory is short by a part of what `full` saves.",
+        options=("checkpointing/every_n",),
+        alternatives="checkpointing",
+        trial=_TRIAL,
+    ),
+    Technique(
+        name="selective checkpointing",
+        family="checkpointing",
+        kind="exact",
+        on=("checkpointing=selective",),
+        off=("checkpointing=none",),
+        why="Norms, activations and dropout take much of the memory and little of the arithmetic: their "
+        "results alone are computed again.",
+        claim="Large transformers on A100s, with sequence parallelism beside it: a fifth of the memory of"
+        " activations, at over 90 % less than the time that computing whole layers again takes.",
+        source="Korthikanti et al. 2022, arXiv:2205.05198; the choice by operation is that of torch.utils."
+        "checkpoint.create_selective_checkpoint_contexts.",
+        measured="ResNet-110 keeps 386 MiB instead of 513 for its backward pass, in 1.19 times the time.",
+        command="python scripts/bench_memory.py resnet110",
+        avoid="Launches or Python bound the step: every operation of a block passes through Python twice.",
+        audit="Checkpointing of whole blocks where matrix products make up most of the forward pass.",
+        options=("checkpointing/selective",),
+        alternatives="checkpointing",
+        trial=_TRIAL,
+    ),
+    Technique(
+        name="memory budget of the compiler",
+        family="checkpointing",
+        kind="reordered",
+        on=("compile=model", "checkpointing=budget"),
+        off=("checkpointing=none",),
+        why="The compiler sees the whole graph, and computes again what costs least for the memory it frees, "
+        "within fused kernels.",
+        claim="A transformer takes 50 % less memory by computing pointwise operations alone again.",
+        source="PyTorch blog, March 2025, 'Current and New Activation Checkpointing Techniques in PyTorch'.",
+        measured="A compiled GPT of 12 blocks keeps 209 MiB instead of 418 at a budget of 0.5, in 0.98 of "
+        "the time.",
+        command="python scripts/bench_memory.py gpt --compile --batch-size 4",
+        avoid="The model is not compiled, or its graph breaks inside blocks.",
+        audit="A compiled model whose memory limits the batch.",
+        options=("checkpointing/budget",),
+        alternatives="checkpointing",
+        needs=("compiler",),
+        trial=("compile=model", "model=resnet_digits", "model.width=4", "optimizer.lr=0.01"),
+    ),
+)

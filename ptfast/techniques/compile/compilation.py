@@ -1,0 +1,232 @@
+"""torch.compile, applied in place so that names of parameters stay the plain model's, and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from ptfast.core.devices import lack_of_compiler, lack_of_cuda_graphs
+from ptfast.core.errors import ConfigError, MachineError
+from ptfast.techniques.compile import OVERWRITES, OVERWRITES_HINT
+from ptfast.techniques.repeated_blocks import find_blocks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ptfast.core.clock import Clock
+    from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
+
+Mode = Literal["pointwise", "blocks", "model", "reduce_overhead", "max_autotune"]
+
+MANY_SHAPES = 3
+"""Times that all is compiled again, after which shapes change too often. Once is usual: the last batch of an
+epoch is shorter."""
+
+
+class Compilation:
+    """What is compiled in a run, and how often.
+
+    Fewer, fused kernels read and write memory less often and are launched by less Python. Training alone
+    is compiled: evaluations run the plain model, whose figures `ptfast eval` repeats, and spare the minute
+    that code of their own would take.
+
+    The same shape is computed by the same code wherever a run begins, so that a resumed run gives the bits of
+    one never stopped: every shape has code of its own, or (`dynamic`) all of them share one from the start.
+    Dropout draws other masks than without a compiler, except under `pointwise`.
+
+    Args:
+        mode: `pointwise` fuses chains of elementwise operations alone; `blocks` compiles repeated blocks,
+            those of one class and shape once, in a fraction of the time; `model` the whole model;
+            `reduce_overhead` that in CUDA graphs, launched as one; `max_autotune` that with its matrix
+            products timed, in CUDA graphs where there are any.
+        device: where the model is.
+        dynamic: whether batches come in many lengths.
+        accumulates: whether a step has several micro-batches on a rank. CUDA graphs keep gradients in memory
+            that the next micro-batch overwrites, in silence.
+
+    Raises:
+        MachineError: E005 where a tool or device is missing.
+        ConfigError: C011 for `reduce_overhead` with several micro-batches.
+
+    Cost: seconds to minutes before the first step, again for every new shape, and more memory while at it.
+    Source: torch.compile; for gradients in CUDA graphs pytorch/pytorch issue 169545.
+    """
+
+    def __init__(self, mode: Mode, device: str, *, dynamic: bool = False, accumulates: bool = False) -> None:
+        lack = lack_of_compiler(device) or (
+            lack_of_cuda_graphs(device) if mode == "reduce_overhead" else None
+        )
+        if lack is not None:
+            raise MachineError("E005", lack.what, key="compile", value=mode, suggestion=lack.remedy)
+        if mode == "reduce_overhead" and accumulates:
+            raise ConfigError("C011", OVERWRITES, key="compile", value=mode, suggestion=OVERWRITES_HINT)
+        self.mode: Mode = mode
+        self.blocks: dict[str, nn.Module] = {}
+        self.fusion: PointwiseFusion | None = None
+        self.options: dict[str, Any] = {"dynamic": dynamic}
+        if mode == "pointwise":
+            from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
+
+            self.fusion = self.options["backend"] = PointwiseFusion()
+        elif mode == "reduce_overhead":
+            self.options["mode"] = "reduce-overhead"
+        elif mode == "max_autotune":
+            self.options["mode"] = "max-autotune" + "-no-cudagraphs" * accumulates
+        self._before = _num_graphs()
+        self._at_start: int | None = None
+        self._start_s = 0.0
+        self._said: set[str] = set()
+
+    def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
+        """Compile `model` in place: what wraps it for its ranks, later, calls the compiled form.
+
+        Under DistributedDataParallel torch cuts the graph where gradients are sent, which begins while
+        backward still runs.
+
+        Args:
+            model: on its device, in its final form but for wrapping.
+            blocks: for the mode `blocks`: `auto`, or patterns over module names; see `find_blocks`.
+
+        Raises:
+            ConfigError: C005 when a pattern matches no module; C011 when nothing recurs.
+        """
+        if self.mode != "blocks":
+            _compile(model, self.options)
+            return
+        import torch._dynamo
+
+        self.blocks = find_blocks(model, blocks, key="compile.blocks")
+        if not self.blocks:
+            what = f"{type(model).__name__} has no blocks that recur"
+            hint = "Name modules, as in compile.blocks=[layers.*], or use compile=model"
+            raise ConfigError("C011", what, key="compile", value=self.mode, suggestion=hint)
+        # Blocks of one class share a count of compiled forms, after too many of which torch gives up.
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
+        for block in self.blocks.values():
+            _compile(block, self.options)
+
+    def plain(self) -> AbstractContextManager[Any]:
+        """A context in which compiled modules run as they were written."""
+        import torch
+
+        return torch.compiler.set_stance("force_eager")
+
+    @contextmanager
+    def booking(self, clock: Clock) -> Iterator[None]:
+        """Have `clock` book what is compiled inside as `warm_up`, in whichever step that happens."""
+        from torch._dynamo.callback import callback_handler
+
+        before: list[str | None] = []
+
+        def begin(*_: Any) -> None:
+            before.append(clock.cause)
+            clock.to("warm_up")
+
+        def end(*_: Any) -> None:
+            clock.to(before.pop())
+
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(begin)
+            callback_handler.remove_end_callback(end)
+
+    def start(self, seconds: float) -> tuple[str, bool]:
+        """Note that the first step is compiled; say what it took, and whether that is a warning."""
+        self._at_start, self._start_s = _num_graphs(), seconds
+        if self.fusion is None:
+            return f"compiled {_counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
+        if not self.fusion.num_chains:
+            self._said.add("length")
+            return "compile=pointwise has found nothing to fuse; use compile=none or compile=model", True
+        chains, operations = self.fusion.num_chains, self.fusion.num_operations
+        fused = f"fused {operations} elementwise operations into {_counted(chains, 'kernel')}"
+        return f"{fused} in {seconds:.1f} s", False
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs compiled for the first step."""
+        return (_num_graphs() if self._at_start is None else self._at_start) - self._before
+
+    @property
+    def num_recompiled(self) -> int:
+        """Graphs compiled since."""
+        return 0 if self._at_start is None else _num_graphs() - self._at_start
+
+    @property
+    def _too_often(self) -> bool:
+        return self.num_recompiled >= MANY_SHAPES * max(self.num_graphs, 1)
+
+    def complaint(self, step_s: float, num_steps: int) -> str | None:
+        """What to do about shapes that change often, or a run too short to repay compiling; each said once.
+
+        Args:
+            step_s: seconds that a step takes by now.
+            num_steps: that this process trains.
+        """
+        advice = {"shapes": self._advice() if self._too_often else "", "length": ""}
+        trained_s = step_s * num_steps
+        if self._start_s > trained_s:
+            advice["length"] = (
+                f"compiling took {self._start_s:.0f} s, and all {num_steps:,} steps take about "
+                f"{trained_s:.0f} s: unless they are more than twice as fast for it, it costs more than it "
+                "gives; use compile=none for runs this short"
+            )
+        for name, text in advice.items():
+            if text and name not in self._said:
+                self._said.add(name)
+                return text
+        return None
+
+    def _advice(self) -> str:
+        hint = "pad inputs to few shapes" if self.options["dynamic"] else "set compile.dynamic=true"
+        return (
+            f"{_counted(self.num_recompiled, 'graph')} compiled again while training: shapes or settings "
+            f"change; {hint}, or use compile=none"
+        )
+
+    def describe(self) -> str:
+        """The panel's words."""
+        what = f"blocks, {len(self.blocks)} of them" if self.blocks else self.mode
+        return what + (", any length" if self.options["dynamic"] else "")
+
+    def report(self) -> dict[str, Any]:
+        """What summary.json says."""
+        report: dict[str, Any] = {
+            "mode": self.mode,
+            "graphs": self.num_graphs,
+            "recompiled": self.num_recompiled,
+        }
+        if self.fusion is not None:
+            report |= {"kernels": self.fusion.num_chains, "fused_operations": self.fusion.num_operations}
+        if self._too_often:
+            report["advice"] = self._advice()
+        return report
+
+
+def _compile(module: nn.Module, options: dict[str, Any]) -> None:
+    """Compile `module` in place."""
+    import torch
+
+    if torch.__version__ >= "2.10" or not type(module).__module__.startswith("torch.nn."):
+        module.compile(**options)
+        return
+    # Of a method torch 2.9 compiles only what does not stand in torch's own files.
+    from torch._dynamo.external_utils import wrap_inline
+
+    module._compiled_call_impl = torch.compile(wrap_inline(module._call_impl), **options)
+
+
+def _num_graphs() -> int:
+    """Graphs that this process has compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,97 @@
+"""Records of what is small at first and grows while training goes on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from ptfast.core.durations import Duration
+from ptfast.core.sections.coerce import POSITIVE, InUnit
+from ptfast.core.sections.section import Count, OrAuto, Section
+from ptfast.core.technique import Technique
+
+
+class Curriculum(Section):
+    """What is small at first and grows while training goes on."""
+
+    image_size_from: Count | OrAuto | None = None
+    """Pixels of the shorter side of images at first; `auto` for half of theirs, null for all."""
+    image_size_multiple: Count = 32
+    """Sizes in between are multiples of it; every size is one more shape to find kernels for."""
+    length_from: Count | OrAuto | None = None
+    """Tokens of sequences at first; `auto` for a quarter of theirs, null for all."""
+    length_multiple: Count = 64
+    """Lengths in between are multiples of it."""
+    batch_size_from: Count | OrAuto | None = None
+    """Samples of a batch at first, by which it then grows; `auto` for a quarter, null for all."""
+    over: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(60, "percent")
+    """How long it takes to grow to full size, such as `60%` or `5epochs`."""
+
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="progressive resizing",
+        family="curriculum",
+        kind="training",
+        on=("curriculum=image_size",),
+        off=("curriculum=none",),
+        why="A convolution's work falls with the square of the side, and what is learned first is learned "
+        "on small images too.",
+        claim="With other changes, ResNet-50 on ImageNet to 93 % top-5 accuracy in 18 minutes on 16 "
+        "machines of 8 V100 (2018), with images of 128, then 224, then 288 pixels; EfficientNetV2 trains "
+        "with it in less time to a higher accuracy, where regularisation grows with the images.",
+        source="Howard, Shaw, Bulatov and others, fast.ai's entries to DAWNBench, 2018; Tan, Le 2021, "
+        "arXiv:2104.00298.",
+        avoid="Models of one fixed size (an MLP, a plain ViT), images whose detail is what matters, and "
+        "compiled models, which are compiled anew for every size.",
+        audit="Images of 128 pixels or more and a convolutional model trained at full size for many epochs.",
+        options=("curriculum/image_size",),
+        needs=("images", "convolutions"),
+        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    ),
+    Technique(
+        name="sequence length warm-up",
+        family="curriculum",
+        kind="training",
+        on=("curriculum.length_from=auto",),
+        off=("curriculum.length_from=null",),
+        why="Short sequences cost less and keep the first steps stable, so that larger batches and "
+        "learning rates can be used.",
+        claim="GPT-2 of 117 million and 1.5 billion parameters: up to 2.2 times fewer tokens and "
+        "3.7 times less time, with 8 times larger batches and 4 times larger learning rates, which are not "
+        "stable without it.",
+        source="Li, Zhang, He 2022, arXiv:2108.06084.",
+        avoid="Short contexts and stable runs, in which only the tokens that are cut off are lost.",
+        audit="Language modelling with contexts of 1,024 tokens or more whose first steps need a long "
+        "warm-up or a small learning rate.",
+        options=("curriculum/sequence_length",),
+        needs=("sequences",),
+        trial=(
+            "data=text_file",
+            "data.path={text}",
+            "data.context_length=32",
+            "model=gpt",
+            "model.width=32",
+            "model.depth=1",
+            "curriculum.length_multiple=8",
+            "optimizer.lr=0.01",
+        ),
+    ),
+    Technique(
+        name="batch size warm-up",
+        family="curriculum",
+        kind="training",
+        on=("curriculum=batch_size",),
+        off=("curriculum=none",),
+        why="Small batches make more steps out of the same samples while gradients are large against their "
+        "noise, and large ones run faster once they are not.",
+        claim="Batches that grow where the learning rate would fall give the same curves in fewer steps: "
+        "ResNet-50 on ImageNet to 76.1 % in under 30 minutes (Smith et al.); the batch size that is"
+        " worth its samples rises in the course of training (McCandlish et al.).",
+        source="Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish, Kaplan, Amodei and others "
+        "2018, arXiv:1812.06162.",
+        avoid="Batches that are small already, or of a size found to be the fastest for the machine.",
+        audit="Batches of thousands of samples from the first step on, and an early loss that falls no "
+        "faster than with smaller ones.",
+        options=("curriculum/batch_size",),
+    ),
+)

@@ -1,0 +1,231 @@
+"""What is small at first and grows while training goes on: images, sequences, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ptfast.core.batch_plan import Stages, grow
+from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import DataInfo, Packed
+
+
+class Resize:
+    """Images that grow: small ones at first, by antialiased bilinear interpolation on the device.
+
+    A convolution's work falls with the square of the side. What a network learns early, it learns on small
+    images too; evaluation is always at full size.
+
+    Args:
+        stages: pixels of the shorter side, by step.
+        shape: (height, width) at full size.
+        masks: whether targets say something of each pixel, and so shrink with their images.
+
+    Cost: one pass over the inputs of each micro-batch until the images are at full size.
+    Source: Howard et al. 2018, fast.ai's entry to DAWNBench; Tan, Le 2021, arXiv:2104.00298, section 4.
+    """
+
+    def __init__(self, stages: Stages, shape: tuple[int, int], *, masks: bool = False) -> None:
+        self.stages, self._shape, self._masks = stages, shape, masks
+
+    def size(self, shorter: int) -> tuple[int, int]:
+        """(height, width) with a shorter side of so many pixels, in the proportions of the full size."""
+        height, width = (round(side * shorter / min(self._shape)) for side in self._shape)
+        return height, width
+
+    def __call__(self, data: Any, step: int, micro_batch: int) -> Any:
+        """`(images, targets)` of a step with the images at its size, in their type and memory format."""
+        shorter = self.stages.at(step)
+        if shorter == self.stages.values[-1]:
+            return data
+        images, targets = data
+        layout = torch.channels_last
+        is_last = images.is_contiguous(memory_format=layout) and not images.is_contiguous()
+        size = self.size(shorter)
+        images = F.interpolate(images, size=size, mode="bilinear", antialias=True)
+        if self._masks:
+            for side, length in ((-2, size[0]), (-1, size[1])):
+                targets = targets.index_select(side, _nearest(targets.shape[side], length, targets.device))
+        return images.contiguous(memory_format=layout if is_last else torch.contiguous_format), targets
+
+    def describe(self) -> str:
+        return _describe("images from {} to {} pixels", self.stages)
+
+
+class Cut:
+    """Sequences that grow: their beginnings alone at first, cut on the device.
+
+    Attention's work grows with the square of the length, and short sequences keep early steps stable where
+    batches and learning rates are large. Tokens that are cut off do not count in the loss.
+
+    Args:
+        stages: tokens of a sequence, by step.
+
+    Source: Li, Zhang, He 2022, arXiv:2108.06084.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+
+    def __call__(self, data: Any, step: int, micro_batch: int) -> Any:
+        """`(tokens, targets)` or a mapping of such tensors, (batch, length, ...), at the length of a step."""
+        length = self.stages.at(step)
+        if length == self.stages.values[-1]:
+            return data
+        if isinstance(data, Mapping):
+            return {name: _cut(value, length) for name, value in data.items()}
+        return tuple(_cut(value, length) for value in data)
+
+    def describe(self) -> str:
+        return _describe("sequences from {} to {} tokens", self.stages)
+
+
+def build_resize(
+    first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo, model: nn.Module
+) -> Resize:
+    """Images that grow to the data's own size.
+
+    Args:
+        first: pixels of the shorter side at first; `auto` for half of the full size.
+        multiple: sizes in between are multiples of it.
+        over_steps: the step from which on images have their full size.
+        model: is tried on one image of the first size, on the CPU.
+
+    Raises:
+        ConfigError: C011 where there are no images, they are no larger than `first`, or `model` takes one
+            size only.
+    """
+    key = "curriculum.image_size_from"
+    if info.kind != "image" or info.input_shape is None:
+        hint = "Use curriculum=none"
+        raise ConfigError("C011", f"{info.kind} data has no images", key=key, value=first, suggestion=hint)
+    channels, *shape = info.input_shape
+    full = min(shape)
+    first = full // 2 if first == "auto" else first
+    if not 0 < first < full:
+        what = f"not smaller than the images, which have {full} pixels"
+        raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
+    stages, masks = grow(first, full, multiple, over_steps), info.target_kind in ("mask", "map")
+    if info.target_kind == "unknown":
+        what = "targets that may be places in an image, such as boxes or points, do not shrink with it"
+        raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
+    resize = Resize(stages, (shape[0], shape[1]), masks=masks)
+    _check_takes(model, torch.zeros(2, channels, *resize.size(first)), key, first)
+    return resize
+
+
+def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo) -> Cut:
+    """Sequences that grow to the data's own length.
+
+    Args:
+        first: tokens at first; `auto` for a quarter of the full length.
+        multiple: lengths in between are multiples of it.
+        over_steps: the step from which on sequences have their full length.
+
+    Raises:
+        ConfigError: C011 where the data is no text for language modelling, or its sequences are no longer.
+    """
+    key, full = "curriculum.length_from", info.context_length
+    if info.kind != "tokens" or full is None:
+        hint = "Use curriculum=none"
+        raise ConfigError(
+            "C011", f"{info.kind} data has no sequences to cut", key=key, value=first, suggestion=hint
+        )
+    first = full // 4 if first == "auto" else first
+    if not 0 < first < full:
+        what = f"not shorter than the sequences, which have {full} tokens"
+        raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
+    return Cut(grow(first, full, multiple, over_steps))
+
+
+def build_batch_sizes(
+    first: int | Literal["auto"],
+    batch_size: int,
+    over: Duration,
+    *,
+    micro_batches: int,
+    num_samples: int | None,
+    epochs: int | None,
+    steps: int | None,
+) -> Stages:
+    """Batches that grow to their full size, by `first` at a time.
+
+    Gradients are large against their noise at first, where small batches do as well a step and there are more
+    of them in an epoch. The learning rate stays as the schedule has it.
+
+    Args:
+        first: samples of the first steps over all ranks; `auto` for a quarter of the full size.
+        over: how long batches grow. A part of the run, epochs and samples are converted by the mean size: to
+            within a step an epoch, whose last batch may be short.
+        micro_batches: that every batch is cut into; `first` is a multiple of them.
+        num_samples: of an epoch; None for data of unknown length.
+        epochs, steps: the length of the run, of which one is given.
+
+    Raises:
+        ConfigError: C011 for a size that is not below the full one, or a duration that data without a length
+            does not have.
+
+    Source: Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish et al. 2018, arXiv:1812.06162.
+    """
+    key = "curriculum.batch_size_from"
+    if first == "auto":
+        first = -(-batch_size // (4 * micro_batches)) * micro_batches
+    if first >= batch_size:
+        what = f"not below the full batch_size={batch_size}"
+        raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
+    mean_size = grow(first, batch_size, first, batch_size).mean_before_last
+    if over.unit == "steps" or (over.unit == "percent" and steps is not None):
+        over_steps = over.steps(steps)
+    elif over.unit == "samples":
+        over_steps = over.value / mean_size
+    elif num_samples is None:
+        what, hint = "the data has no epochs", "Give curriculum.over in steps"
+        raise ConfigError("C011", what, key="curriculum.over", value=over, suggestion=hint)
+    elif over.unit == "epochs":
+        over_steps = over.value * num_samples / mean_size
+    else:
+        # The steps that the run has depend on those that batches grow over, of which they are a part.
+        part = over.value / 100
+        over_steps = part * (epochs or 1) * num_samples / (batch_size - part * (batch_size - mean_size))
+    return grow(first, batch_size, first, max(1, round(over_steps)))
+
+
+def describe_batch_sizes(sizes: Stages) -> str:
+    """One line for the panel."""
+    return _describe("batches from {} to {} samples", sizes)
+
+
+def _describe(what: str, stages: Stages) -> str:
+    values, starts = stages
+    return f"{what.format(values[0], values[-1])} in {len(values)} stages over {starts[-1]:,} steps"
+
+
+def _nearest(length: int, size: int, device: torch.device) -> Tensor:
+    """The pixels of a line of `length` under the centres of `size` that stand for it."""
+    return (2 * torch.arange(size, device=device) + 1) * length // (2 * size)
+
+
+def _cut(value: Any, length: int) -> Any:
+    if isinstance(value, Packed):
+        return Packed(*(_cut(tensor, length) for tensor in value))
+    return value[:, :length] if isinstance(value, Tensor) and value.dim() > 1 else value
+
+
+def _check_takes(model: nn.Module, images: Tensor, key: str, first: int) -> None:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(images)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        height, width = images.shape[-2:]
+        what = f"the model does not take images of {height} x {width} ({str(error).splitlines()[0]})"
+        hint = "Use a larger size or a model that takes any, such as a convolutional one"
+        raise ConfigError("C011", what, key=key, value=first, suggestion=hint) from error
+    finally:
+        model.train(was_training)

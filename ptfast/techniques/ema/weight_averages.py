@@ -1,0 +1,268 @@
+"""Averages of a model's weights over a run, kept on the device and put in for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.core.distributed import Ranks, sum_over_ranks
+from ptfast.core.dtensors import local_part, shard_like
+from ptfast.core.errors import SavedStateError
+from ptfast.core.protocols import Watched
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+class Average:
+    """What averages share: whom they follow, how they are put in for a while, and how they are saved.
+
+    Averaged are the parameters that train and the saved floating-point buffers. Averages of half-width
+    weights are kept in float32: what a step adds would be lost in bf16. Made alone, it can load and put in
+    what either kind has saved.
+
+    Args:
+        model: the plain model, before it is wrapped for several ranks.
+    """
+
+    extendable = True
+    """Whether a longer run would begin with the same averages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        saved = set(model.state_dict())
+        followed: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        followed |= {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
+        self._names = list(followed)
+        weights = [weight.detach() for weight in followed.values()]
+        self._wholes = [_wide(weight) for weight in weights]
+        # Where weights are shared out, each rank averages its part.
+        self._weights = [local_part(weight) for weight in weights]
+        self._averages = [local_part(average) for average in self._wholes]
+        halves = any(
+            weight.dtype != average.dtype
+            for weight, average in zip(self._weights, self._averages, strict=True)
+        )
+        self._widened = [torch.empty_like(average) for average in self._averages] if halves else None
+        self._updates: int | Tensor = 0
+
+    def update(self, step: int, skipped: Tensor | None = None) -> None:
+        """Follow the weights; called after every optimizer step.
+
+        Args:
+            step: that has been taken, counted from 1.
+            skipped: 0-d, on the device: whether it was left out because fp16 gradients overflowed.
+        """
+        raise NotImplementedError
+
+    def settle(self, watched: Watched = lambda batches: batches) -> None:
+        """Make ready to be evaluated or saved what is not kept up at every step; called on all ranks.
+
+        Args:
+            watched: goes through the batches that this takes, and may break it off: nothing has changed then.
+        """
+
+    def describe(self) -> str:
+        """What is averaged, in a few words."""
+        raise NotImplementedError
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is an average yet. Waits for the device where steps may be left out."""
+        return bool(self._updates)
+
+    def _wide_weights(self) -> list[Tensor]:
+        if self._widened is None:
+            return self._weights
+        torch._foreach_copy_(self._widened, self._weights)
+        return self._widened
+
+    def _move(self, share: float) -> None:
+        """Bring the averages nearer to the weights, by a share of the way."""
+        torch._foreach_lerp_(self._averages, self._wide_weights(), share)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Have the averages in the model, and afterwards its own weights and buffers back, bit for bit.
+
+        Where there is no average yet, the weights stay.
+        """
+        if not self.ready:
+            yield
+            return
+        kept = [*self._weights, *(buffer.detach() for buffer in self._model.buffers())]
+        with torch.no_grad():
+            copies = [tensor.clone() for tensor in kept]
+            torch._foreach_copy_(self._weights, self._averages)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(kept, copies)
+
+    def copy_to_model(self) -> None:
+        """Replace the model's weights by their averages, for good; where there are none yet, they stay."""
+        if self.ready:
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights, self._averages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averages by the plain model's names, and the number of updates."""
+        averages = dict(zip(self._names, self._wholes, strict=True))
+        return {"averages": averages, "updates": int(self._updates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            SavedStateError: S002 for averages of other names or shapes.
+        """
+        averages = state["averages"]
+        expected = {name: average.shape for name, average in zip(self._names, self._wholes, strict=True)}
+        given = {name: average.shape for name, average in averages.items()}
+        if given != expected:
+            odd = min(name for name in expected | given if given.get(name) != expected.get(name))
+            raise SavedStateError(
+                "S002", f"the averaged weights are of another model: {odd} differs", key="ema"
+            )
+        for name, average in zip(self._names, self._wholes, strict=True):
+            local_part(average).copy_(local_part(shard_like(average, averages[name])))
+        self._updates = int(state["updates"])
+
+
+class Ema(Average):
+    """Running average `average <- decay * average + (1 - decay) * weight`.
+
+    The average of the last steps often generalises better than the last weights, for the price of one more
+    copy. Statistics of BatchNorm are averaged with the weights they were measured with. The first update
+    copies, so the random initial weights do not linger. A step that fp16 leaves out is none: it would count
+    the same weights twice.
+
+    Args:
+        model: the plain model.
+        decay: in (0, 1); about the last 1 / (1 - decay) steps count.
+
+    Cost: one pass over the weights per step, a few kernels in all; an eighth of what AveragedModel takes on
+    the CPU; with fp16 gradient scaling two passes more, and room for a copy meanwhile. Source: Polyak,
+    Juditsky 1992; the same figures as torch.optim.swa_utils.AveragedModel.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model)
+        self._decay = decay
+
+    def update(self, step: int, skipped: Tensor | None = None) -> None:
+        if skipped is not None:
+            self._update_unless(skipped)
+            return
+        self._move(1 - self._decay if self._updates else 1.0)
+        self._updates += 1
+
+    def _update_unless(self, skipped: Tensor) -> None:
+        """The same where the device alone knows whether there was a step."""
+        if isinstance(self._updates, int):
+            self._updates = torch.full((), self._updates, device=skipped.device)
+        share = torch.where(self._updates > 0, 1 - self._decay, 1.0)
+        share = torch.where(skipped, 0.0, share).to(self._averages[0].dtype)
+        changes = torch._foreach_sub(self._wide_weights(), self._averages)
+        torch._foreach_mul_(changes, share)
+        torch._foreach_add_(self._averages, changes)
+        self._updates = self._updates + ~skipped
+
+    def describe(self) -> str:
+        return f"decay {self._decay:g}"
+
+
+class Swa(Average):
+    """Average of the weights at equal distances over the end of a run, all counting alike.
+
+    Weights at a rate that stays high wander around a wide minimum, whose middle generalises better than any
+    of them. The statistics of BatchNorm are those of no average of weights: an average of statistics is not
+    the statistics of the average. They are measured anew, by a pass over training samples, whenever the
+    average is to be evaluated or saved.
+
+    Args:
+        model: the plain model.
+        steps: whose weights count, the last of them no later than the run's.
+        forward: passes training samples through the model, as many on each rank, by way of what it is given;
+            None where there are none at hand, as of iterable data: statistics are then averaged like weights.
+        ranks: that train together.
+        extendable: whether a longer run would start at the same step.
+
+    Cost: one pass over the weights every so many steps, and a forward pass over some thousand samples per
+    evaluation. Source: Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407; the same
+    figures as torch.optim.swa_utils. That some thousand samples suffice: Wu, Johnson 2021, arXiv:2105.07576.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: Collection[int],
+        forward: Callable[[Watched], None] | None = None,
+        *,
+        ranks: Ranks | None = None,
+        extendable: bool = True,
+    ) -> None:
+        super().__init__(model)
+        self.extendable, self._ranks = extendable, ranks or Ranks()
+        self._steps, self._forward = frozenset(steps), forward
+        self._norms = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, BatchNorm) and module.track_running_stats
+        }
+        self._stale = False
+
+    def update(self, step: int, skipped: Tensor | None = None) -> None:
+        if step not in self._steps:
+            return
+        self._move(1 / (int(self._updates) + 1))
+        self._updates += 1
+        self._stale = True
+
+    def settle(self, watched: Watched = lambda batches: batches) -> None:
+        if not self._stale or self._forward is None or not self._norms:
+            return
+        with self.swapped(), torch.no_grad():
+            with _measuring(self._model, list(self._norms.values())):
+                self._forward(watched)
+            for name, average in zip(self._names, self._averages, strict=True):
+                module, _, buffer = name.rpartition(".")
+                if module in self._norms and buffer.startswith("running_"):
+                    measured = getattr(self._norms[module], buffer)
+                    average.copy_(sum_over_ranks(measured.clone(), self._ranks) / self._ranks.num_ranks)
+        self._stale = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._stale = self.ready
+
+    def describe(self) -> str:
+        how = f"equal shares of {len(self._steps):,} steps from {min(self._steps):,} to {max(self._steps):,}"
+        if not self._norms:
+            return how
+        return f"{how}, BatchNorm {'measured' if self._forward is not None else 'averaged'}"
+
+
+@contextmanager
+def _measuring(model: nn.Module, norms: list[Any]) -> Iterator[None]:
+    """Have BatchNorm take its statistics over all samples that pass, the rest of the model evaluating."""
+    training, momenta = model.training, [norm.momentum for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum, norm.training = None, True
+    try:
+        yield
+    finally:
+        model.train(training)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """A copy of `weight`, in float32 where it is narrower."""
+    return weight.to(torch.float32 if weight.element_size() < 4 else weight.dtype, copy=True)

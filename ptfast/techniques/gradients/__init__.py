@@ -1,0 +1,110 @@
+"""Records of what happens to gradients between backward and the optimizer's step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from ptfast.core.sections.coerce import POSITIVE
+from ptfast.core.sections.section import Count, Section
+from ptfast.core.technique import Technique
+
+
+class Gradients(Section):
+    """What happens to gradients between backward and the optimizer's step."""
+
+    accumulate: Count = 1
+    """Micro-batches of each rank in one optimizer step, where `micro_batches` does not say it."""
+    clip_norm: Annotated[float, POSITIVE] | None = None
+    """Largest global norm of the gradients."""
+    clip_value: Annotated[float, POSITIVE] | None = None
+    """Largest absolute value of each gradient."""
+    clip_adaptive: Annotated[float, POSITIVE] | None = None
+    """Largest norm of a unit's gradient as a part of its weights' norm, such as 0.01; the head is spared."""
+    log_norm: bool = False
+    """Log the global norm of the gradients before clipping as `grad_norm`."""
+
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="clipping by global norm",
+        family="gradients",
+        kind="training",
+        on=("gradients=clip",),
+        off=("gradients=default",),
+        why="One long gradient does not throw the weights off, so that higher rates can be used.",
+        claim="Recurrent networks train where gradients explode; steps that would diverge stay bounded.",
+        source="Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063.",
+        avoid="The norm is above the limit in most steps: then it is a lower learning rate in disguise.",
+        audit="Losses that jump, with gradients.clip_norm at null; gradients.log_norm=true shows the norms.",
+        options=("gradients/clip",),
+        alternatives="clipping",
+    ),
+    Technique(
+        name="clipping by value",
+        family="gradients",
+        kind="training",
+        on=("gradients.clip_value=0.5",),
+        off=("gradients.clip_value=null",),
+        why="No entry of a gradient is above a limit, at a pass over the gradients and without a norm.",
+        claim="Graves clips derivatives at the inputs of LSTM layers, without which they grow too large; the "
+        "direction of a step changes, which clipping by norm leaves as it is.",
+        source="Graves 2013, arXiv:1308.0850, section 2.1.",
+        avoid="Clipping by norm serves as well, which it does nearly everywhere.",
+        audit="Single large entries in gradients that are small otherwise.",
+        alternatives="clipping",
+    ),
+    Technique(
+        name="adaptive clipping",
+        family="gradients",
+        kind="training",
+        on=("gradients=adaptive",),
+        off=("gradients=default",),
+        why="Each unit's gradient is limited by the unit's own weights, so that networks without "
+        "normalisation train at large batches.",
+        claim="Networks without BatchNorm at a batch of 4096; the smaller NFNets have EfficientNet-B7's "
+        "accuracy on ImageNet and train up to 8.7 times as fast.",
+        source="Brock, De, Smith, Simonyan 2021, arXiv:2102.06171.",
+        avoid="A normalised network at an ordinary batch, or together with another clipping (refused).",
+        audit="A network without normalisation layers and gradients.clip_adaptive at null.",
+        options=("gradients/adaptive",),
+        alternatives="clipping",
+    ),
+    Technique(
+        name="clipping by group",
+        family="gradients",
+        kind="training",
+        on=('optimizer.groups=[{match: "*.bias", clip_norm: 0.1}]',),
+        off=("optimizer.groups=[]",),
+        why="A part whose gradients are long, such as a new head, does not shorten the steps of all others.",
+        claim="No figure is known; it keeps the norms of parts apart.",
+        source="torch.nn.utils.clip_grad_norm_ once for each group.",
+        avoid="One norm over all parameters is rarely above its limit.",
+        audit="A global norm that one part of the model makes up, with gradients.clip_norm on.",
+        alternatives="named groups",
+    ),
+    Technique(
+        name="gradients set to None",
+        family="gradients",
+        kind="exact",
+        on=(),
+        off=(),
+        why="Backward writes new gradients where it would otherwise have to fill with zeros and add.",
+        claim="A memory write and a read of all gradients less per step. A parameter without a gradient is "
+        "passed over, where zeros would still decay it: such ones are named once.",
+        source="PyTorch Performance Tuning Guide, 'Use parameter.grad = None'.",
+        avoid="A parameter that gets no gradient in some steps has to follow its momentum in them.",
+        audit="zero_grad(set_to_none=False), or gradient.zero_() in a loop.",
+    ),
+    Technique(
+        name="gradient norm without a wait",
+        family="gradients",
+        kind="exact",
+        on=("gradients.log_norm=true",),
+        off=("gradients.log_norm=false",),
+        why="The norm is computed where the loss is about to be read, and stays on the device until then.",
+        claim="What clip_grad_norm_(...).item() costs in every step is paid once per log line.",
+        source="PyTorch Performance Tuning Guide, 'Avoid unnecessary CPU-GPU synchronization'.",
+        avoid="Nobody looks at the norm.",
+        audit=".item() on a gradient norm in every step.",
+    ),
+)

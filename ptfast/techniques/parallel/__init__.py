@@ -1,0 +1,191 @@
+"""Records of how several processes train one model together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from ptfast.core.durations import Duration
+from ptfast.core.sections.coerce import POSITIVE, Range
+from ptfast.core.sections.section import Count, OrAuto, Section, WallTime
+from ptfast.core.technique import Technique
+
+
+class Parallel(Section):
+    """The processes that train together."""
+
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
+    """One process; several with averaged gradients; several that share the weights out, too."""
+    nproc: Count | OrAuto = "auto"
+    """Processes on this machine; `auto` for one per visible GPU."""
+    nnodes: Count = 1
+    """Machines that train together."""
+    timeout: WallTime = Duration(600, "seconds")
+    """How long ranks wait for one another before the run fails."""
+    sync_batchnorm: bool = False
+    """BatchNorm takes its statistics over all ranks."""
+    gradient_as_bucket_view: bool = True
+    """ddp: gradients lie in the buffers that are sent, which saves a copy of them."""
+    bucket_mb: Annotated[float, POSITIVE] = 25.0
+    """ddp: megabytes of gradients that are sent together."""
+    static_graph: bool = False
+    """ddp: every step uses the same parameters in the same order."""
+    unused_parameters: bool = False
+    """ddp: look in every step for parameters that the loss does not depend on."""
+    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """ddp: what gradients are sent as."""
+    powersgd_rank: Count = 1
+    """Columns of the thin matrices that `compression=powersgd` sends."""
+    powersgd_start: Annotated[int, Range(2, 2**31)] = 1000
+    """Steps that send whole gradients before."""
+    blocks: list[str] | Literal["auto"] = "auto"
+    """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` finds what repeats."""
+
+
+_DDP = ("parallel=ddp", "model=resnet_digits", "model.width=4")
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="data parallel",
+        family="parallel",
+        kind="reordered",
+        on=("parallel=ddp",),
+        off=("parallel=single",),
+        why="Every rank takes a share of the batch, and gradients are averaged while backward still runs.",
+        claim="Nearly linear scaling to 256 GPUs, well configured (Li et al.).",
+        source="Li et al. 2020, arXiv:2006.15704",
+        avoid="Ranks that share one device or its cores, or shares so small that gradients take longer to "
+        "send than to make.",
+        audit="More than one visible GPU and parallel=single.",
+        options=("parallel/ddp",),
+        alternatives="parallel",
+        needs=("ranks",),
+        trial=("micro_batches=2",),
+    ),
+    Technique(
+        name="fully sharded data parallel",
+        family="parallel",
+        kind="reordered",
+        on=("parallel=fsdp",),
+        off=("parallel=single",),
+        why="Each rank keeps a share of weights, gradients and optimizer state and gathers weights block by "
+        "block, so that larger models and micro-batches fit.",
+        claim="Comparable to the speed of DDP, with significantly larger models and nearly linear scaling "
+        "(Zhao et al.).",
+        source="Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054",
+        avoid="Models that fit a device several times over: ranks send half as much again as with ddp.",
+        audit="Several GPUs, and a model whose weights, gradients and optimizer state take most of one.",
+        options=("parallel/fsdp",),
+        alternatives="parallel",
+        needs=("ranks",),
+        trial=("micro_batches=2",),
+    ),
+    Technique(
+        name="gradients as views of buckets",
+        family="parallel",
+        kind="exact",
+        on=("parallel.gradient_as_bucket_view=true",),
+        off=("parallel.gradient_as_bucket_view=false",),
+        why="Gradients are made in the buffers that are sent: one copy of them less, in time and memory.",
+        claim="Saves memory of the size of all gradients (PyTorch's documentation).",
+        source="PyTorch, torch.nn.parallel.DistributedDataParallel",
+        avoid="Code of one's own that detaches gradients in place.",
+        audit="parallel.gradient_as_bucket_view=false under ddp.",
+        needs=("ranks",),
+        trial=_DDP,
+    ),
+    Technique(
+        name="bucket size",
+        family="parallel",
+        kind="reordered",
+        on=("parallel.bucket_mb=100",),
+        off=("parallel.bucket_mb=25",),
+        why="Fewer, larger messages waste less time on latency; smaller ones start earlier in backward.",
+        claim="The best size depends on the model, the network and the number of GPUs (Li et al.); 25 MB is "
+        "PyTorch's default.",
+        source="Li et al. 2020, arXiv:2006.15704",
+        avoid="Fast interconnects, where the default of 25 MB is seldom what steps wait for.",
+        audit="A trace in which short reductions follow one another, or a long one ends well after backward.",
+        needs=("ranks",),
+        trial=_DDP,
+    ),
+    Technique(
+        name="static graph",
+        family="parallel",
+        kind="exact",
+        on=("parallel.static_graph=true",),
+        off=("parallel.static_graph=false",),
+        why="DDP records in the first step which parameters are used in which order, and looks no more.",
+        claim="Spares the walk over the graph that unused parameters otherwise take in every step; with all "
+        "parameters used, little.",
+        source="PyTorch, torch.nn.parallel.DistributedDataParallel",
+        avoid="Models whose steps use different parameters, and steps of several micro-batches a rank, which "
+        "torch does not take with it.",
+        audit="parallel.unused_parameters=true and a model that leaves out the same ones in every step.",
+        needs=("ranks",),
+        trial=_DDP,
+    ),
+    Technique(
+        name="bf16 gradients over the network",
+        family="parallel",
+        kind="reduced",
+        on=("parallel.compression=bf16",),
+        off=("parallel.compression=none",),
+        why="Half the bytes of float32 cross between ranks.",
+        claim="At most twice the speed, where steps wait for the network alone.",
+        source="PyTorch, ddp_comm_hooks.default_hooks.bf16_compress_hook",
+        avoid="One machine with NVLink, where gradients are sent while backward runs anyway.",
+        audit="Ranks that wait for reductions after backward, with float32 gradients.",
+        alternatives="compression",
+        needs=("ranks",),
+        trial=_DDP,
+        drift=0.01,
+    ),
+    Technique(
+        name="fp16 gradients over the network",
+        family="parallel",
+        kind="reduced",
+        on=("parallel.compression=fp16",),
+        off=("parallel.compression=none",),
+        why="Half the bytes of float32 cross between ranks, with three bits more than bf16 has.",
+        claim="At most twice the speed, where steps wait for the network alone.",
+        source="PyTorch, ddp_comm_hooks.default_hooks.fp16_compress_hook",
+        avoid="Gradients above 65,504 or below 6e-8, which fp16 does not hold.",
+        audit="Ranks that wait for reductions after backward, with float32 gradients.",
+        alternatives="compression",
+        needs=("ranks",),
+        trial=_DDP,
+        drift=0.01,
+    ),
+    Technique(
+        name="PowerSGD",
+        family="parallel",
+        kind="reduced",
+        on=("parallel.compression=powersgd", "parallel.powersgd_start=2"),
+        off=("parallel.compression=none", "parallel.powersgd_start=1000"),
+        why="Two thin matrices cross between ranks for each gradient, and what they miss is sent later.",
+        claim="ResNet-18 on CIFAR-10, 16 GPUs over 10 Gbit/s Ethernet: about a quarter less time per batch "
+        "at rank 2 and the same test accuracy (Vogels et al.).",
+        source="Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727",
+        avoid="Fast networks, and memory that has no room for one more copy of the gradients.",
+        audit="Machines joined by Ethernet, whose steps take much longer than those of one machine.",
+        alternatives="compression",
+        needs=("ranks",),
+        trial=_DDP,
+        drift=0.1,
+    ),
+    Technique(
+        name="BatchNorm over all ranks",
+        family="parallel",
+        kind="training",
+        on=("parallel.sync_batchnorm=true",),
+        off=("parallel.sync_batchnorm=false",),
+        why="Statistics of a few samples a rank are noise; those of all ranks let small shares train as one "
+        "large batch does.",
+        claim="Lets detectors with 2 images a GPU train in batches of 256 (Peng et al.).",
+        source="Ioffe, Szegedy 2015, arXiv:1502.03167; Peng et al. 2018, MegDet, arXiv:1711.07240",
+        avoid="Shares of 32 samples or more: every layer makes all ranks wait twice.",
+        audit="A model with BatchNorm and fewer than 16 samples in each rank's micro-batch.",
+        needs=("ranks", "batchnorm"),
+        trial=(*_DDP, "optimizer.lr=0.01"),
+    ),
+)

@@ -1,0 +1,151 @@
+"""BatchNorm whose batch is that of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ptfast.core.distributed import gathered
+from ptfast.core.errors import ConfigError
+
+
+def apply_sync_batchnorm(model: nn.Module) -> int:
+    """Let every BatchNorm of `model` take its statistics over the micro-batches of all ranks.
+
+    A rank's share of few samples makes noisy statistics; together they are those of one large micro-batch.
+
+    Returns:
+        How many layers were replaced; they keep their parameters, buffers and names.
+
+    Raises:
+        ConfigError: C011 for a model without BatchNorm.
+
+    Cost: one gather forward and one sum backward per layer, which all ranks wait for.
+    """
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm)
+    ]
+    if not found:
+        what = f"{type(model).__name__} has no BatchNorm"
+        hint = "Set it to false"
+        raise ConfigError("C011", what, key="parallel.sync_batchnorm", value="true", suggestion=hint)
+    replaced: dict[int, SyncedBatchNorm] = {}
+    for parent, name, norm in found:
+        setattr(parent, name, replaced.setdefault(id(norm), SyncedBatchNorm(norm)))
+    return len(replaced)
+
+
+class SyncedBatchNorm(_BatchNorm):
+    """A BatchNorm over all ranks: the same figures as one process with all their samples at once.
+
+    Torch's own runs on GPUs only, and its host waits for the device in every layer of every step. This one
+    runs anywhere and never waits.
+
+    Args:
+        norm: the layer to stand for, in training mode or not; its parameters and buffers are taken over.
+
+    Source: Ioffe, Szegedy 2015, arXiv:1502.03167, with the gradient through the statistics of all ranks.
+    """
+
+    counts: bool
+    """Whether the next input counts; the stand-in of an empty share takes part and does not."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        nn.Module.__init__(self)
+        self.num_features, self.eps, self.momentum = norm.num_features, norm.eps, norm.momentum
+        self.affine, self.track_running_stats = norm.affine, norm.track_running_stats
+        self.counts = True
+        for name in ("weight", "bias"):
+            self.register_parameter(name, getattr(norm, name))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(norm, name))
+        self.train(norm.training)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any input with channels will do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`, of shape (samples, channels, ...), by the statistics of all ranks."""
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        output, mean, variance, count = _Normalized.apply(
+            input, self.weight, self.bias, self.eps, self.counts
+        )
+        if self.training and self.running_mean is not None:
+            self._follow(mean, variance, count)
+        return output
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        running_mean, running_var, batches = self.running_mean, self.running_var, self.num_batches_tracked
+        assert running_mean is not None
+        assert running_var is not None
+        assert batches is not None
+        batches.add_(1)
+        momentum: Any = self.momentum if self.momentum is not None else 1 / batches.to(mean.dtype)
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+
+
+class _Normalized(torch.autograd.Function):
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the samples and positions of all ranks.
+
+    The statistics of the ranks are merged, not their sums of squares, which would cancel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, counts: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output as wide as `x`; mean, biased variance and number of values, in float32 or more."""
+        dims = [0, *range(2, x.dim())]
+        wide = x if x.dtype == torch.float64 else x.float()
+        variance, mean = torch.var_mean(wide, dims, correction=0)
+        number = torch.full((1,), x.numel() / x.size(1) if counts else 0.0, device=x.device, dtype=mean.dtype)
+        own = torch.cat([mean, variance, number])
+        by_rank = gathered(own, torch.distributed.get_world_size())
+        means, variances, numbers = by_rank.split([len(mean), len(mean), 1], dim=1)
+        count = numbers.sum().clamp(min=1)
+        shares = numbers / count
+        mean = (shares * means).sum(0)
+        variance = (shares * (variances + (means - mean).square())).sum(0)
+        scale = (variance + eps).rsqrt()
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        factor = scale if weight is None else scale * weight
+        shift = -mean * factor if bias is None else bias - mean * factor
+        output = torch.addcmul(shift.view(shape), wide, factor.view(shape)).to(x.dtype)
+        ctx.save_for_backward(x, weight, mean, scale, count)
+        ctx.mark_non_differentiable(mean, variance, count)
+        ctx.has_bias = bias is not None
+        return output, mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the input, through the statistics of all ranks, and of this rank's weight and bias."""
+        x, weight, mean, scale, count = ctx.saved_tensors
+        shape, dims = [1, -1] + [1] * (x.dim() - 2), [0, *range(2, x.dim())]
+        wide = x if x.dtype == torch.float64 else x.float()
+        grad = grads[0].to(wide.dtype)
+        normal = (wide - mean.view(shape)) * scale.view(shape)
+        sums = torch.stack([grad.sum(dims), (grad * normal).sum(dims)])
+        grad_bias, grad_weight = sums.clone() if ctx.needs_input_grad[0] else sums
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            torch.distributed.all_reduce(sums)
+            of_mean, of_normal = (part.view(shape) for part in sums / count)
+            factor = scale if weight is None else scale * weight
+            grad_input = ((grad - of_mean - normal * of_normal) * factor.view(shape)).to(x.dtype)
+        return (
+            grad_input,
+            grad_weight if weight is not None else None,
+            grad_bias if ctx.has_bias else None,
+            None,
+            None,
+        )

@@ -1,0 +1,294 @@
+"""Number formats: of the weights, of autocast, and of float32 matrix products on hardware with a choice."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.core.devices import lack_of_precision, multiplies_bf16
+from ptfast.core.distributed import Ranks, on_first_rank
+from ptfast.core.errors import MachineError
+
+Mode = Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"]
+Matmul = Literal["highest", "high", "medium"]
+
+FP32_GRADE = 1e-5
+"""Relative error up to which a product counts as float32's own, whose is 2e-7 to 1e-6; TF32's is 3e-4."""
+WORTH = 1.2
+"""Speed over `highest` from which `auto` takes another setting; less is lost again on small layers."""
+PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a run computes in.
+
+    Enter `autocast()` around one micro-batch's forward pass and loss, and leave it before backward. Weights
+    that autocast has converted are cached only until it is left, so they never go stale after an optimizer
+    step.
+    """
+
+    enabled: bool
+    """Whether there is an autocast to enter at all."""
+    scaler: torch.amp.GradScaler | None
+    """Scales the loss so that fp16 gradients do not underflow; None where the type needs none."""
+    context: AbstractContextManager[object]
+    note: str
+    half_weights: bool = False
+    """Whether `apply_half_weights` is due."""
+    matmul: Matmul = "highest"
+    """Torch's setting for float32 matrix products."""
+    warning: str | None = None
+    """What the user should hear before training."""
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The one autocast context of the run: made once, entered again and again, never inside itself."""
+        return self.context
+
+    @property
+    def half_type(self) -> torch.dtype | None:
+        """What autocast computes in; None without one."""
+        return getattr(self.context, "fast_dtype", None)
+
+    def describe(self) -> str:
+        """One line for the panel, e.g. `bf16 autocast`."""
+        return self.note
+
+
+def build_precision(
+    mode: Mode,
+    device: torch.device,
+    matmul: Literal["auto"] | Matmul = "highest",
+    ranks: Ranks | None = None,
+) -> Precision:
+    """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
+
+    Half-width types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU that has
+    them, 2 times on a CPU with native bf16.
+
+    Args:
+        mode: `fp32`; `tf32`: float32 whose products and convolutions round their inputs to 10 bits, on NVIDIA
+            GPUs; `bf16` autocast, on hardware without it too, slowly and with a warning; `amp_fp16`, fp16
+            autocast with a gradient scaler; `amp`: what is quick here, which is `bf16` where the device
+            multiplies it, else `amp_fp16` on CUDA and `fp32` on a CPU; `bf16_true`: weights in bf16 and no
+            autocast, see `apply_half_weights`.
+        device: where the model is.
+        matmul: torch's setting for float32 products; `auto` takes the quickest that errs no more than
+            float32 does, found by trying on the first rank. What is not `highest` is tried in any case, and
+            the note says how far it is off.
+        ranks: that train together.
+
+    Raises:
+        MachineError: E005 where the device cannot run `mode`.
+    """
+    lack = lack_of_precision(mode, device.type)
+    if lack is not None and not lack.runs:
+        raise MachineError("E005", lack.what, key="precision", value=mode, suggestion=lack.remedy)
+    ranks = ranks or Ranks()
+    if matmul == "auto" and mode == "tf32":
+        matmul = "high"
+    elif matmul == "auto" and mode != "fp32":
+        # Autocast and bf16 weights leave no float32 products worth mentioning.
+        matmul = "highest"
+    chosen, note = on_first_rank(lambda: _choose_matmul(matmul, device), ranks)
+    _apply_switches(chosen, tf32_convolutions=mode == "tf32")
+    half: torch.dtype | None = {"bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(mode)
+    text = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}.get(mode, "")
+    if mode == "amp":
+        half = _quick_half(device.type)
+        text = "" if half else f"fp32 (amp: this {device.type.upper()} has no bf16 instructions)"
+    context: AbstractContextManager[object] = nullcontext()
+    scaler = None
+    if half is not None:
+        context = torch.autocast(device.type, dtype=half)
+        text = "bf16 autocast" if half == torch.bfloat16 else "fp16 autocast with gradient scaling"
+        text += f" (amp on {device.type})" if mode == "amp" else ""
+        scaler = torch.amp.GradScaler(device.type) if half == torch.float16 else None
+    warning = None
+    if lack is not None:
+        slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
+        warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
+    halves_weights = mode == "bf16_true"
+    return Precision(half is not None, scaler, context, text + note, halves_weights, chosen, warning)
+
+
+def _quick_half(device: str) -> torch.dtype | None:
+    """The half-width type that a device of that type is quick in."""
+    if multiplies_bf16(device):
+        return torch.bfloat16
+    return torch.float16 if device == "cuda" else None
+
+
+def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
+    """What a matrix product and a convolution cost in `dtype` beside float32 on `device`, in words.
+
+    Cost: some 0.1 s, more where the device has to emulate `dtype`.
+    """
+    draws = torch.Generator().manual_seed(0)
+    size = PROBE_SIZE.get(device.type, 512)
+    sides = [torch.randn(size, size, generator=draws).to(device) for _ in range(2)]
+    images = torch.randn(8, 32, 32, 32, generator=draws).to(device, memory_format=torch.channels_last)
+    kernels = torch.randn(32, 32, 3, 3, generator=draws).to(device)
+    found = {}
+    for name, operation, inputs in (
+        ("matrix products", torch.mm, sides),
+        ("convolutions", torch.conv2d, (images, kernels)),
+    ):
+        seconds: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
+        for _ in range(rounds):
+            for kind, times in seconds.items():
+                times.append(_timed(operation, *(value.to(kind) for value in inputs))[1])
+        found[name] = min(seconds[dtype]) / min(seconds[torch.float32])
+    return " and ".join(f"{name} take {ratio:.1f}x" for name, ratio in found.items()) + " as long as in fp32"
+
+
+class Trial(NamedTuple):
+    """How a setting of `torch.set_float32_matmul_precision` fares beside `highest`."""
+
+    setting: Matmul
+    speedup: float
+    error: float
+    """Of a product of normal numbers, relative to the same in float64, in the Frobenius norm."""
+
+    def __str__(self) -> str:
+        grade = "as exact as fp32" if self.error <= FP32_GRADE else "coarser than fp32"
+        return f"{self.speedup:.1f}x at relative error {self.error:.0e}, {grade}"
+
+
+def try_matmuls(settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7) -> dict[Matmul, Trial]:
+    """Error and speed of float32 products at each of `settings`, on `device`, beside `highest`.
+
+    What a setting does is up to the hardware: `medium` is another library at full precision on some CPUs,
+    bfloat16 on others, TF32 on NVIDIA's GPUs. Leaves the setting changed.
+
+    Cost: some 50 ms on a CPU core.
+    """
+    size = PROBE_SIZE.get(device.type, 512)
+    draws = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, size, generator=draws).to(device) for _ in range(2))
+    exact_on = device if device.type == "cuda" else torch.device("cpu")
+    exact = left.to(exact_on).double() @ right.to(exact_on).double()
+    seconds: dict[Matmul, list[float]] = {name: [] for name in ("highest", *settings)}
+    errors: dict[Matmul, float] = {}
+    for _ in range(rounds):
+        for name, times in seconds.items():
+            _set_matmul(name)
+            product, took = _timed(torch.mm, left, right)
+            times.append(took)
+            if name not in errors:
+                errors[name] = float((product.to(exact_on).double() - exact).norm() / exact.norm())
+    fastest = {name: min(times) for name, times in seconds.items()}
+    return {name: Trial(name, fastest["highest"] / fastest[name], errors[name]) for name in settings}
+
+
+def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, float]:
+    operation(left, right)
+    _synchronise(left.device)
+    start = time.perf_counter()
+    result = operation(left, right)
+    _synchronise(left.device)
+    return result, time.perf_counter() - start
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tuple[Matmul, str]:
+    """The setting that `wanted` stands for, and what the note adds about it."""
+    if wanted == "highest":
+        return wanted, ""
+    if wanted != "auto":
+        return wanted, f", {wanted} matmuls: {try_matmuls((wanted,), device)[wanted]}"
+    trials = try_matmuls(("high", "medium"), device)
+    good = [trial for trial in trials.values() if trial.error <= FP32_GRADE]
+    best = max(good, key=lambda trial: trial.speedup, default=None)
+    if best is not None and best.speedup >= WORTH:
+        return best.setting, f", {best.setting} matmuls: {best}"
+    tried = "; ".join(f"{name}: {trial}" for name, trial in trials.items())
+    return "highest", f", highest matmuls ({tried})"
+
+
+def _apply_switches(matmul: Matmul, *, tf32_convolutions: bool) -> None:
+    _set_matmul(matmul)
+    with _old_switches():
+        torch.backends.cudnn.allow_tf32 = tf32_convolutions
+
+
+def _set_matmul(matmul: Matmul) -> None:
+    with _old_switches():
+        torch.set_float32_matmul_precision(matmul)
+
+
+@contextmanager
+def _old_switches() -> Iterator[None]:
+    # Torch 2.9 recommends other names for these switches, which its own compiler then trips over.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API")
+        yield
+
+
+def apply_half_weights(model: nn.Module) -> nn.Module:
+    """Put `model` into bfloat16: weights, buffers, inputs and all that is computed in between.
+
+    Half the memory for weights, gradients and optimizer state, and no conversions, which autocast repeats in
+    every step. The price is in the updates: a bf16 weight takes a change only from about 1/256 of its size on
+    (smaller ones vanish), and what torch's optimizers remember is as coarse. Ours keep their state in
+    float32, and so does the moving average of the weights.
+
+    BatchNorm stays in float32, with its weights: every step moves its running statistics by little, and
+    kernels take bf16 inputs all the same. Outputs come back in float32, in which losses are exact enough.
+
+    Args:
+        model: in its memory format, before the optimizer is built and before a saved state is restored;
+            changed in place. Tied weights stay tied.
+
+    Returns:
+        The same module, with a hook that converts what it is called with, `labels` aside, and one that
+        converts what it returns.
+    """
+    for module in model.modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = _converted(parameter.data, torch.bfloat16)
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, _converted(buffer, torch.bfloat16))
+    model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
+    model.register_forward_hook(_convert_outputs)
+    return model
+
+
+def _convert_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    halved = {
+        name: value if name == "labels" else _converted(value, torch.bfloat16)
+        for name, value in kwargs.items()
+    }
+    return _converted(args, torch.bfloat16), halved
+
+
+def _convert_outputs(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+    return _converted(outputs, torch.float32)
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with the floating-point tensors in it as `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        items = [_converted(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        # A model's own kind of mapping keeps its kind, whose constructor may want something else.
+        changed = {name: _converted(item, dtype) for name, item in value.items()}
+        return type(value)(**changed) if type(value) is not dict else changed
+    return value

@@ -1,0 +1,410 @@
+"""Learning-rate schedules as pure functions of the step: nothing to restore on resume, nothing to drift."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ptfast.core.batch_plan import BatchPlan
+from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError
+
+Curve = Callable[[int], float]
+"""A figure at each step, counted from 0."""
+
+NEARLY_HALF = Duration(45, "percent")
+EIGHTH = Duration(12.5, "percent")
+
+
+@dataclass(frozen=True)
+class Span:
+    """What durations are measured with: the steps a schedule spans, and what the steps of an epoch are."""
+
+    total_steps: int
+    plan: BatchPlan
+
+    def steps(self, duration: Duration) -> int:
+        """`duration` in whole steps.
+
+        Raises:
+            ConfigError: C011 for a unit that this data cannot be counted in.
+        """
+        try:
+            return self.plan.steps(duration, self.total_steps)
+        except ValueError as error:
+            raise ConfigError("C011", str(error), key="schedule", value=duration) from error
+
+    def every(self, duration: Duration) -> Sequence[int]:
+        """The steps after which another `duration` is over, rising.
+
+        Raises:
+            ConfigError: as `steps`.
+        """
+        self.steps(duration)
+        return self.plan.every(duration, self.total_steps)
+
+    def position(self, duration: Duration) -> float:
+        """`duration` in steps, where a percentage keeps its fraction of a step, as torch's one-cycle does."""
+        if duration.unit == "percent":
+            return duration.value / 100 * self.total_steps
+        return float(self.steps(duration))
+
+
+class Shape:
+    """How the learning rate moves over a run; subclass it to plug in your own by import path.
+
+    `spans_run` says whose clock a shape runs on. Shapes that end with the run (cosine, one-cycle) start after
+    the warm-up and span what is left of the run; shapes whose points lie at fixed steps (milestones) count
+    from the run's first step, warm-up included.
+    """
+
+    spans_run: ClassVar[bool] = False
+
+    @property
+    def extendable(self) -> bool:
+        """Whether a longer run begins like a shorter one, so that epochs can be added later."""
+        return not self.spans_run
+
+    def factor(self, span: Span) -> Curve:
+        """The factor on every parameter group's base rate, by step."""
+        raise NotImplementedError
+
+    def momentum(self, span: Span) -> Curve | None:
+        """The momentum (beta1 for Adam's family) by step, or None where the optimizer keeps its own."""
+        return None
+
+
+class Constant(Shape):
+    """The base rate throughout."""
+
+    def factor(self, span: Span) -> Curve:
+        return lambda step: 1.0
+
+
+@dataclass
+class Step(Shape):
+    """Multiply the rate by `gamma` after every `every` (as torch's StepLR); a bare number counts epochs."""
+
+    every: Duration
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        self.every = Duration.parse(self.every, "epochs")
+
+    @property
+    def extendable(self) -> bool:
+        return self.every.unit != "percent"
+
+    def factor(self, span: Span) -> Curve:
+        gamma = self.gamma
+        if span.steps(self.every) < 1:
+            raise ConfigError("C005", "less than one step", key="schedule.every", value=self.every)
+        at_steps = span.every(self.every)
+        return lambda step: gamma ** bisect_right(at_steps, step)
+
+
+@dataclass
+class MultiStep(Shape):
+    """Multiply the rate by `gamma` at each of `milestones`, as torch's MultiStepLR; numbers count epochs."""
+
+    milestones: list[Duration]
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        self.milestones = [Duration.parse(milestone, "epochs") for milestone in self.milestones]
+        if len({milestone.unit for milestone in self.milestones}) == 1:
+            self._require_sorted([milestone.value for milestone in self.milestones])
+
+    @property
+    def extendable(self) -> bool:
+        return all(milestone.unit != "percent" for milestone in self.milestones)
+
+    def factor(self, span: Span) -> Curve:
+        at_steps = [span.steps(milestone) for milestone in self.milestones]
+        self._require_sorted(at_steps)
+        gamma = self.gamma
+        return lambda step: gamma ** bisect_right(at_steps, step)
+
+    def _require_sorted(self, values: Sequence[float]) -> None:
+        if list(values) != sorted(values):
+            given = "[" + ",".join(map(str, self.milestones)) + "]"
+            raise ConfigError("C005", "milestones must be in order", key="schedule.milestones", value=given)
+
+
+@dataclass
+class Linear(Shape):
+    """A straight line from the base rate to `end` times it."""
+
+    end: float = 0.0
+    spans_run: ClassVar[bool] = True
+
+    def factor(self, span: Span) -> Curve:
+        return _to_end(span.total_steps, self.end, lambda left: left)
+
+
+@dataclass
+class Cosine(Shape):
+    """Half a cosine wave from the base rate to `end` times it (Loshchilov, Hutter 2017, arXiv:1608.03983)."""
+
+    end: float = 0.0
+    spans_run: ClassVar[bool] = True
+
+    def factor(self, span: Span) -> Curve:
+        return _to_end(span.total_steps, self.end, lambda left: (1 - math.cos(math.pi * left)) / 2)
+
+
+@dataclass
+class Polynomial(Shape):
+    """The part of the run that is left, to the power of `power`, from the base rate to `end` times it."""
+
+    power: float = 1.0
+    end: float = 0.0
+    spans_run: ClassVar[bool] = True
+
+    def factor(self, span: Span) -> Curve:
+        power = self.power
+        return _to_end(span.total_steps, self.end, lambda left: left**power)
+
+
+@dataclass
+class OneCycle(Shape):
+    """One rise to the base rate, which here is the maximum, one equal fall, and a tail far below the start.
+
+    Large rates regularise and let a network train in fewer steps; momentum moves the other way, low where the
+    rate is high. The defaults are Smith's: start at a tenth of the maximum, two equal phases that make a
+    cycle slightly shorter than the run, then a tail several orders of magnitude lower.
+    `fall=null` falls straight from the maximum to `end`; so does torch's OneCycleLR as it comes, the option
+    `onecycle_torch`.
+
+    Args:
+        start: rate of the first step as a part of the maximum, in (0, 1].
+        end: rate of the last step as a part of the maximum, >= 0.
+        rise: length of the rise.
+        fall: length of the fall back to `start`; None for a fall over the rest of the run, to `end`, with no
+            tail.
+        anneal: how rate and momentum move within a phase.
+        momentum_max: momentum of the first step and of the tail; None leaves the optimizer's own.
+        momentum_min: momentum where the rate is highest.
+
+    Source: Smith, Topin 2018, arXiv:1708.07120; Smith 2018, arXiv:1803.09820.
+    """
+
+    start: float = 0.1
+    rise: Duration = NEARLY_HALF
+    fall: Duration | None = NEARLY_HALF
+    end: float = 1e-4
+    anneal: Literal["linear", "cosine"] = "linear"
+    momentum_max: float | None = 0.95
+    momentum_min: float | None = 0.85
+    spans_run: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.rise = Duration.parse(self.rise, "steps")
+        self.fall = None if self.fall is None else Duration.parse(self.fall, "steps")
+        if self.anneal not in ("linear", "cosine"):
+            raise ConfigError("C005", "must be linear or cosine", key="schedule.anneal", value=self.anneal)
+        _require_both(self.momentum_max, self.momentum_min)
+
+    def factor(self, span: Span) -> Curve:
+        return self._phases(span, self.start, 1.0, self.start, self.end)
+
+    def momentum(self, span: Span) -> Curve | None:
+        high, low = self.momentum_max, self.momentum_min
+        return None if high is None or low is None else self._phases(span, high, low, high, high)
+
+    def _phases(self, span: Span, first: float, peak: float, back: float, last: float) -> Curve:
+        rise_steps = span.position(self.rise)
+        fall_steps = span.position(self.fall) if self.fall else 0.0
+        if rise_steps + fall_steps > span.total_steps + 1e-6:
+            what = f"schedule.rise={self.rise} and schedule.fall={self.fall} are longer than the run"
+            raise ConfigError("C011", what)
+        # Phases end on steps counted from 0, as in torch's OneCycleLR, which the figures equal.
+        ends = [rise_steps - 1, span.total_steps - 1.0]
+        values = [first, peak, last]
+        if self.fall:
+            ends.insert(1, rise_steps + fall_steps - 2)
+            values.insert(2, back)
+        starts, anneal = [0.0, *ends], _linear if self.anneal == "linear" else _cosine
+
+        def curve(step: int) -> float:
+            step = min(step, span.total_steps - 1)
+            phase = bisect_left(ends, step, hi=len(ends) - 1)
+            length = ends[phase] - starts[phase]
+            done = (step - starts[phase]) / length if length else 1.0
+            return anneal(values[phase], values[phase + 1], done)
+
+        return curve
+
+
+@dataclass
+class Cyclic(Shape):
+    """Triangles between `start` and the base rate, which here is the maximum, one after another.
+
+    A rate that rises now and then leaves plateaus behind, and any moment at a triangle's foot is a good one
+    to stop at. Momentum moves the other way. With `start` as torch's `base_lr / max_lr` the figures are those
+    of its CyclicLR.
+
+    Args:
+        start: lowest rate as a part of the maximum, in (0, 1].
+        rise: length of a rise; Smith takes 2 to 10 epochs.
+        fall: length of a fall; None for that of the rise.
+        mode: `triangular`: all alike; `triangular2`: each half as high as the one before; `exp_range`: times
+            `gamma` with every step.
+        gamma: of `exp_range`, in (0, 1].
+        momentum_max: momentum where the rate is lowest; None leaves the optimizer's own.
+        momentum_min: momentum where the rate is highest.
+
+    Source: Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186.
+    """
+
+    start: float = 0.1
+    rise: Duration = EIGHTH
+    fall: Duration | None = None
+    mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
+    gamma: float = 1.0
+    momentum_max: float | None = 0.9
+    momentum_min: float | None = 0.8
+
+    def __post_init__(self) -> None:
+        self.rise = Duration.parse(self.rise, "steps")
+        self.fall = None if self.fall is None else Duration.parse(self.fall, "steps")
+        for key, value in (("rise", self.rise), ("fall", self.fall)):
+            if value is not None and not value.value > 0:
+                raise ConfigError("C005", "must be above 0", key=f"schedule.{key}", value=value)
+        modes = ("triangular", "triangular2", "exp_range")
+        if self.mode not in modes:
+            raise ConfigError(
+                "C005", f"must be one of {', '.join(modes)}", key="schedule.mode", value=self.mode
+            )
+        _require_both(self.momentum_max, self.momentum_min)
+
+    @property
+    def extendable(self) -> bool:
+        return all(length is None or length.unit != "percent" for length in (self.rise, self.fall))
+
+    def factor(self, span: Span) -> Curve:
+        start, height = self.start, self._height(span)
+        return lambda step: start + (1 - start) * height(step)
+
+    def momentum(self, span: Span) -> Curve | None:
+        high, low = self.momentum_max, self.momentum_min
+        if high is None or low is None:
+            return None
+        height = self._height(span)
+        return lambda step: high - (high - low) * height(step)
+
+    def _height(self, span: Span) -> Curve:
+        """How far up a triangle a step is, 0 to 1, times how high that triangle is."""
+        # In a run too short for its triangles they are as short as can be.
+        rise_steps = max(span.position(self.rise), 1.0)
+        fall_steps = rise_steps if self.fall is None else max(span.position(self.fall), 1.0)
+        mode, gamma, length = self.mode, self.gamma, rise_steps + fall_steps
+
+        def height(step: int) -> float:
+            cycle, at = divmod(step, length)
+            part = at / rise_steps if at <= rise_steps else (length - at) / fall_steps
+            if mode == "exp_range":
+                return part * gamma**step
+            return part / 2**cycle if mode == "triangular2" else part
+
+        return height
+
+
+class Schedule:
+    """Learning-rate factors and momenta of a run, by step counted from 0.
+
+    Steps that fp16 leaves out are none: who asks counts those that were taken.
+
+    Args:
+        factor: factor on every group's base rate, without warm-up.
+        momentum: momentum by step, or None.
+        warmup_steps: steps over which the factor is also multiplied by a ramp, (step + 1) / warmup_steps.
+        delay_steps: steps that pass before the clock of `factor` and `momentum` starts.
+        extendable: whether a longer run would begin with the same figures.
+        momentum_note: what becomes of the momentum, in a few words; None where the shape leaves it alone.
+    """
+
+    def __init__(
+        self,
+        factor: Curve,
+        momentum: Curve | None,
+        *,
+        warmup_steps: int,
+        delay_steps: int,
+        extendable: bool,
+        momentum_note: str | None = None,
+    ) -> None:
+        self.warmup_steps, self.extendable, self.momentum_note = warmup_steps, extendable, momentum_note
+        self._factor, self._momentum, self._delay_steps = factor, momentum, delay_steps
+
+    def lr_factors(self, first: int, last: int) -> list[float]:
+        """Factors of steps `first` up to, not including, `last`."""
+        factor, delay, warmup = self._factor, self._delay_steps, self.warmup_steps
+        rising, full = range(first, min(last, warmup)), range(max(first, warmup), last)
+        ramp = [(step + 1) / warmup * factor(max(step - delay, 0)) for step in rising]
+        return ramp + [factor(step - delay) for step in full]
+
+    def momenta(self, first: int, last: int) -> list[float] | None:
+        """Momenta of steps `first` up to, not including, `last`; None where the optimizer keeps its own."""
+        momentum, delay = self._momentum, self._delay_steps
+        return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
+
+
+def build_schedule(
+    shape: Shape,
+    *,
+    warmup: Duration,
+    total_steps: int,
+    plan: BatchPlan,
+    has_momentum: bool = True,
+) -> Schedule:
+    """Turn durations into steps, once, and put a linear warm-up in front.
+
+    The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677);
+    its first step already trains. Milestones count from the start of the run, warm-up included, as there;
+    shapes that end with the run span what the warm-up leaves of it, as SequentialLR puts them together.
+
+    Args:
+        plan: which samples make up each step.
+        has_momentum: whether the optimizer has a momentum that can be cycled.
+
+    Raises:
+        ConfigError: C011 for a warm-up longer than the run.
+    """
+    span = Span(total_steps, plan)
+    warmup_steps = span.steps(warmup)
+    if warmup_steps > total_steps:
+        what = f"the warm-up of {warmup_steps:,} steps is longer than the run of {total_steps:,}"
+        raise ConfigError("C011", what, key="schedule.warmup", value=warmup)
+    delay_steps = warmup_steps if shape.spans_run else 0
+    span = Span(max(total_steps - delay_steps, 1), plan)
+    momentum = shape.momentum(span)
+    return Schedule(
+        shape.factor(span),
+        momentum if has_momentum else None,
+        warmup_steps=warmup_steps,
+        delay_steps=delay_steps,
+        momentum_note=momentum and ("cycled" if has_momentum else "not cycled: the optimizer has none"),
+        extendable=shape.extendable and (warmup.unit != "percent" or not warmup_steps),
+    )
+
+
+def _require_both(momentum_max: float | None, momentum_min: float | None) -> None:
+    if (momentum_max is None) != (momentum_min is None):
+        raise ConfigError("C011", "give both schedule.momentum_max and schedule.momentum_min, or neither")
+
+
+def _to_end(total_steps: int, end: float, shape: Callable[[float], float]) -> Curve:
+    """From 1 to `end`, reached after the last step; `shape` maps the part of the run that is left to 0..1."""
+    return lambda step: end + (1 - end) * shape(max(1 - step / total_steps, 0.0))
+
+
+def _linear(first: float, last: float, done: float) -> float:
+    return first + (last - first) * done
+
+
+def _cosine(first: float, last: float, done: float) -> float:
+    return last + (first - last) / 2 * (1 + math.cos(math.pi * done))

@@ -1,0 +1,1 @@
+"""Builds a run from a config, trains it, evaluates it and keeps its state."""

@@ -1,0 +1,255 @@
+"""What model and loss give in the first step of a process, held against what the task needs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ptfast.core.errors import DataError, PtfastError, described, name_of
+from ptfast.core.protocols import Run
+from ptfast.training.user_code import INSTALLED, MODEL, Part, failure, naming_user_code, parts_of
+
+
+class Switch(NamedTuple):
+    """A debugging aid of torch that slows every step down."""
+
+    what: str
+    is_on: Callable[[], bool]
+    turns_on: tuple[Any, str]
+    """What every way to turn it on calls, and in which module."""
+    pattern: str
+    """How code turns it on."""
+
+
+SWITCHES = {
+    "anomaly": Switch(
+        "anomaly detection", torch.is_anomaly_enabled, (torch, "set_anomaly_enabled"), r"detect_anomaly\("
+    ),
+    "profiler": Switch(
+        "a profiler",
+        torch.autograd._profiler_enabled,
+        (torch.autograd.profiler, "_enable_profiler"),
+        r"(?<!def )\bprofile\(",
+    ),
+}
+"""By the value of `debug` that is for it."""
+
+
+class Fitting:
+    """A model whose outputs are held against what the task can compare with the targets.
+
+    Args:
+        forward: what is called.
+        model: what it is of.
+        task: with a `misfit`.
+        data: the batch.
+        where: a word on when this is.
+
+    Raises:
+        ConfigError: C017 for outputs that do not fit, on calling it.
+    """
+
+    def __init__(self, forward: Any, model: Any, task: Any, data: Any, where: str) -> None:
+        self.forward, self._model, self._task, self._data, self._where = forward, model, task, data, where
+        self.outputs: Any = None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        self.outputs = outputs = self.forward(*args, **keywords)
+        if (wanted := self._task.misfit(outputs, self._data)) is not None:
+            task = type(self._task).__name__
+            what = f"forward gives {described(outputs)}{self._where}, and {task} takes {wanted}"
+            hint = "Have it give that, or name a task that fits, by name or import path: task=..."
+            raise Part(MODEL, self._model).error(what, hint)
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.forward, name)
+
+
+def fitting(forward: Any, model: Any, task: Any, data: Any, where: str = "") -> Any:
+    """`forward` as `Fitting`, where the task can say what fits; else itself."""
+    misfit = getattr(task, "misfit", None)
+    return forward if misfit is None else Fitting(forward, model, task, data, where)
+
+
+class FirstStep:
+    """Looks over what model and loss give in the first step of a process, where looking costs little.
+
+    What is wrong there is told before anything is saved, and in the user's terms: later it would be an error
+    deep inside torch, or none at all.
+
+    Args:
+        run: about to be trained, on every rank.
+
+    Cost: some tiny kernels in the first step. For a model from elsewhere, that begins to train and is
+    evaluated later, a forward pass more.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._fresh = run, run.progress.step == 0
+        theirs = not name_of(run.model).startswith("ptfast.")
+        can_tell = getattr(run.task, "misfit", None) is not None
+        self._evaluates = self._fresh and theirs and can_tell and bool(run.eval_loaders)
+        self._data: Any = None
+        self._finite: list[tuple[str, Tensor]] = []
+        self.switches = SlowSwitches(run)
+
+    def loss(self, model: Any, data: Any) -> tuple[Tensor, Any]:
+        """What the task's `loss` gives, if that is a loss.
+
+        Raises:
+            ConfigError: C017 for outputs that the task cannot compare with the targets, for what is no loss
+                or has no gradient, and for what a user's part raises.
+        """
+        run, self._data = self._run, data if self._evaluates else None
+        seen: Any = fitting(model, run.model, run.task, data)
+        try:
+            with self.switches.in_forward():
+                given = run.task.loss(seen, data)
+        except Exception as error:
+            shape = f", given {described(data[0])}" if isinstance(data, (tuple, list)) else ""
+            if (told := failure(error, run, ours=True, given=shape)) is None:
+                raise
+            raise told from error
+        outputs = seen.outputs if isinstance(seen, Fitting) else None
+        self._check_loss(given, outputs)
+        self._note_finite("data", data)
+        self._note_finite("model", outputs)
+        self._note_finite("loss", given[0])
+        return given
+
+    def look_at_evaluation(self) -> None:
+        """Evaluate the first batch with a model that may do otherwise then, once the first step is taken.
+
+        Raises:
+            ConfigError: C017 as `loss`.
+        """
+        run, data, self._data = self._run, self._data, None
+        if not self._evaluates:
+            return
+        seen = fitting(run.model, run.model, run.task, data, " in evaluation")
+        run.forward.eval()
+        # What a model keeps from one pass to the next has to stay good for training: no inference mode.
+        with run.uncompiled(), torch.no_grad(), run.precision.autocast(), naming_user_code(run):
+            run.task.loss(seen, data)
+        run.forward.train()
+
+    def not_finite(self) -> PtfastError | None:
+        """What made the first loss not finite; None where that cannot be told. Waits for the device."""
+        if not self._fresh:
+            return None
+        source = next((name for name, finite in self._finite if not finite), None)
+        model, *others = parts_of(self._run, ours=True)
+        if source == "data":
+            what = "the first batch holds numbers that are not finite"
+            return DataError("D005", what, key="data", suggestion="Leave such samples out, or clean them")
+        if source == "model":
+            hint = "Look for logarithms, roots and divisions in its forward pass, or try precision=fp32"
+            return model.error("gives outputs that are not finite in the first step", hint)
+        loss = next((part for part in others if part.key.startswith("task")), None)
+        if source == "loss" and loss is not None:
+            return loss.error("gives a loss that is not finite, of outputs and targets that are")
+        return None
+
+    def _check_loss(self, given: Any, outputs: Any) -> None:
+        run = self._run
+        model, *others = parts_of(run, ours=True)
+        culprit = next((part for part in others if part.key.startswith("task")), model)
+        if not isinstance(given, tuple) or len(given) != 2:
+            what = f"loss gives {described(given)}, where the sum of the losses and their number are due"
+            raise culprit.error(what)
+        loss = given[0]
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise culprit.error(f"gives {described(loss)}, where a loss is a Tensor without dimensions")
+        if not loss.requires_grad:
+            tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            if tensors and not any(tensor.requires_grad for tensor in tensors):
+                culprit = model
+            what = f"gives {described(outputs if culprit is model else loss)} without a gradient"
+            hint = "Leave out .detach(), .item(), .numpy(), torch.no_grad() and argmax on the way to the loss"
+            raise culprit.error(f"{what}, from which nothing can be learnt", hint)
+
+    def _note_finite(self, name: str, values: Any) -> None:
+        tensors = [leaf.detach() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+        # Unlike a look at each number, this takes no memory.
+        self._finite += [(name, torch.stack(tensor.aminmax()).isfinite().all()) for tensor in floats]
+
+
+class SlowSwitches:
+    """Warns, once, of debugging aids of torch that a user's own code has left on.
+
+    Args:
+        run: whose `debug` is known to the user.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._told = run, {run.debug}
+
+    def look(self) -> None:
+        """Warn of what is on now. Cost: two calls."""
+        for debug, switch in SWITCHES.items():
+            if switch.is_on():
+                self._warn(debug, lambda pattern=switch.pattern: _places_of(pattern, self._run))
+
+    @contextlib.contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Warn of what is turned on inside, even where it is off again at the end."""
+        found = [(*switch.turns_on, getattr(*switch.turns_on)) for switch in SWITCHES.values()]
+
+        def noting(debug: str, turn_on: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+            result = turn_on(*args, **keywords)
+            if SWITCHES[debug].is_on() and (place := _calling_place()) is not None:
+                self._warn(debug, lambda: [place])
+            return result
+
+        try:
+            for debug, (module, name, turn_on) in zip(SWITCHES, found, strict=True):
+                setattr(module, name, functools.partial(noting, debug, turn_on))
+            yield
+        finally:
+            for module, name, turn_on in found:
+                setattr(module, name, turn_on)
+
+    def _warn(self, debug: str, places_of: Callable[[], list[str]]) -> None:
+        if debug in self._told:
+            return
+        self._told.add(debug)
+        place = f" ({', '.join(places)})" if (places := places_of()) else ""
+        what = f"{SWITCHES[debug].what} is on{place}, which slows every step down"
+        self._run.display.warn(f"{what}: leave it out and ask for debug={debug} where it is wanted")
+
+
+def _calling_place() -> str | None:
+    """Where code that is not installed has called what calls this; None where torch's compiler has."""
+    for frame, line in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if "/torch/_" in file:
+            return None
+        if not file.startswith(INSTALLED):
+            return f"{Path(file).name}:{line}"
+    return None
+
+
+def _places_of(pattern: str, run: Run) -> list[str]:
+    """Where `pattern` stands in a file that is not installed, one of the run's parts if it is in any."""
+    first = {type(part.made).__module__: None for part in parts_of(run)}
+    for name in [*first, *sys.modules]:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if not file or file.startswith(INSTALLED):
+            continue
+        lines = [line.partition("#")[0] for line in linecache.getlines(file)]
+        if numbers := [number for number, line in enumerate(lines, 1) if re.search(pattern, line)]:
+            return [f"{Path(file).name}:{number}" for number in numbers]
+    return []

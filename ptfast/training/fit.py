@@ -1,0 +1,351 @@
+"""The loop of a run: train for so many steps, look up, evaluate, save, go on."""
+
+from __future__ import annotations
+
+import math
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from ptfast.core import devices
+from ptfast.core.distributed import Ranks, broadcast_buffers, broadcast_object, sum_over_ranks
+from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import EvalLoader, MicroBatch, Run, Task, Watched, hooks
+from ptfast.profiling.limits.step_counting import StepCounter
+from ptfast.techniques.ema.weight_averages import Average
+from ptfast.techniques.precision.number_formats import Precision
+from ptfast.training.first_step import fitting
+from ptfast.training.pad_batches import FullSize
+from ptfast.training.step import Trainer, sum_and_read
+from ptfast.training.stopping import Stopped, interruptible
+from ptfast.training.test_time_flip import FlipAveraged
+from ptfast.training.user_code import callback_states, check_figures
+
+LOOK_S = 5.0
+"""About the longest time that a signal, or the end of `run.max_time`, waits for the ranks to look up."""
+
+
+def fit(run: Run) -> str:
+    """Train `run` from where it stands to its last step.
+
+    Between two moments at which something is due (log, evaluate, save), steps run back to back and the host
+    reads nothing from the device, for a few seconds at most.
+
+    Returns:
+        `finished`; `stopped` (no more gain); `paused` (`run.max_time` is over); `preempted` or `interrupted`
+        (by a signal). The state is saved in every case; an evaluation that a signal has cut short, or that
+        fails, is due again when the run goes on.
+
+    Raises:
+        NumericsError: N001 when the loss is no longer finite.
+        DataError: D006 when iterable data ends before the last step.
+    """
+    progress, cadence, clock = run.progress, run.cadence, run.clock
+    run.tell("on_start")
+    callback_states(run)
+    trainer, counter = Trainer(run), StepCounter(run)
+    run.counter = counter
+    if run.compilation is not None:
+        run.display.note("compiling the first step ...")
+    batches = clock.waiting(run.train_loader.steps(progress.step, run.total_steps))
+    batches = interruptible(run, batches)
+    with clock.gathering("warm_up"):
+        batches = trainer.rehearse(batches)
+    if run.compilation is not None:
+        text, is_warning = run.compilation.start(clock.seconds["warm_up"])
+        (run.display.warn if is_warning else run.display.note)(text)
+        with counter.uncompiled(batches) as counted:
+            batches = batches if counted is None else trainer.rehearse(counted)
+    if run.watch is not None:
+        batches = run.watch(batches)
+    status, look_steps, first_step, data_comes = _judge(run), 1, progress.step, True
+    while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):
+        if not progress.evaluation_due:
+            if trainer.switch():
+                with clock.gathering("warm_up"):
+                    batches = trainer.rehearse(batches)
+            start, start_s = progress.step, clock.elapsed_s()
+            samples, paced_s = progress.samples, clock.pace_s()
+            stop = min(cadence.next_stop(start, run.total_steps), start + look_steps)
+            # Workers start, caches fill and kernels are chosen in a process's first step, which is one alone.
+            aside: AbstractContextManager[Any] | None = None
+            if start == first_step:
+                aside = clock.gathering("warm_up")
+            elif counter.due(start):
+                stop, aside = start + 1, counter.counting(batches)
+            with aside or nullcontext() as given:
+                try:
+                    trainer.train(given or batches, stop)
+                except Stopped:
+                    data_comes = False
+                loss = trainer.read_loss()
+                steps = progress.step - start
+                if start == first_step and steps:
+                    trainer.first_look.look_at_evaluation()
+            trainer.first_look.switches.look()
+            if aside is None:
+                progress.timed_steps += steps
+                progress.timed_samples += progress.samples - samples
+                progress.timed_s += clock.pace_s() - paced_s
+            step_s = (clock.elapsed_s() - start_s) / max(1, steps)
+            status, look_steps = _look_up(run, step_s)
+            if steps and progress.step in cadence.epoch_steps:
+                run.tell("on_epoch", round(run.epoch))
+            over = progress.step >= run.total_steps
+            progress.evaluation_due = steps > 0 and (over or progress.step in cadence.eval_steps)
+            if progress.evaluation_due or (steps and progress.step in cadence.log_steps):
+                trainer.log(loss)
+                if run.compilation is not None:
+                    advice = run.compilation.complaint(step_s, run.total_steps - first_step)
+                    if advice:
+                        run.display.warn(advice)
+        step, is_best = progress.step, False
+        if progress.evaluation_due and status in ("finished", "paused"):
+            try:
+                is_best = evaluate_and_rank(run)
+            except Abandoned:
+                status, _ = _look_up(run)
+                data_comes = False
+            except Exception:
+                if not run.saves_together:
+                    run.save(run, False)
+                raise
+            if status == "finished" and step < run.total_steps:
+                status = _judge(run)
+        if is_best or step >= run.total_steps or status != "finished" or step in cadence.save_steps:
+            clock.to("saving")
+            # Averages that are not settled are so when the run goes on.
+            if run.ema is not None and data_comes:
+                with run.uncompiled(), suppress(Stopped):
+                    run.ema.settle(partial(interruptible, run))
+            run.save(run, is_best)
+            clock.to(None)
+            if run.ranks.is_first:
+                run.tell("on_save", step, run.folder / "saved" / f"step-{step}")
+    ended = status in ("finished", "stopped", "paused")
+    if ended and "test" in run.eval_loaders and "test" not in run.figures:
+        try:
+            evaluate_split(run, "test")
+        except Abandoned:
+            status, _ = _look_up(run)
+    run.tell("on_end", status)
+    return status
+
+
+class Abandoned(Exception):  # noqa: N818 - nothing is wrong
+    """An evaluation that a signal has cut short, on all ranks."""
+
+
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    loader: EvalLoader,
+    *,
+    device: torch.device,
+    ranks: Ranks,
+    precision: Precision,
+    average: Average | None = None,
+    flip: bool = False,
+    full_size: int | None = None,
+    stop_asked: Callable[[], bool] = lambda: False,
+    watched: Watched = lambda batches: batches,
+    sharded: bool = False,
+) -> dict[str, float]:
+    """Figures of `model` over a whole split, each sample counted once, sums kept on the device.
+
+    Args:
+        average: averaged weights. Where there are such, the figures are theirs, and those of the model's own
+            weights stand beside them as `raw_loss` and the like.
+        flip: average outputs over each image and its mirror image.
+        full_size: samples that every batch is filled up to with stand-ins, which count for nothing.
+        stop_asked: whether to give up, asked before every batch.
+        watched: goes through the batches, and may give up the wait for one.
+        sharded: whether a forward pass takes all ranks, those too whose share is empty.
+
+    Raises:
+        Abandoned: some rank was asked to give up.
+    """
+    predictor = FlipAveraged(model) if flip else model
+    if full_size is not None:
+        predictor = FullSize(predictor, full_size)
+    figures_of_weights = partial(
+        _evaluate, predictor, model, task, loader, device, ranks, precision, stop_asked, watched, sharded
+    )
+    if average is None or not average.ready:
+        return figures_of_weights()
+    with average.swapped():
+        figures = figures_of_weights()
+    return figures | {f"raw_{name}": value for name, value in figures_of_weights().items()}
+
+
+@torch.inference_mode()
+def _evaluate(
+    predictor: nn.Module,
+    model: nn.Module,
+    task: Task,
+    loader: EvalLoader,
+    device: torch.device,
+    ranks: Ranks,
+    precision: Precision,
+    stop_asked: Callable[[], bool],
+    watched: Watched,
+    sharded: bool,
+) -> dict[str, float]:
+    metrics = task.metrics().to(device)
+    loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
+    num_items: Any = 0
+    abandoned = 1
+    was_training = predictor.training
+    predictor.eval()
+    with precision.autocast(), suppress(Stopped):
+        # BatchNorm's are the same everywhere; a model may have others.
+        broadcast_buffers(list(model.buffers()), ranks)
+        for index, (data, num_samples) in enumerate(watched(iter(loader))):
+            if stop_asked():
+                break
+            if num_samples:
+                looked = predictor if index else fitting(predictor, model, task, data, " in evaluation")
+                loss, count = task.evaluate(looked, data, metrics)
+                loss_sum += loss
+                num_items += count
+            elif sharded:
+                task.evaluate(predictor, data, task.metrics().to(device))
+        else:
+            abandoned = 0
+    predictor.train(was_training)
+    total_loss, total_items, num_abandoned = sum_and_read([loss_sum, num_items, abandoned], device, ranks)
+    if num_abandoned:
+        raise Abandoned
+    with warnings.catch_warnings():
+        # A rank whose share is empty has updated nothing, and gets the sums of the others.
+        warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+        values = {name: float(value) for name, value in metrics.compute().items()}
+    return task.figures(total_loss / max(total_items, 1), values)
+
+
+def try_out(run: Run) -> None:
+    """Evaluate one batch of every split and save the state: what a run does beside training."""
+    for loader in run.eval_loaders.values():
+        _evaluate_on(run, _FirstBatch(loader))
+    run.save(run, False)
+
+
+class _FirstBatch:
+    """The first batch of a loader, for a loader."""
+
+    def __init__(self, loader: EvalLoader) -> None:
+        self.loader, self.num_samples, self.left_out = loader, loader.num_samples, loader.left_out
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return islice(self.loader, 1)
+
+    def close(self) -> None:
+        """Nothing to stop: whoever has the loader does."""
+
+
+def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
+    with run.uncompiled():
+        if run.ema is not None:
+            try:
+                run.ema.settle(partial(interruptible, run))
+            except Stopped:
+                raise Abandoned from None
+        return evaluate(
+            run.model,
+            run.task,
+            loader,
+            device=run.device,
+            ranks=run.ranks,
+            precision=run.precision,
+            average=run.ema,
+            flip=run.flip,
+            full_size=run.full_size,
+            # Ranks that gather weights together have to go through it together.
+            stop_asked=lambda: run.stop_signal is not None and not run.sharded,
+            watched=partial(interruptible, run, together=run.sharded),
+            sharded=run.sharded,
+        )
+
+
+def evaluate_split(run: Run, split: str) -> dict[str, float]:
+    """Evaluate a split, tell the callbacks, log it."""
+    step, clock = run.progress.step, run.clock
+    clock.to("evaluation")
+    figures = _evaluate_on(run, run.eval_loaders[split])
+    # Metrics may differ between the ranks in their last bits, on which they must not disagree.
+    figures = broadcast_object(figures, run.ranks)
+    if hooks(run.callbacks, "on_evaluation"):
+        run.tell("on_evaluation", step, split, figures)
+        figures = broadcast_object(check_figures(figures, run), run.ranks)
+    run.figures[split] = figures
+    clock.to("logging")
+    run.logger.log({"step": step, "epoch": round(run.epoch, 4), "split": split, **figures})
+    if split != "val":
+        run.display.evaluation(step, run.epoch, split, figures, False)
+    return figures
+
+
+def evaluate_and_rank(run: Run) -> bool:
+    """Evaluate `val`, or take the training loss where nothing is held out; say whether it is the best so far.
+
+    Raises:
+        ConfigError: C005 when the figure that `best` should follow does not exist.
+    """
+    progress = run.progress
+    if "val" in run.eval_loaders:
+        figures = evaluate_split(run, "val")
+    else:
+        figures = {"loss": progress.epoch_loss / max(progress.epoch_items, 1)}
+    progress.epoch_loss = progress.epoch_items = 0.0
+    progress.evaluation_due = False
+    if run.best_metric not in figures:
+        hint = f"There are: {', '.join(figures)}"
+        raise ConfigError("C005", "no such figure", key="stop.metric", value=run.best_metric, suggestion=hint)
+    value, previous = figures[run.best_metric], progress.best_value
+    # Not a number is never the best: nothing would beat it.
+    is_best = not math.isnan(value) and (
+        previous is None or (value > previous if run.best_mode == "max" else value < previous)
+    )
+    if is_best:
+        progress.best_value, progress.best_step, progress.evaluations_without_gain = value, progress.step, 0
+        run.best_figures = figures
+    else:
+        progress.evaluations_without_gain += 1
+    if "val" in run.eval_loaders:
+        run.display.evaluation(progress.step, run.epoch, "val", figures, is_best)
+    return is_best and run.keep_best
+
+
+def _judge(run: Run) -> str:
+    """Whether training ends here because it gains no more."""
+    if run.patience is None or run.progress.evaluations_without_gain < run.patience:
+        return "finished"
+    run.stop_reason = f"no gain in {run.patience} evaluations"
+    return "stopped"
+
+
+def _look_up(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
+    """How the run stands after this step, and after how many more to look up again.
+
+    All ranks agree on both, so that none waits for one that has left.
+    """
+    late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
+    over = run.progress.step >= run.total_steps
+    code = float(run.stop_signal or 0) or (0.5 if late and not over else 0.0)
+    if run.ranks.distributed:
+        votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=devices.sum_dtype(run.device))
+        votes[run.ranks.rank], votes[-1] = code, seconds_per_step
+        *codes, seconds = sum_over_ranks(votes, run.ranks).tolist()
+        code, seconds_per_step = max(codes), seconds / run.ranks.num_ranks
+    look_steps = max(1, int(LOOK_S / max(seconds_per_step, 1e-6)))
+    if not code:
+        return "finished", look_steps
+    run.stop_reason = "run.max_time is over" if code == 0.5 else signal.Signals(int(code)).name
+    return {0.5: "paused", float(signal.SIGINT): "interrupted"}.get(code, "preempted"), look_steps

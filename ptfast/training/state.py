@@ -1,0 +1,122 @@
+"""What is saved of a run, and how it is put back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.core.dtensors import gather_whole
+from ptfast.core.errors import NumericsError, SavedStateError
+from ptfast.core.protocols import Progress, Run
+from ptfast.core.saved_state import State, check_length, point, prune, write_state
+from ptfast.optim.build_optimizer import load_optimizer
+from ptfast.training.user_code import callback_states
+
+
+def build_saver(keep: int) -> Callable[[Run, bool], None]:
+    """What writes a run's state of now, as the best so far or not, and keeps the newest `keep`.
+
+    Raises:
+        NumericsError: N001 when the weights are not finite; the state before stays as it is.
+    """
+
+    def save(run: Run, is_best: bool) -> None:
+        if not (run.ranks.is_first or run.saves_together):
+            return
+        model = run.model.state_dict()
+        training: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
+        if run.precision.scaler is not None:
+            training["scaler"] = run.precision.scaler.state_dict()
+        if run.ema is not None:
+            training["ema"] = run.ema.state_dict()
+        if run.sharded:
+            model, training = gather_whole([model, training], keep=run.ranks.is_first)
+        elif run.saves_together:
+            training["compression"] = run.forward.compression.gather_state(run.ranks)
+        if not run.ranks.is_first:
+            return
+        _check_finite(model, run)
+        training["callbacks"] = callback_states(run)
+        facts = {
+            "progress": asdict(run.progress),
+            "best_figures": run.best_figures,
+            "figures": run.figures,
+            "info": asdict(run.info),
+            "resolved": run.resolved,
+            "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
+        }
+        saved = run.folder / "saved"
+        state_folder = write_state(saved, run.progress.step, State(model, training, facts))
+        if is_best:
+            point(saved, "best", state_folder)
+        prune(saved, keep)
+
+    return save
+
+
+def _check_finite(model: dict[str, Tensor], run: Run) -> None:
+    named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
+    trained = [model.get(name, p.detach()) for name, p in named]
+    # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
+    finite = [norm.isfinite() for norm in torch._foreach_norm(trained, math.inf)]
+    if not bool(torch.stack(finite).all()):
+        what = f"the weights are not finite after step {run.progress.step}"
+        hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is of before"
+        raise NumericsError("N001", what, suggestion=hint)
+
+
+def restore_model(model: nn.Module, state: State) -> None:
+    """Put a saved state's weights into `model`.
+
+    Raises:
+        SavedStateError: S002 when they are of another model.
+    """
+    try:
+        model.load_state_dict(state.model)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        hint = "Resume with the config it was saved with, or warm-start with model.weights"
+        raise SavedStateError(
+            "S002", f"it is of another model: {reason}", key="run.resume", suggestion=hint
+        ) from error
+
+
+def restore_training(run: Run, state: State) -> None:
+    """Put everything but the weights back: the run stands where it was saved.
+
+    Raises:
+        SavedStateError: S002 when the state is of another model, S003 when it has a length this run cannot go
+            on from.
+    """
+    load_optimizer(run.optimizer, state.training["optimizer"])
+    if run.precision.scaler is not None and "scaler" in state.training:
+        run.precision.scaler.load_state_dict(state.training["scaler"])
+    if run.ema is not None and "ema" in state.training:
+        run.ema.load_state_dict(state.training["ema"])
+    if "compression" in state.training and run.saves_together and not run.sharded:
+        saved_state = state.training["compression"]
+        if not run.forward.compression.load_state(saved_state, run.ranks, run.device):
+            run.display.note("PowerSGD forgets what it has not sent: there are other ranks than before")
+    callbacks: list[Any] = run.callbacks
+    for callback, callback_state in zip(callbacks, state.training["callbacks"], strict=True):
+        if callback_state is not None:
+            callback.load_state_dict(callback_state)
+    known = {each.name for each in fields(Progress)}
+    run.progress = Progress(**{k: v for k, v in state.facts["progress"].items() if k in known})
+    if run.marks is not None and (stream := state.facts.get("stream")) is not None:
+        run.resumed_note = run.marks.load(stream, run.progress.step)
+    run.best_figures = state.facts["best_figures"]
+    run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
+    parts = (run.schedule, run.freezing, run.ema)
+    extendable = all(part is None or part.extendable for part in parts)
+    check_length(run.progress.step, state.facts["resolved"]["total_steps"], run.total_steps, extendable)
+    # A kill between a state and the link to it leaves the link behind.
+    saved = run.folder / "saved"
+    best = saved / f"step-{run.progress.best_step}"
+    if run.ranks.is_first and run.keep_best and best.is_dir():
+        point(saved, "best", best)

@@ -1,0 +1,181 @@
+"""What a user's model, loss, task and callbacks give or raise, told in a line that names them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from numbers import Real
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ptfast.core.distributed import is_connection_lost
+from ptfast.core.errors import ConfigError, PtfastError, described, name_of, one_line
+from ptfast.core.machine import is_memory_error
+from ptfast.core.protocols import Run
+
+PACKAGE = str(Path(__file__).parents[1])
+INSTALLED = (PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Folders of code that no user of ptfast has written."""
+MODEL = "model._target_"
+NOT_THEIRS = ("ptfast.", "torch.optim.")
+LOSS = "task.loss._target_"
+TRACEBACK = "Add --traceback to see where it comes from"
+
+
+class Part(NamedTuple):
+    """A part of a run that the config names by import path."""
+
+    key: str
+    made: Any
+
+    def error(self, what: str, suggestion: str | None = None) -> ConfigError:
+        """What is wrong with it, in a line that names it."""
+        return ConfigError("C017", what, key=self.key, value=name_of(self.made), suggestion=suggestion)
+
+
+def parts_of(run: Any, *, ours: bool = False) -> list[Part]:
+    """What of a run may be of a user's making, the model first.
+
+    Args:
+        run: a run, or anything else with a `model` and a `task`.
+        ours: whether ptfast's own models count, which may just not fit the data.
+    """
+    task, callbacks = run.task, getattr(run, "callbacks", ())
+    parts = [
+        Part(MODEL, run.model),
+        Part(LOSS, getattr(task, "own_loss", None)),
+        Part("task", task),
+        Part("optimizer._target_", getattr(run, "optimizer", None)),
+        *(Part(f"callbacks.{index}._target_", callback) for index, callback in enumerate(callbacks)),
+    ]
+    kept = [part for part in parts if part.made is not None and not name_of(part.made).startswith(NOT_THEIRS)]
+    return [parts[0], *kept[kept[:1] == parts[:1] :]] if ours else kept
+
+
+def failure(error: BaseException, run: Any, *, ours: bool = False, given: str = "") -> ConfigError | None:
+    """What to tell of an error that came out of a part of `run`; None where it came from elsewhere.
+
+    Args:
+        run: as `parts_of` takes it.
+        ours: as there.
+        given: what the part was called with, to be added.
+    """
+    if isinstance(error, PtfastError) or is_memory_error(error) or is_connection_lost(error):
+        return None
+    parts = parts_of(run, ours=ours)
+    learners = [part for part in parts if part.key in (MODEL, LOSS)]
+    stack = list(traceback.walk_tb(error.__traceback__))
+    # The innermost part, and the outermost of its methods: it is that which the run has called.
+    found: tuple[Part, str, int] | None = None
+    for depth, (frame, _) in enumerate(stack):
+        for part in parts:
+            at_work = frame.f_locals.get("self") is part.made or frame.f_code is _code(part.made)
+            if at_work and (found is None or found[0] is not part):
+                found = part, _method(part, frame.f_code), depth
+        if learners and frame.f_code is Tensor.backward.__code__:
+            found = learners[0], "the backward pass ", depth
+    if found is None:
+        return None
+    part, method, depth = found
+    return part.error(f"{method}raises {_told(error, depth)}{given if part.key == MODEL else ''}", TRACEBACK)
+
+
+@contextlib.contextmanager
+def naming_user_code(run: Any) -> Iterator[None]:
+    """Have errors that come out of a user's part inside name it.
+
+    Args:
+        run: as `parts_of` takes it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (told := failure(error, run)) is None:
+            raise
+        raise told from error
+
+
+@contextlib.contextmanager
+def constructing(key: str, path: str) -> Iterator[None]:
+    """Have what the constructor `path`, of no part of ptfast, raises inside be an error of the key.
+
+    Raises:
+        ConfigError: C017.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PtfastError) or is_memory_error(error) or path.startswith("ptfast."):
+            raise
+        what = f"its constructor raises {_told(error)}"
+        raise ConfigError("C017", what, key=f"{key}._target_", value=path, suggestion=TRACEBACK) from error
+
+
+def _told(error: BaseException, depth: int = 0) -> str:
+    """An error's type and text, and where in a user's code it came up below `depth`, if in any."""
+    stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    places = [
+        f" ({Path(file).name}:{line})" for file, line in stack[depth:] if not file.startswith(INSTALLED)
+    ]
+    text = one_line(str(error)).rstrip(". ")
+    return type(error).__name__ + (places[-1] if places else "") + (f": {text}" if text else "")
+
+
+def _code(made: Any) -> Any:
+    function = made.func if isinstance(made, functools.partial) else made
+    return getattr(function, "__code__", None)
+
+
+def _method(part: Part, code: CodeType) -> str:
+    if _code(part.made) is not None:
+        return ""
+    # Torch calls a module's forward by way of functions of its own.
+    torchs = isinstance(part.made, nn.Module) and code.co_filename.startswith(INSTALLED)
+    return "forward " if torchs else f"{code.co_name} "
+
+
+def callback_states(run: Run) -> list[Any]:
+    """What the callbacks want to have saved, of which each has to be such that it can be read again.
+
+    Raises:
+        ConfigError: C017 for anything but tensors and plain values.
+    """
+    states: list[Any] = []
+    callbacks: list[Any] = run.callbacks
+    for index, callback in enumerate(callbacks):
+        states.append(callback.state_dict() if hasattr(callback, "state_dict") else None)
+        if (odd := _unsavable(states[-1])) is not None:
+            what = f"state_dict gives {described(odd)}, where tensors and plain values are saved"
+            raise Part(f"callbacks.{index}._target_", callback).error(what)
+    return states
+
+
+def _unsavable(value: Any) -> Any:
+    """What in a nest is neither a tensor nor a plain value; None where all is."""
+    if isinstance(value, (dict, list, tuple)):
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((odd for item in inner if (odd := _unsavable(item)) is not None), None)
+    plain = isinstance(value, Tensor) or type(value) in (type(None), bool, int, float, str, bytes)
+    return None if plain else value
+
+
+def check_figures(figures: dict[str, Any], run: Run) -> dict[str, float]:
+    """Figures that callbacks have added to, as plain numbers.
+
+    Raises:
+        ConfigError: C017 for what is no number.
+    """
+    for name, value in figures.items():
+        if not isinstance(name, str) or not isinstance(value, Real):
+            part = next(part for part in parts_of(run) if hasattr(part.made, "on_evaluation"))
+            what = f"on_evaluation adds {described(value)} as the figure {name}, which is no number"
+            raise part.error(what, "Add float(value)")
+    return {
+        name: value if isinstance(value, (int, float)) else float(value) for name, value in figures.items()
+    }

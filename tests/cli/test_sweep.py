@@ -1,0 +1,153 @@
+"""Sweeps: one table in the end, one failure that takes nothing along, one exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import RunPtfast
+from running import WITH_TESTS
+from torch import Tensor, nn
+
+from ptfast.cli import sweep_command
+from ptfast.cli.command_line import run as run_cli
+from ptfast.config.compose import compose
+from ptfast.core.errors import ConfigError
+
+SMALL = ("steps=4", "log_every=2", "schedule=constant")
+
+
+class Sometimes(nn.Module):
+    """A model whose process dies, or that fails, if it is told to."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, ending: str = "fine") -> None:
+        super().__init__()
+        if ending == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ending == "broken":
+            raise ValueError("mine")
+        self.slow = ending == "slow"
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(input_shape[-1] * input_shape[-2], num_classes))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.slow:
+            Path("slow").write_text(str(os.getpid()))
+            time.sleep(0.05)
+        return self.layers(inputs)
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the jobs of a sweep here: what a process of its own adds is for another test."""
+
+    class Popen:
+        def __init__(self, command: list[str], **options: Any) -> None:
+            self.code = run_cli(command[3:])
+
+        def wait(self) -> int:
+            return self.code
+
+    monkeypatch.setattr(sweep_command, "subprocess", SimpleNamespace(Popen=Popen))
+
+
+def test_a_sweep_prints_one_ranked_table(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_this_process(monkeypatch)
+    words = ("train", "-m", *SMALL, "optimizer=sgd,adamw", "model.hidden=[8],[32]", "run.root=my runs (1)")
+    assert run_cli(words) == 0
+    out = capsys.readouterr().out
+    (folder,) = Path("my runs (1)/sweeps").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "3"]
+    assert not Path("runs").exists()
+    table = out[out.index("4 runs by val.accuracy, highest first") :]
+    found = [json.loads((folder / str(n) / "summary.json").read_text())["val"]["accuracy"] for n in range(4)]
+    ranks = [f"{100 * value:.2f}%" for value in sorted(found, reverse=True)]
+    assert [table.index(value) for value in dict.fromkeys(ranks)] == sorted(
+        table.index(value) for value in dict.fromkeys(ranks)
+    )
+    assert all(word in table for word in ("sgd", "adamw", "[8]", "[32]"))
+
+
+def test_a_failed_job_takes_no_other_along(in_tmp: Path, run_ptfast: RunPtfast) -> None:
+    words = ("steps=4", "model=custom", "model._target_=test_sweep.Sometimes", "+model.ending=killed,fine")
+    done = run_ptfast("train", "-m", *words, env=WITH_TESTS)
+    assert done.code == 1
+    (folder,) = Path("runs/sweeps").iterdir()
+    summaries = [json.loads((folder / name / "summary.json").read_text()) for name in ("0", "1")]
+    assert [each["status"] for each in summaries] == ["failed", "finished"]
+    assert "killed" in summaries[0]["error"]
+    table = done.out[done.out.index("2 runs by") :]
+    assert "failed" in table
+
+
+def test_the_exit_code_is_that_of_the_first_failure(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+    words = ("model=custom", "model._target_=test_sweep.Sometimes", "steps=2", "optimizer=sgd")
+    assert run_cli(["train", "-m", *words, "optimizer.lr=0.1,1e38", "+model.ending=fine,broken"]) == 2
+    (folder,) = Path("runs/sweeps").iterdir()
+    codes = [json.loads((folder / str(n) / "summary.json").read_text())["exit_code"] for n in range(4)]
+    assert codes == [0, 2, 5, 2]
+
+
+def test_a_point_that_cannot_be_trained_is_refused_before_any_is(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(["train", "-m", *SMALL, "optimizer.lr=0.1,-1"]) == 2
+    assert "error[C005]" in capsys.readouterr().err
+    assert list(in_tmp.iterdir()) == []
+
+
+def test_the_objective_is_found_in_the_summary() -> None:
+    summary: dict[str, Any] = {"val": {"loss": 1.0, "accuracy": 0.5}, "test": {"loss": 2.0}}
+    summary["best_metric"] = "val.accuracy"
+    assert sweep_command.objective(summary, "auto") == 0.5
+    assert sweep_command.objective(summary, "loss") == 1.0
+    assert sweep_command.objective(summary, "test.loss") == 2.0
+    with pytest.raises(ConfigError, match=r"val\.loss, val\.accuracy, test\.loss"):
+        sweep_command.objective(summary, "val.f1")
+
+
+def test_a_sweep_without_a_validation_split_ranks_by_the_training_loss(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_this_process(monkeypatch)
+    assert run_cli(["train", "-m", *SMALL, "data.val=0", "seed=0,1"]) == 0
+    assert "2 runs by train.loss, lowest first" in capsys.readouterr().out
+
+
+def test_a_signal_lets_the_job_save_and_starts_no_other(in_tmp: Path) -> None:
+    words = ("model=custom", "model._target_=test_sweep.Sometimes", "+model.ending=slow", "seed=0,1")
+    command = [sys.executable, "-m", "ptfast", "train", "-m", *words, "steps=2000", "log_every=1000"]
+    process = subprocess.Popen(
+        command, env={**os.environ, **WITH_TESTS}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 60
+    while not Path("slow").exists():
+        assert time.monotonic() < end
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    (folder,) = Path("runs/sweeps").iterdir()
+    assert [path.name for path in folder.iterdir()] == ["0"]
+    assert json.loads((folder / "0/summary.json").read_text())["status"] == "preempted"
+    assert (folder / "0/saved/last").exists()
+    assert "1 jobs" in out
+
+
+def test_a_failed_job_leaves_no_secret_behind(in_tmp: Path) -> None:
+    composed = compose(["optimizer.lr=0.5", "+data.api_key=sesame"])
+    sweep_command.record_failure(Path("0"), composed, 1, "mine")
+    assert json.loads(Path("0/summary.json").read_text())["arguments"] == [
+        "optimizer.lr=0.5",
+        "+data.api_key=<secret>",
+    ]

@@ -1,0 +1,189 @@
+"""`ptfast techniques`: what applies on this machine, all about one technique, and the README's table."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from ptfast.cli import techniques_command
+from ptfast.cli.command_line import run
+from ptfast.config import applicability
+from ptfast.config.applicability import ThisMachine, verdict
+from ptfast.config.catalogue import CATALOGUE, Need, Technique
+from ptfast.config.editors.completion import complete
+from ptfast.core import devices
+
+Capture = pytest.CaptureFixture[str]
+
+
+def needing(*needs: Need) -> Technique:
+    words = dict.fromkeys(("why", "claim", "source", "avoid", "audit"), "Something.")
+    return Technique(name="a", family="b", kind="exact", on=("a=b",), off=("a=c",), needs=needs, **words)
+
+
+def test_every_technique_has_a_line(capsys: Capture) -> None:
+    assert run(["techniques"]) == 0
+    headers, *lines = capsys.readouterr().out.splitlines()
+    assert headers.split() == ["family", "technique", "class", "switch", "here", "worth"]
+    assert len(lines) == len(CATALOGUE)
+    for technique in CATALOGUE:
+        (line,) = [line for line in lines if f"  {technique.name}  " in line]
+        assert line.startswith(technique.family)
+        assert all(text in line for text in (technique.kind, " ".join(technique.on), technique.claim))
+
+
+def test_a_family_stands_together(capsys: Capture) -> None:
+    assert run(["techniques", "dataloader"]) == 0
+    assert "worker processes" in (out := capsys.readouterr().out)
+    assert "pinned memory" not in out
+    families = [technique.family for technique in techniques_command.in_order(CATALOGUE)]
+    assert [family for family, _ in itertools.groupby(families)] == list(dict.fromkeys(families))
+
+
+@pytest.mark.parametrize("words", [["pinned", "memory"], ["pinned-memory"], ["Pinned_Memory"]])
+def test_one_in_full(words: list[str], capsys: Capture) -> None:
+    assert run(["techniques", *words]) == 0
+    out = capsys.readouterr().out
+    (technique,) = (technique for technique in CATALOGUE if technique.name == "pinned memory")
+    for text in (technique.why, technique.claim, technique.source, technique.avoid, technique.audit):
+        assert text in out
+    assert "dataloader.pin=false" in out
+
+
+def test_what_was_measured_stands_beside_its_command(capsys: Capture) -> None:
+    assert run(["techniques", "data in a pack"]) == 0
+    out = capsys.readouterr().out
+    (technique,) = (technique for technique in CATALOGUE if technique.name == "data in a pack")
+    assert technique.measured in out
+    assert "python scripts/bench_data.py jpeg" in out
+
+
+def test_what_excludes_it_is_named(capsys: Capture) -> None:
+    assert run(["techniques", "worker processes"]) == 0
+    assert "instead of  data in memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["pined memory"], "C003", "Did you mean pinned memory?"),
+        (["datalaoder"], "C003", "Did you mean dataloader?"),
+        (["qwertz"], "C003", "Families: dataloader, "),
+        (["--markdown", "dataloader"], "C011", "Leave one of the two out"),
+    ],
+)
+def test_a_wrong_name_is_refused(words: list[str], code: str, says: str, capsys: Capture) -> None:
+    assert run(["techniques", *words]) == 2
+    err = capsys.readouterr().err
+    assert f"error[{code}]" in err
+    assert says in err
+
+
+def test_names_complete_as_one_word() -> None:
+    assert complete(["techniques", "pinned"]) == ["pinned-memory"]
+
+
+def test_markdown_is_a_table(capsys: Capture) -> None:
+    assert run(["techniques", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(CATALOGUE) + len({technique.family for technique in CATALOGUE})
+    assert {line.replace("\\|", "").count("|") for line in lines} == {6}
+
+
+@pytest.mark.parametrize(("width", "worth"), [(100, False), (180, True)])
+def test_a_terminal_gets_families_as_headings(
+    width: int, worth: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    techniques_command.show("transfers")
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= width * 2  # colours take characters, too
+    assert any("transfers" in line and "exact" not in line for line in lines)
+    assert ("worth" in lines[1]) == worth
+
+
+def test_a_narrow_terminal_breaks_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    techniques_command.show()
+    shown = stream.getvalue()
+    assert all(word in shown for technique in CATALOGUE for on in technique.on for word in on.split())
+
+
+@pytest.mark.parametrize(
+    ("need", "device", "reason"),
+    [
+        ("cuda", "cpu", "no CUDA device is visible"),
+        ("cuda", "cuda", None),
+        ("nvidia_tf32", "mps", "TF32 needs an NVIDIA GPU, and this is mps"),
+        ("fp16", "cpu", "float16 is no faster on this CPU"),
+        ("ranks", "cpu", "it takes several GPUs or machines, and here is one CPU"),
+        ("images", "cpu", None),
+    ],
+)
+def test_what_a_machine_lacks(
+    need: Need, device: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = ThisMachine()
+    monkeypatch.setattr(machine, "device", device, raising=False)
+    assert machine.lacks(need) == reason
+    assert verdict(needing(need), machine).applies == (reason is None)
+
+
+def test_cores_compilers_and_number_formats_are_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = ThisMachine(tmp_path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert machine.device == "cpu"
+    for cores, applies_here in ((1, False), (2, True)):
+        monkeypatch.setattr(applicability, "spare_cores", lambda cores=cores: cores)
+        assert verdict(needing("cores"), machine).applies == applies_here
+    monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+    for flags, applies_here in (("avx2 avx512_bf16", True), ("avx2", False)):
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+        assert verdict(needing("bf16"), machine).applies == applies_here
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert verdict(needing("compiler"), machine).text == (
+        "no: compiling needs a C++ compiler, and none is installed"
+    )
+
+
+def test_models_and_data_are_named() -> None:
+    assert verdict(needing("images", "convolutions"), ThisMachine()).text == (
+        "yes, on images, in models with convolutions"
+    )
+
+
+def test_it_loads_no_torch_where_there_is_no_gpu(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from ptfast.cli import techniques_command\nfrom ptfast.config import applicability\n"
+        f"applicability.ThisMachine.__init__.__defaults__ = (Path({str(tmp_path)!r}),)\n"
+        "techniques_command.show()\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,216 @@
+"""The frozen config: the same run when read back, references kept, secrets never written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ptfast.config.compose import compose
+from ptfast.config.files.frozen import freeze, load, redact
+from ptfast.config.multirun import show_config
+from ptfast.core.errors import ConfigError, is_secret
+
+HARD_VALUES = [
+    "run.name='1e-3'",
+    "task=no",
+    "run.root='12:30'",
+    "optimizer.lr=1e-05",
+    "data.val=0",
+    "model.hidden=[1,2]",
+    "stop.metric=null",
+    "run.dir='a: b # c'",
+    r"device='a\${b}'",
+    "trust=['é']",
+]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_frozen_config_reads_back_as_the_same_tree() -> None:
+    composed = compose(["+recipe=resnet_digits", *HARD_VALUES])
+    assert freeze(composed, Path("config.yaml")) == []
+    again = load(Path("config.yaml"))
+    assert again.tree == composed.tree | {"run": composed.tree["run"] | {"dir": None}}
+    assert again.recipe == "resnet_digits"
+    freeze(again, Path("again.yaml"))
+    assert load(Path("again.yaml")).tree == again.tree
+
+
+def test_the_folder_of_a_run_is_not_that_of_its_repetition() -> None:
+    composed = compose(["run.dir=a", "run.resume=auto", "run.max_time=1h", "run.name=b"])
+    freeze(composed, Path("config.yaml"))
+    run = load(Path("config.yaml")).tree["run"]
+    assert run == {"name": "b", "root": "runs", "dir": None, "resume": "never", "max_time": "1h"}
+
+
+@pytest.mark.parametrize("length", ["epochs=3", "steps=20"])
+def test_a_frozen_config_has_one_length(length: str) -> None:
+    Path("mine.yaml").write_text("steps: 7\n")
+    key, value = length.split("=")
+    freeze(compose(["+recipe=./mine.yaml", length]), Path("config.yaml"))
+    tree = load(Path("config.yaml")).tree
+    assert {name: tree[name] for name in ("epochs", "steps") if tree[name] is not None} == {key: int(value)}
+
+
+def test_keys_of_a_frozen_config_have_lines() -> None:
+    freeze(compose(), Path("config.yaml"))
+    lines = Path("config.yaml").read_text().splitlines()
+    number = lines.index("batch_size: 64") + 1
+    loaded = load(Path("config.yaml"), ["seed=7"])
+    assert loaded.place("batch_size") == f"config.yaml:{number}"
+    assert loaded.place("seed") == "command line"
+
+
+def test_arguments_go_over_a_frozen_config() -> None:
+    freeze(compose(["optimizer.lr=0.5", "seed=3"]), Path("config.yaml"))
+    tree = load(Path("config.yaml"), ["optimizer.lr=0.25", "data=cifar10", "data.root=/x", "+new.key=1"]).tree
+    assert tree["optimizer"]["lr"] == 0.25
+    assert tree["seed"] == 3
+    assert tree["data"]["root"] == "/x"
+    assert tree["data"]["name"] == "cifar10"
+    assert tree["new"] == {"key": 1}
+    replaced = load(Path("config.yaml"), ["optimizer=sgd"]).tree["optimizer"]
+    assert replaced == compose(["optimizer=sgd"]).tree["optimizer"]
+    with pytest.raises(ConfigError) as caught:
+        load(Path("config.yaml"), ["+recipe=resnet_cifar"])
+    assert caught.value.code == "C011"
+
+
+def test_values_from_the_environment_stay_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOMEWHERE", "/secret-place")
+    composed = compose(
+        [
+            "run.root=${oc.env:SOMEWHERE}/runs",
+            "run.name=${run.root}/x",
+            "stop.metric=${oc.env:UNSET_ONE,here}",
+            "task=${run.resume}",
+        ]
+    )
+    assert composed.tree["run"]["name"] == "/secret-place/runs/x"
+    freeze(composed, Path("config.yaml"))
+    text = Path("config.yaml").read_text()
+    assert "secret-place" not in text
+    written = yaml.safe_load(text)
+    assert written["run"]["root"] == "${oc.env:SOMEWHERE}/runs"
+    assert written["run"]["name"] == "${oc.env:SOMEWHERE}/runs/x"
+    assert written["stop"]["metric"] == "${oc.env:UNSET_ONE,here}"
+    assert written["task"] == {"name": "never"}
+    assert load(Path("config.yaml")).tree == composed.tree
+    monkeypatch.setenv("SOMEWHERE", "/elsewhere")
+    assert load(Path("config.yaml")).tree["run"]["name"] == "/elsewhere/runs/x"
+    monkeypatch.delenv("SOMEWHERE")
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml:\d+\): the environment variable SOMEWHERE is not set"
+    ):
+        load(Path("config.yaml"))
+
+
+def test_what_cfg_prints_reads_back_as_what_was_given() -> None:
+    words = [
+        "optimizer.lr=${batch_size}",
+        r"device='a\${b}'",
+        "run.root=${oc.env:UNSET_ONE}/runs",
+        "run.name=${nowhere}",
+        "data=imagefolder",
+        "logger=wandb",
+        "logger.api_key=hush",
+        "steps=5",
+    ]
+    text = show_config("job", words)
+    assert "hush" not in text
+    Path("config.yaml").write_text(text)
+    given = compose(words, complete=False).tree
+    again = load(Path("config.yaml"), ["logger.api_key=hush"], complete=False)
+    assert again.tree == given | {"epochs": None}
+    assert show_config("job", [], Path("config.yaml")) == text
+    ok = show_config("job", ["optimizer.lr=${batch_size}", r"device='a\${b}'"])
+    Path("config.yaml").write_text(ok)
+    tree = load(Path("config.yaml")).tree
+    assert (tree["optimizer"]["lr"], tree["device"]) == (64, "a${b}")
+
+
+def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "hush1")
+    composed = compose(
+        [
+            "logger=wandb",
+            "logger.api_key=hush2",
+            "logger.token=${oc.env:MY_KEY}",
+            "logger.login={password: hush3}",
+            "logger.secret=[hush4]",
+            "model.tokenizer=words",
+            "data.batch_tokens=4096",
+            "logger.key=null",
+        ]
+    )
+    warnings = freeze(composed, Path("config.yaml"))
+    text = Path("config.yaml").read_text()
+    assert "hush" not in text
+    written = yaml.safe_load(text)
+    assert written["logger"]["api_key"] == written["logger"]["login"]["password"] == "<secret>"
+    assert written["logger"]["token"] == "${oc.env:MY_KEY}"
+    assert written["logger"]["key"] is None
+    assert written["model"]["tokenizer"] == "words"
+    assert written["data"]["batch_tokens"] == 4096
+    assert [w.split(" ")[0] for w in warnings] == ["logger.api_key", "logger.login.password", "logger.secret"]
+    assert not any("hush" in w for w in warnings)
+    assert composed.tree["logger"]["api_key"] == "hush2"
+
+
+@pytest.mark.parametrize(
+    "key", ["api_key", "apiKey", "API-Key", "hf_token", "logger.secret", "TOKEN", "password2"]
+)
+def test_secret_names(key: str) -> None:
+    assert is_secret(key)
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "batch_tokens", "monkey", "keyboard", "secretary", "key.value"])
+def test_harmless_names(key: str) -> None:
+    assert not is_secret(key)
+
+
+def test_command_lines_are_redacted() -> None:
+    assert redact(
+        [
+            "ptfast",
+            "train",
+            "logger.api_key=hush",
+            "++logger={api_key: hush, project: x, login: {password: 'hush, hush'}}",
+            "a.token=${oc.env:X}",
+            "--wandb-token",
+            "hush",
+            "--secret=hush",
+            "data.tokenizer=words",
+        ]
+    ) == [
+        "ptfast",
+        "train",
+        "logger.api_key=<secret>",
+        "++logger={api_key: <secret>, project: x, login: {password: <secret>}}",
+        "a.token=${oc.env:X}",
+        "--wandb-token",
+        "<secret>",
+        "--secret=<secret>",
+        "data.tokenizer=words",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("a: [1\n", "config.yaml:1:4"), ("a: 1\na: 2\n", "config.yaml:2:1"), ("", "config.yaml")],
+)
+def test_a_damaged_file_is_named_by_line(text: str, place: str) -> None:
+    Path("config.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(Path("config.yaml"))
+    assert (caught.value.code, caught.value.place) == ("C007", place)
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load(Path("nowhere.yaml"))

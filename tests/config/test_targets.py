@@ -1,0 +1,378 @@
+"""Targets by import path: found, built and checked against their signature."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from ptfast.config.checks.target_kinds import check_target
+from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError
+from ptfast.core.sections.nearest_name import did_you_mean, nearest
+from ptfast.core.sections.targets import Target, check_constructs, parse_target
+
+HERE = __name__
+
+
+class Net(nn.Module):
+    """A model with the usual kinds of keywords."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        depth: int = 2,
+        dropout: float = 0.0,
+        norm: Literal["batch", "layer"] = "batch",
+        sizes: tuple[int, int] = (8, 8),
+        folder: Path | None = None,
+        inner: nn.Module | None = None,
+        untyped=1e-3,
+        flag=True,
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.depth, self.inner, self.sizes = num_classes, depth, inner, sizes
+
+
+class Open(nn.Module):
+    """A model that hands its keywords on, as torchvision's functions do."""
+
+    def __init__(self, num_classes: int = 10, **kwargs: Any) -> None:
+        super().__init__()
+        self.head = Net(num_classes, **kwargs)
+        self.huge = nn.Linear(10**6, 10**6)
+
+
+class Reads(Open):
+    """A model whose constructor reads a value, which the meta device has not."""
+
+    def __init__(self, num_classes: int = 10, **kwargs: Any) -> None:
+        super().__init__(num_classes, **kwargs)
+        self.scale = torch.ones(1).item()
+
+
+THIRTY_PERCENT = Duration(30, "percent")
+
+
+class Shape:
+    """A schedule."""
+
+    def __init__(self, milestones: list[Duration], every: Duration = THIRTY_PERCENT) -> None:
+        self.milestones, self.every = milestones, every
+
+    def factor(self, clock: Any) -> Any:
+        return clock
+
+
+class Watch:
+    """A callback by its methods alone."""
+
+    def on_step(self, run: Any, step: int) -> None:
+        """Nothing."""
+
+
+def make_net(num_classes: int, width: int = 0) -> nn.Module:
+    return Net(num_classes, depth=width)
+
+
+def make_number() -> int:
+    return 3
+
+
+NOT_CALLABLE = 5
+
+
+def checked(section: str, path: str, **kwargs: Any) -> Target:
+    target, problems = check_target(Target(path, kwargs), section)
+    assert problems == []
+    return target
+
+
+def refused(section: str, path: str, **kwargs: Any) -> ConfigError:
+    _, problems = check_target(Target(path, kwargs), section)
+    assert len(problems) == 1, [str(problem) for problem in problems]
+    return problems[0].error("here")
+
+
+def test_builds_with_facts_it_takes_and_lacks() -> None:
+    target = Target(f"{HERE}.Net", {"depth": 5})
+    net = target.build(num_classes=3, depth=9, vocab_size=100, dropout=None)
+    assert (net.num_classes, net.depth) == (3, 5)
+
+
+def test_builds_nested_targets_first() -> None:
+    tree = {
+        "_target_": f"{HERE}.Net",
+        "num_classes": 2,
+        "inner": {"_target_": "torch.nn.ReLU", "inplace": True},
+    }
+    target = parse_target(tree)
+    assert target.to_tree() == tree
+    inner = target.build().inner
+    assert isinstance(inner, nn.ReLU)
+    assert inner.inplace
+
+
+def test_partial_binds_instead_of_calling() -> None:
+    tree = {"_target_": f"{HERE}.Net", "_partial_": True, "depth": 7}
+    target, problems = check_target(parse_target(tree), "")
+    assert problems == []
+    assert target.to_tree() == tree
+    assert target.build()(num_classes=1).depth == 7
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("torch.optim.Adamm", "torch.optim has no Adamm. Did you mean torch.optim.Adam?"),
+        ("torch.optim.AdmaW", "Did you mean torch.optim.AdamW?"),
+        ("torch.optm.AdamW", "torch has no optm. Did you mean torch.optim?"),
+        ("nosuchpackage.Thing", "there is no module nosuchpackage. Is nosuchpackage installed"),
+        ("torch.optim.AdamW.nothing", "torch.optim.AdamW has no nothing"),
+    ],
+)
+def test_a_path_that_does_not_exist(path: str, said: str) -> None:
+    error = refused("optimizer", path)
+    assert error.code == "C009"
+    assert said in str(error)
+
+
+def test_a_module_that_fails_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "breaks_on_import.py").write_text("import nosuchpackage\n")
+    (tmp_path / "raises_on_import.py").write_text("raise RuntimeError('out of coffee')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "No module named 'nosuchpackage'" in str(refused("model", "breaks_on_import.Net"))
+    assert "RuntimeError: out of coffee" in str(refused("model", "raises_on_import.Net"))
+
+
+def test_modules_in_the_current_folder_are_found(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (in_tmp / "my_own_models.py").write_text("import torch\nclass Net(torch.nn.Module): pass\n")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    assert checked("model", "my_own_models.Net").resolve().__name__ == "Net"
+
+
+@pytest.mark.parametrize("path", [None, "???", 5, "a b", "os.system('x')", "a..b", ""])
+def test_what_is_no_import_path(path: Any) -> None:
+    with pytest.raises(ValueError, match=r"import path|required"):
+        parse_target({"_target_": path})
+
+
+@pytest.mark.parametrize(
+    ("section", "path"),
+    [
+        ("optimizer", "os.system"),
+        ("optimizer", "torch.nn.Linear"),
+        ("optimizer", "torch.optim.Optimizer"),
+        ("optimizer", "torch.optim"),
+        ("model", "os.system"),
+        ("model", "subprocess.run"),
+        ("model", "torch.optim.SGD"),
+        ("model", "torch.relu"),
+        ("model", "torch.ops.load_library"),
+        ("model", f"{HERE}.make_number"),
+        ("model", f"{HERE}.NOT_CALLABLE"),
+        ("data", "os"),
+        ("data", "os.system"),
+        ("data", "shutil.rmtree"),
+        ("data", "torch.nn.Linear"),
+        ("data", f"{HERE}.Watch"),
+        ("schedule", "torch.optim.lr_scheduler.StepLR"),
+        ("logger", f"{HERE}.Net"),
+        ("callbacks", f"{HERE}.Net"),
+        ("callbacks", f"{HERE}.make_net"),
+    ],
+)
+def test_the_wrong_kind(section: str, path: str) -> None:
+    error = refused(section, path)
+    assert error.code == "C009"
+    assert error.key == f"{section}._target_"
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "kwargs"),
+    [
+        ("optimizer", "torch.optim.AdamW", {"lr": 1e-3}),
+        ("model", f"{HERE}.Net", {}),
+        ("model", f"{HERE}.make_net", {"width": 2}),
+        ("model", "torchvision.models.resnet18", {"anything": 1}),
+        ("data", "torchvision.datasets.FakeData", {"size": 10}),
+        ("schedule", f"{HERE}.Shape", {"milestones": []}),
+        ("callbacks", f"{HERE}.Watch", {}),
+        ("callbacks", "ptfast.core.protocols.Callback", {}),
+    ],
+)
+def test_the_right_kind(section: str, path: str, kwargs: dict[str, Any]) -> None:
+    assert checked(section, path, **kwargs).kwargs == kwargs
+
+
+def test_a_module_is_answered_with_its_class() -> None:
+    assert "Did you mean torch.optim.SGD?" in str(refused("optimizer", "torch.optim.sgd"))
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "name", "hint"),
+    [
+        ("optimizer", "torch.optim.SGD", "lrr", "Did you mean optimizer.lr?"),
+        ("optimizer", "torch.optim.SGD", "wieght_decay", "Did you mean optimizer.weight_decay?"),
+        ("optimizer", "torch.optim.SGD", "betas", "It takes lr, momentum"),
+        ("optimizer", "torch.optim.SGD", "params", "It takes lr, momentum"),
+        ("optimizer", "torch.optim.RMSprop", "fused", "It takes lr"),
+        ("model", f"{HERE}.Net", "dept", "Did you mean model.depth?"),
+    ],
+)
+def test_an_unknown_keyword(section: str, path: str, name: str, hint: str) -> None:
+    error = refused(section, path, **{name: True, **({"num_classes": 2} if section == "model" else {})})
+    assert (error.code, error.key) == ("C002", f"{section}.{name}")
+    assert error.suggestion is not None
+    assert error.suggestion.startswith(hint)
+
+
+def test_a_fixed_key_is_suggested_too() -> None:
+    _, (problem,) = check_target(Target(f"{HERE}.Net", {"weight": "x"}), "model", fixed=["weights"])
+    assert problem.suggestion == "Did you mean model.weights?"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("depth", "two", "C004"),
+        ("depth", 2.5, "C004"),
+        ("depth", True, "C004"),
+        ("depth", None, "C004"),
+        ("depth", 0, "C005"),
+        ("dropout", 1.0, "C005"),
+        ("dropout", float("nan"), "C005"),
+        ("norm", "bacth", "C004"),
+        ("sizes", [1], "C004"),
+        ("sizes", [1, "x"], "C004"),
+        ("sizes", 3, "C004"),
+        ("folder", 5, "C004"),
+        ("untyped", "abc", "C004"),
+        ("untyped", True, "C004"),
+        ("flag", 1, "C004"),
+        ("flag", "yes please", "C004"),
+    ],
+)
+def test_a_bad_value(name: str, value: Any, code: str) -> None:
+    error = refused("model", f"{HERE}.Net", **{name: value})
+    assert (error.code, error.key) == (code, f"model.{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [
+        ("depth", 1e1, 10),
+        ("depth", "12", 12),
+        ("dropout", 0, 0.0),
+        ("dropout", "1e-1", 0.1),
+        ("norm", "layer", "layer"),
+        ("sizes", [3, 4.0], (3, 4)),
+        ("folder", "a/b", Path("a/b")),
+        ("folder", None, None),
+        ("untyped", 3, 3.0),
+        ("flag", "false", False),
+    ],
+)
+def test_values_take_the_type_of_the_annotation_or_default(name: str, given: Any, taken: Any) -> None:
+    value = checked("model", f"{HERE}.Net", **{name: given}).kwargs[name]
+    assert value == taken
+    assert type(value) is type(taken)
+
+
+def test_a_default_outside_the_range_of_a_name_lifts_it() -> None:
+    assert checked("model", f"{HERE}.make_net", width=0).kwargs == {"width": 0}
+
+
+def test_bare_numbers_take_the_unit_of_the_default_else_epochs() -> None:
+    target = checked("schedule", f"{HERE}.Shape", milestones=[30, "60epochs", "90%"], every=5)
+    epochs = [Duration(30, "epochs"), Duration(60, "epochs")]
+    assert target.kwargs == {
+        "milestones": [*epochs, Duration(90, "percent")],
+        "every": Duration(5, "percent"),
+    }
+
+
+def test_a_missing_keyword_is_named_unless_it_comes_from_the_data() -> None:
+    checked("model", f"{HERE}.Net")
+    error = refused("schedule", f"{HERE}.Shape")
+    assert (error.code, error.key) == ("C016", "schedule.milestones")
+
+
+def test_problems_inside_nested_targets_have_the_full_key() -> None:
+    inner = Target("torch.nn.Linear", {"in_features": 2, "out_features": 3, "biass": True})
+    error = refused("model", f"{HERE}.Net", inner=inner)
+    assert str(error) == "model.inner.biass=true (here): unknown key. Did you mean model.inner.bias?"
+
+
+def test_fused_auto_is_dropped_where_there_is_no_fused() -> None:
+    assert checked("optimizer", "torch.optim.SGD", fused="auto").kwargs == {"fused": "auto"}
+    assert checked("optimizer", "torch.optim.RMSprop", fused="auto").kwargs == {}
+    assert refused("optimizer", "torch.optim.SGD", fused="always").code == "C004"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in dir(torch.optim) if name[0].isupper() and name != "Optimizer"]
+)
+def test_every_optimizer_of_torch_is_accepted(name: str) -> None:
+    target = checked("optimizer", f"torch.optim.{name}", lr=0.01)
+    weight = nn.Parameter(torch.zeros(2, 2))
+    assert target.build([weight]).param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", 0), ("lr", -1), ("momentum", 1), ("momentum", -0.1), ("weight_decay", -1e-4), ("lr", "1e")],
+)
+def test_ranges_of_an_optimizer(name: str, value: Any) -> None:
+    assert refused("optimizer", "torch.optim.SGD", **{name: value}).code in ("C004", "C005")
+
+
+def test_pairs_of_an_optimizer() -> None:
+    assert checked("optimizer", "torch.optim.AdamW", betas=[0.9, 0.95]).kwargs["betas"] == (0.9, 0.95)
+    assert refused("optimizer", "torch.optim.AdamW", betas=[0.9, 1.0]).code == "C005"
+    assert refused("optimizer", "torch.optim.AdamW", betas=0.9).code == "C004"
+
+
+def test_swallowed_keywords_surface_on_the_meta_device() -> None:
+    check_constructs(Target(f"{HERE}.Open", {"depth": 3}), {"num_classes": 4})
+    with pytest.raises(ConfigError) as caught:
+        check_constructs(Target(f"{HERE}.Open", {"dpeth": 3}), {"num_classes": 4}, place="mine.yaml:2")
+    assert str(caught.value).startswith("model.dpeth=3 (mine.yaml:2): unknown key")
+    assert caught.value.code == "C002"
+
+
+def test_a_constructor_that_needs_values_is_let_through() -> None:
+    check_constructs(Target(f"{HERE}.Reads"), {})
+
+
+def test_torchvision_typos_surface_without_a_download() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.num_clases=5: unknown key\. Did you mean model\.num_classes\?"
+    ):
+        check_constructs(
+            Target("torchvision.models.resnet18", {"num_clases": 5, "weights": "DEFAULT"}), {"num_classes": 5}
+        )
+
+
+@pytest.mark.parametrize(
+    ("word", "candidates", "found"),
+    [
+        ("lrr", ["lr", "betas"], "lr"),
+        ("recpie", ["precision", "recipe", "epochs"], "recipe"),
+        ("resnet_cfar", ["resnet_cifar", "resnet_digits"], "resnet_cifar"),
+        ("bacth_size", ["batch_size", "saving"], "batch_size"),
+        ("momentun", ["momentum", "nesterov"], "momentum"),
+        ("ampp", ["amp", "amp_fp16", "bf16"], "amp"),
+        ("batch-size", ["batch_size"], "batch_size"),
+        ("lr", ["optimizer.lr", "epochs"], "optimizer.lr"),
+        ("zzz", ["lr", "betas"], None),
+        ("x", [], None),
+    ],
+)
+def test_the_nearest_name(word: str, candidates: list[str], found: str | None) -> None:
+    assert nearest(word, candidates) == found
+    assert did_you_mean(word, candidates) == (f"Did you mean {found}?" if found else None)

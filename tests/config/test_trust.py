@@ -1,0 +1,99 @@
+"""What a config from elsewhere may name: known packages, and those that the user trusts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_trees import HERE, tree, typed
+
+from ptfast.config.checks.trust import Trust
+from ptfast.config.checks.validate import validate
+from ptfast.core.errors import ConfigError
+
+UNTRUSTED = [
+    "os.system",
+    "nt.system",
+    "builtins.exec",
+    "torch.load",
+    "torch.hub.load",
+    "torch.ops.load_library",
+    "torch.utils.cpp_extension.load_inline",
+    "torchvision.datasets.utils.os.system",
+    "torchvision.datasets.utils.extract_archive",
+    "torchvision.datasets.folder.Image.open",
+    "torch.nn.modules.module.torch.hub.load",
+    "torch.nn.functional.torch.load",
+    "torch.nn.Module.__class__",
+    "torch.nn.Module.load_state_dict",
+    "torch.optim.lr_scheduler.partial",
+    "torch.nnx.Linear",
+    "ptfast.core.sections.targets.importlib.import_module",
+    "ptfast.core.errors.render",
+    "ptfast.__main__.main",
+    "torch.nn",
+]
+
+
+@pytest.mark.parametrize("path", UNTRUSTED)
+def test_what_a_file_from_elsewhere_may_not_name(path: str) -> None:
+    with pytest.raises(ValueError, match="not trusted"):
+        Trust().locate(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["torch.nn.Linear", "torch.optim.AdamW", "torchvision.models.resnet18", "torchvision.datasets.CIFAR10"],
+)
+def test_what_it_may_name(path: str) -> None:
+    assert callable(Trust().locate(path))
+
+
+def test_the_check_comes_before_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "strange_pkg.py").write_text("class Net: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="not trusted") as caught:
+        Trust().locate("strange_pkg.Net")
+    assert "strange_pkg" not in sys.modules
+    assert caught.value.suggestion == "If you trust it, add 'trust=[strange_pkg]' to the command line"  # type: ignore[attr-defined]
+    assert Trust(("strange_pkg",)).locate("strange_pkg.Net").__name__ == "Net"
+    with pytest.raises(ValueError, match="not trusted"):
+        Trust(("strange",)).locate("strange_pkg.Net")
+
+
+def untrusted(extra_trust: tuple[str, ...] = (), **changes: Any) -> ConfigError | None:
+    good = {"data___target_": "torchvision.datasets.FakeData", "model___target_": "torch.nn.Identity"}
+    given = tree(**{**good, **changes})
+    given["data"].pop("root", None)
+    given["model"].pop("depth", None)
+    given["schedule"] = {"_target_": "ptfast.techniques.schedule.lr_schedules.Constant"}
+    try:
+        validate(given, typed, trusted=False, extra_trust=extra_trust)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def test_a_file_from_elsewhere_may_name_only_trusted_packages() -> None:
+    assert untrusted() is None
+    for changes in (
+        {"model___target_": "os.system"},
+        {"model___target_": f"{HERE}.Net"},
+        {"model___target_": f"{HERE}.Net", "trust": [HERE]},
+        {"optimizer___target_": "torchvision.datasets.utils.os.system"},
+        {"callbacks": [f"{HERE}.Watch"]},
+        {"logger": {"_target_": f"{HERE}.Writer"}},
+        {"task": f"{HERE}.Net"},
+        {"data__transform": {"_target_": "os.system", "command": "true"}},
+        {"data__transform": [{"deep": {"_target_": "torch.hub.load"}}]},
+    ):
+        error = untrusted(**changes)
+        assert error is not None, changes
+        assert error.code == "C009"
+        assert "not trusted" in str(error)
+
+
+def test_packages_that_the_caller_trusts() -> None:
+    assert untrusted((HERE,), model___target_=f"{HERE}.Net") is None

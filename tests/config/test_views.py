@@ -1,0 +1,116 @@
+"""What is shown of configs: views, help, copies of recipes, completion."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from ptfast.config import multirun
+from ptfast.config.compose import compose
+from ptfast.config.editors import completion
+from ptfast.config.editors import help as config_help
+from ptfast.config.files import paths
+from ptfast.core.errors import ConfigError, MachineError
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test runs in a folder of its own, without ./conf and ./recipes unless it makes them."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(file: str, text: str) -> str:
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return file
+
+
+def test_cfg_hides_secrets_and_keeps_references() -> None:
+    text = multirun.show_config(
+        "job", ["logger.api_key=abc", "run.name=${oc.env:NO_SUCH}", "data=imagefolder"]
+    )
+    tree = yaml.safe_load(text)
+    assert tree["logger"]["api_key"] == "<secret>"
+    assert tree["run"]["name"] == "${oc.env:NO_SUCH}"
+    assert "hydra" not in tree
+    assert "launcher" in yaml.safe_load(multirun.show_config("hydra", []))["hydra"]
+
+
+def test_info_prints_the_search_path(capsys: pytest.CaptureFixture[str]) -> None:
+    write("conf/optimizer/mine.yaml", "lr: 1\n")
+    multirun.show_info("searchpath", [])
+    printed = capsys.readouterr().out
+    assert printed.index(f"ptfast://{Path.cwd()}/conf") < printed.index(
+        f"ptfast://{paths.builtin_root().conf}"
+    )
+    with pytest.raises(ConfigError, match="no such view"):
+        multirun.show_info("evrything", [])
+
+
+def test_copied_recipes_run_and_are_not_overwritten() -> None:
+    config_help.copy_recipe("resnet_digits", Path("new/mine.yaml"))
+    assert (
+        compose(["+recipe=new/mine.yaml"]).tree["batch_size"]
+        == compose(["+recipe=resnet_digits"]).tree["batch_size"]
+    )
+    assert config_help.copy_recipe("resnet_cifar", Path("mine.yaml")) == "./mine.yaml"
+    assert "ptfast train +recipe=./mine.yaml data=imagefolder" in Path("mine.yaml").read_text()
+    assert config_help.copy_recipe("resnet_digits", Path("recipes/mine.yaml")) == "mine"
+    (listed,) = (entry for entry in config_help.recipes() if entry.name == "mine")
+    assert listed.command == "ptfast train +recipe=mine"
+    with pytest.raises(MachineError, match="not overwritten"):
+        config_help.copy_recipe("resnet_digits", Path("new/mine.yaml"))
+    with pytest.raises(ConfigError, match="Did you mean resnet_digits"):
+        config_help.copy_recipe("resnet_digit", Path("other.yaml"))
+    with pytest.raises(ConfigError, match=r"Write mine\.yaml"):
+        config_help.copy_recipe("resnet_digits", Path("mine"))
+
+
+COMMANDS = {"train": ["--config", "--dry-run"], "find": ["--budget"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("tr", ["train"]),
+        ("train --d", ["--dry-run"]),
+        ("train optim", ["optimizer=", "optimizer."]),
+        ("train optimizer=sgd", ["optimizer=sgd", "optimizer=sgd_cifar"]),
+        ("train -m optimizer=adam,sgd_", ["optimizer=adam,sgd_cifar"]),
+        ("train optimizer.n", []),
+        ("train optimizer=sgd optimizer.n", ["optimizer.nesterov="]),
+        ("train +recipe=resnet_cifar optimizer.n", ["optimizer.nesterov="]),
+        ("train +rec", ["+recipe="]),
+        ("train +recipe=resnet_c", ["+recipe=resnet_cifar"]),
+        ("train +recipe=./mi", ["+recipe=./mine.yaml"]),
+        ("train run.na", ["run.name="]),
+        ("train batch_", ["batch_size="]),
+        ("find ", ["lr", "workers"]),
+        ("find w", ["workers"]),
+        ("find workers batch_", ["batch_size="]),
+    ],
+)
+def test_completion(line: str, found: list[str]) -> None:
+    write("mine.yaml", "epochs: 1\n")
+    assert completion.complete(line.split(" "), COMMANDS, {"find": ["lr", "workers"]}) == found
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_call_the_hook(shell: str) -> None:
+    assert "ptfast __complete" in completion.script(shell)
+
+
+def test_help_and_completion_need_neither_hydra_nor_torch() -> None:
+    program = (
+        "import sys; from ptfast.config.editors import help, completion; "
+        "assert 'optimizer=sgd' in help.groups_text(); help.recipes(); completion.complete(['optimizer.l']); "
+        "assert not {'hydra', 'omegaconf', 'torch', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

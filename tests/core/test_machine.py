@@ -1,0 +1,125 @@
+"""What a container, a SLURM job and the machine itself leave to this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+
+from ptfast.core import machine
+from ptfast.core.machine import available_memory, memory_of, shared_memory, spare_cores, usable_cores
+from ptfast.techniques.backend.torch_settings import resolve_threads
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 16 hyper-threads on 8 cores with 32 GiB, without limits."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", *filter(lambda n: "SLURM" in n, os.environ)):
+        monkeypatch.delenv(name, raising=False)
+    for cpu in range(16):
+        place = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        write(tmp_path, {place: f"{cpu % 8},{cpu % 8 + 8}"})
+    write(tmp_path, {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {32 * 2**20} kB\n"})
+    return tmp_path
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+
+
+def test_a_machine_without_limits() -> None:
+    assert (usable_cores(), usable_cores(hyperthreads=True), spare_cores()) == (8, 16, 8)
+    assert available_memory() == 32 * GIB
+
+
+def test_pages_that_processes_share_count_once_where_that_is_known(system: Path) -> None:
+    whole, shares = "Name: x\nVmRSS:\t 300 kB", "00-ff ---p [rollup]\nRss: 300 kB\nPss: 200 kB"
+    write(system, {f"proc/{pid}/status": whole for pid in (7, 8)})
+    assert memory_of([7, 8, 9]) == (600 * 1024, "RSS")
+    write(system, {f"proc/{pid}/smaps_rollup": shares for pid in (7, 8)})
+    assert memory_of([7, 8, 9]) == (400 * 1024, "PSS")
+
+
+VERSION_2 = {
+    "proc/self/cgroup": "0::/user/job",
+    "sys/fs/cgroup/user/job/cpu.max": "max 100000",
+    "sys/fs/cgroup/user/cpu.max": "300000 100000",
+    "sys/fs/cgroup/user/job/memory.max": str(4 * GIB),
+    "sys/fs/cgroup/user/job/memory.current": str(3 * GIB),
+    "sys/fs/cgroup/user/job/memory.stat": f"anon {GIB}\ninactive_file {GIB}",
+    "sys/fs/cgroup/user/memory.max": "max",
+    "sys/fs/cgroup/user/memory.current": str(9 * GIB),
+}
+# The path in /proc is the one outside of the container: only its root is there inside.
+VERSION_1 = {
+    "proc/self/cgroup": "4:memory:/docker/ab\n3:cpu,cpuacct:/docker/ab\n1:name=systemd:/docker/ab",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": str(4 * GIB),
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": str(3 * GIB),
+    "sys/fs/cgroup/memory/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}",
+}
+
+
+@pytest.mark.parametrize("files", [VERSION_2, VERSION_1], ids=["version 2", "version 1"])
+def test_a_container_has_what_its_limits_leave(system: Path, files: dict[str, str]) -> None:
+    write(system, files)
+    assert (usable_cores(), spare_cores(), resolve_threads(1)) == (3, 3, 3)
+    assert available_memory() == 2 * GIB
+
+
+def test_a_container_without_limits_has_the_machine(system: Path) -> None:
+    write(system, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"})
+    write(system, {"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"})
+    assert (usable_cores(), available_memory()) == (8, 32 * GIB)
+
+
+def test_a_slurm_job_has_what_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "2048")
+    assert (usable_cores(), spare_cores(), available_memory()) == (4, 4, 8 * GIB)
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1024")
+    assert available_memory() == GIB
+
+
+def test_what_processes_may_share(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without such a place, as on a Mac, it is all memory.
+    assert shared_memory() == 32 * GIB
+    (system / "dev/shm").mkdir(parents=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    facts = SimpleNamespace(f_bavail=1000, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: facts if path == system / "dev/shm" else None)
+    assert shared_memory() == 500 * 4096
+
+
+def test_how_long_this_process_has_been_there(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.process_age_s() == 0
+    hundredths = os.sysconf("SC_CLK_TCK") * 7
+    write(system, {"proc/self/stat": f"12 (a (b) c) {' '.join(['0'] * 19)} {hundredths} 0 0"})
+    monkeypatch.setattr(machine.time, "clock_gettime", lambda clock: 9.5)
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=0))
+    assert machine.process_age_s() == pytest.approx(2.5)
+
+
+def test_a_shell_that_becomes_this_program_was_not_yet_it() -> None:
+    """As that of `scripts/quickstart`, which installs first."""
+    code = "from ptfast.core.machine import process_age_s; print(process_age_s())"
+    command = ["bash", "-c", 'sleep 1; exec "$@"', "", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1
+
+
+def test_ranks_share_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (spare_cores(), resolve_threads(4), available_memory()) == (4, 2, 8 * GIB)

@@ -1,0 +1,128 @@
+"""Who this process is among the ranks that somebody has started, and tasks that are none."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from ptfast.cli import command_line
+from ptfast.core.distributed import WORLD, Ranks, world
+from ptfast.core.errors import ParallelError
+
+ENGINE = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod0", "PET_MASTER_PORT": "23456"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}
+STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+MPIEXEC = {"PMI_SIZE": "4", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = "--rdzv-backend c10d --rdzv-endpoint {}:29500 -m ptfast train ... parallel=ddp"
+ALONE = "nobody has told these processes of each other: each would train by itself."
+HERE = TORCHRUN.format(socket.gethostname())
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """All the variables that there are."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, None),
+        ({**ENGINE, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}, Ranks(3, 1, 8, 2)),
+        (ENGINE, Ranks(3, 1, 8, 1)),
+        ({**ENGINE, **STEP}, Ranks(3, 1, 8, 1)),
+        (KUBEFLOW, Ranks(1, 0, 2, 1)),
+        ({**KUBEFLOW, "RANK": "1", "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1"}, Ranks(1, 0, 2, 1)),
+        ({**KUBEFLOW, "PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, None),
+        (BATCH, None),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"}, None),
+    ],
+    ids=[
+        *(
+            "alone",
+            "torchrun",
+            "an engine",
+            "an engine under srun",
+            "kubeflow",
+            "kubeflow's ranks",
+            "one node",
+        ),
+        *("one rank", "salloc", "a batch script", "srun -n 1", "mpirun -n 1"),
+    ],
+)
+def test_ranks_are_those_that_were_started(
+    told: dict[str, str], expected: Ranks | None, variables: dict[str, str]
+) -> None:
+    variables.update(told)
+    assert world() == expected
+    assert expected is None or set(WORLD) < set(variables)
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "8"},
+            f"WORLD_SIZE=8: LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set, and {ALONE} "
+            "Run torchrun --nnodes N --nproc-per-node M "
+            f"{TORCHRUN.format('HOST')}, or set what is missing.",
+        ),
+        (
+            {**STEP, "SLURM_CPUS_PER_TASK": "2"},
+            f"SLURM_STEP_NUM_TASKS=8: srun has started 8, and {ALONE} "
+            "Run srun -n 1 -c 16 ptfast train ... parallel=ddp parallel.nproc=8.",
+        ),
+        (
+            {**STEP, "SLURM_STEP_NUM_NODES": "2"},
+            f"Run srun -N 2 -n 2 -c 4 torchrun --nnodes 2 --nproc-per-node 4 {HERE}.",
+        ),
+        (MPIRUN, f"mpirun has started 8, and {ALONE} Run ptfast train ... parallel=ddp parallel.nproc=8."),
+        (
+            {**MPIRUN, **STEP, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            f"Run mpirun -n 2 --map-by ppr:1:node torchrun --nnodes 2 --nproc-per-node 4 {HERE}.",
+        ),
+        (MPIEXEC, f"Run mpiexec -n 2 -ppn 1 torchrun --nnodes 2 --nproc-per-node 2 {HERE}."),
+        (
+            {**KUBEFLOW, "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "8"},
+            "PET_NNODES=2: this is one node of several, and torchrun starts the ranks of each. "
+            "Run torchrun -m ptfast train ... parallel=ddp.",
+        ),
+        ({**ENGINE, "RANK": "x"}, "RANK=x: no whole number."),
+        ({**ENGINE, "MASTER_PORT": "http"}, "MASTER_PORT=http: no whole number."),
+        ({**ENGINE, "RANK": "8"}, "RANK=8: WORLD_SIZE is 8."),
+    ],
+)
+def test_tasks_that_would_train_by_themselves_are_refused(
+    told: dict[str, str], says: str, variables: dict[str, str]
+) -> None:
+    variables.update(told)
+    with pytest.raises(ParallelError) as caught:
+        world()
+    assert caught.value.code == "P002"
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["train", "train --dry-run", "train -m seed=1,2", "find lr"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_of_the_tasks_says_so(
+    rank: str, command: str, in_tmp: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**STEP, "SLURM_PROCID": rank}.items():
+        monkeypatch.setenv(name, value)
+    if rank == "0":
+        assert command_line.run(command.split()) == 7
+    else:
+        with pytest.raises(SystemExit, match="7"):
+            command_line.run(command.split())
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1 if rank == "0" else 0)
+    assert not list(in_tmp.iterdir())

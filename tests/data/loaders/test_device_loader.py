@@ -1,0 +1,185 @@
+"""The loader `device`: the batches of the others, from data that lies where the model is."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resuming import Armed, arm, assert_same_run, train_in_child
+from running import build_run, train
+from test_augment import EVERYTHING
+from test_loaders import BOTH, NONE, colour, loader, same
+
+from ptfast.core.errors import ConfigError, DataError, MachineError
+from ptfast.core.protocols import DataInfo, StepBatch
+from ptfast.data.build_data import Data
+from ptfast.data.dataset import Source, TensorSource
+from ptfast.data.loaders import device_loader
+
+__all__ = ["Armed", "colour"]
+ALL = {**BOTH, "cutout": 3, "brightness": 0.4, "contrast": 0.4, "rotation_degrees": 10, "scaling": 0.1}
+SMALL = ("model.hidden=[16]", "batch_size=128", "steps=30", "log_every=5", "saving.every=10steps")
+
+
+@pytest.mark.parametrize("augment", [NONE, BOTH, {"crop_padding": 3}, {"flip": "alternating"}, ALL])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_it_gives_the_batches_of_the_others(colour: Data, augment: dict[str, Any], channels_last: bool):
+    words: dict[str, Any] = {"augment": augment, "channels_last": channels_last, "micro_batches": 3}
+    here = loader(colour, "device", **words)
+    assert (here.kind, here.workers) == ("device", 0)
+    # Over the ends of two epochs.
+    assert close(loader(colour, "plain", **words).steps(2, 12), here.steps(2, 12)) == 10
+
+
+def close(one: Iterator[StepBatch], other: Iterator[StepBatch]) -> int:
+    """Assert that two streams hold the same pixels, to rounding, in the same layout; return their length."""
+    count = 0
+    for a, b in zip(one, other, strict=True):
+        assert a.num_samples == b.num_samples
+        for (data_a, num_a), (data_b, num_b) in zip(a.micro_batches, b.micro_batches, strict=True):
+            assert num_a == num_b
+            torch.testing.assert_close(data_a[0], data_b[0])
+            assert data_a[0].stride() == data_b[0].stride()
+            assert torch.equal(data_a[1], data_b[1])
+        count += 1
+    return count
+
+
+def test_several_chunks_and_ranks_are_cut_alike(colour: Data, monkeypatch: pytest.MonkeyPatch):
+    whole = list(loader(colour, "plain", micro_batches=4, augment=ALL).steps(0, 11))
+    monkeypatch.setattr(device_loader, "CHUNK_BYTES", 2 * 24 * 180 * 4)
+    for rank in (0, 1):
+        here = loader(colour, "device", micro_batches=4, augment=ALL, rank=rank, num_ranks=2)
+        assert here._chunk_steps == 2
+        mine = [
+            StepBatch(step.micro_batches[2 * rank : 2 * rank + 2], step.num_samples) for step in whole[3:]
+        ]
+        assert close(iter(mine), here.steps(3, 11)) == 8
+
+
+def test_starting_at_any_step_gives_the_batches_of_an_unbroken_run(colour: Data):
+    whole = list(loader(colour, "device", augment=ALL).steps(0, 13))
+    assert same(iter(whole[7:]), loader(colour, "device", augment=ALL).steps(7, 13)) == 6
+
+
+@pytest.mark.parametrize("last", ["drop", "pad"])
+def test_the_end_of_an_epoch_is_that_of_the_others(colour: Data, last: str):
+    words: dict[str, Any] = {"augment": BOTH, "last": last, "micro_batches": 2}
+    assert close(
+        loader(colour, "plain", **words).steps(2, 11), loader(colour, "device", **words).steps(2, 11)
+    )
+
+
+def test_features_lie_there_too():
+    info = DataInfo(kind="features", task="classification", num_classes=2)
+    generator = torch.Generator().manual_seed(0)
+    source = TensorSource(torch.randn(50, 4, generator=generator), torch.arange(50) % 2)
+    data = Data(info, source, None, None, "")
+    assert same(loader(data, "plain").steps(0, 5), loader(data, "device").steps(0, 5)) == 5
+
+
+def test_what_is_read_sample_by_sample_is_read_once(colour: Data):
+    class Files(Source):
+        images = True
+        fetches = 0
+
+        def __len__(self) -> int:
+            return 100
+
+        def fetch(self, indices: Any, epoch: int = 0) -> Any:
+            Files.fetches += 1
+            return colour.train.fetch(indices)
+
+    files = Data(colour.info, Files(), None, None, "")
+    assert same(loader(colour, "device").steps(0, 9), loader(files, "device").steps(0, 9)) == 9
+    assert Files.fetches == 1
+
+
+def test_nothing_is_copied_within_an_epoch(colour: Data, monkeypatch: pytest.MonkeyPatch):
+    here = loader(colour, "device", augment=ALL)
+    monkeypatch.setattr(device_loader, "CHUNK_BYTES", 1)
+    here._chunk_steps = 1
+    batches = here.steps(0, 10)
+    next(batches)
+    monkeypatch.setattr(here._prepare, "move", lambda value: pytest.fail("copied"))
+    for _ in range(4):
+        next(batches)
+    with pytest.raises(pytest.fail.Exception, match="copied"):
+        next(batches)
+
+
+def test_no_room_is_one_error(colour: Data, monkeypatch: pytest.MonkeyPatch):
+    # 100 images of 10 x 14 with their padding, and labels.
+    needed = 100 * 10 * 14 * 3 + 800
+    monkeypatch.setattr(device_loader, "free_bytes", lambda _: 2 * needed)
+    loader(colour, "device", augment=BOTH)
+    monkeypatch.setattr(device_loader, "free_bytes", lambda _: 2 * needed - 1)
+    with pytest.raises(MachineError, match=r"dataloader\.kind=device: the data takes .* on cpu") as caught:
+        loader(colour, "device", augment=BOTH)
+    assert caught.value.code == "E005"
+    assert "dataloader=memory" in (caught.value.suggestion or "")
+
+
+class Ragged(Source):
+    in_memory = False
+
+    def __len__(self) -> int:
+        return 2000
+
+    def fetch(self, indices: Any, epoch: int = 0) -> Any:
+        return torch.zeros(len(indices), 1 + int(indices[0] > 0)), torch.zeros(len(indices)).long()
+
+
+def test_samples_of_many_shapes_are_refused():
+    info = DataInfo(kind="features", task="classification", num_classes=2)
+    with pytest.raises(DataError, match=r"dataloader: samples that are not .* of one shape"):
+        loader(Data(info, Ragged(), None, None, ""), "device")
+    Ragged.in_memory = True
+    with pytest.raises(ConfigError, match=r"dataloader\.kind=device: only samples of one shape"):
+        loader(Data(info, Ragged(), None, None, ""), "device")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path) -> None:
+    armed = "callbacks=[{_target_: resuming.Armed, step: 22}]"
+    words = (*EVERYTHING, *SMALL, armed, "run.resume=auto", "dataloader=device")
+    assert train(*words, "run.dir=whole") == 0
+    arm("SIGKILL")
+    assert train_in_child(*words, "run.dir=killed") == -signal.SIGKILL
+    assert train(*words, "run.dir=killed") == 0
+    assert_same_run(Path("whole"), Path("killed"))
+
+
+def test_it_is_shown_and_remembered(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(*SMALL[:2], "steps=2", "dataloader=device", "run.dir=run") == 0
+    assert "device (as the config says)" in " ".join(capsys.readouterr().out.split())
+    assert '"dataloader": "device"' in (in_tmp / "run" / "resolved.json").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("crops", [(), ("augment.crop_padding=0", "augment.resized_crop=[0.3,1.0]")])
+def test_batches_are_made_on_the_gpu(crops: tuple[str, ...], tmp_path: Path) -> None:
+    words = [word for word in EVERYTHING if not crops or "crop_padding" not in word]
+    words = ("model.hidden=[16]", "batch_size=96", *words, *crops, "device=cuda")
+    there = build_run(tmp_path / "there", *words, "dataloader.kind=device").train_loader
+    plain = build_run(tmp_path / "plain", *words, "dataloader.kind=plain").train_loader
+    for one, other in zip(there.steps(10, 19), plain.steps(10, 19), strict=True):
+        (inputs, targets), (expected, labels) = one.micro_batches[0].data, other.micro_batches[0].data
+        assert inputs.is_cuda
+        assert torch.equal(targets, labels)
+        # A turned pixel may lie at the edge between two values.
+        assert float((inputs != expected).float().mean()) < 0.001
+    batches = there.steps(0, 14)
+    next(batches)
+    torch.cuda.synchronize()
+    # From here on the host asks for kernels and waits for none.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert len(list(batches)) == 13
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,218 @@
+"""Batches on their way to the device: a stream beside the training, and memory that is shared, not copied."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from running import build_run, same_bits
+from torch import Tensor
+
+from ptfast.config.read import read_config
+from ptfast.data.dataset import as_tensor
+from ptfast.data.loaders import side_stream
+from ptfast.data.loaders.side_stream import (
+    PrefetchedEvaluation,
+    PrefetchedLoader,
+    open_side_stream,
+    prefetched,
+)
+from ptfast.data.sources import arrays
+from ptfast.data.sources.text_dataset import Windows
+from ptfast.report.panel import build_panel
+from ptfast.training import prepare_data
+from ptfast.training.fit import fit
+
+CPU = torch.device("cpu")
+ALL = ("steps=14", "eval.every=7steps", "model.hidden=[16]", "batch_size=128", "gradients.accumulate=2")
+
+
+class Recorder:
+    """A side whose order of events is written down."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def catch_up(self) -> None:
+        self.events.append("catch up")
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        self.events.append("fill")
+        yield
+        self.events.append("filled")
+
+    def mark(self) -> int:
+        return len(self.events)
+
+    def hand_over(self, batch: Any, mark: Any) -> None:
+        assert self.events[mark - 1] == "filled"
+        self.events.append(f"hand over {batch}")
+
+
+def test_the_next_batch_is_filled_before_this_one_trains() -> None:
+    side = Recorder()
+    for batch in prefetched(iter("abc"), side):
+        side.events.append(f"train {batch}")
+    fill = ["fill", "filled"]
+    expected = ["catch up", *fill]
+    for batch in "abc":
+        expected += [*fill, f"hand over {batch}", f"train {batch}"]
+    assert side.events == expected
+
+
+def test_the_wait_for_a_batch_on_its_way_is_told_of() -> None:
+    side = Recorder()
+    batches = prefetched(iter("ab"), side, side.events.append)
+    assert list(batches) == ["a", "b"]
+    told = [event for event in side.events if event in ("transfer", "data") or "over" in event]
+    assert told == ["transfer", "hand over a", "data", "transfer", "hand over b", "data"]
+
+
+def test_nothing_is_filled_that_nobody_wants() -> None:
+    side, taken = Recorder(), []
+    batches = prefetched(iter(lambda: taken.append(1) or len(taken), None), side)
+    assert next(batches) == 1
+    assert len(taken) == 2
+    assert list(prefetched(iter(()), side)) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("dataloader=memory",),
+        ("dataloader=plain", "augment=crop_flip"),
+        ("dataloader=memory", "augment=crop_flip"),
+    ],
+    ids=["static", "read", "gathered"],
+)
+def test_every_loader_gives_the_same_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    plain = build_run(tmp_path / "plain", *ALL, *words)
+    assert not isinstance(plain.train_loader, PrefetchedLoader)
+    side = Recorder()
+    monkeypatch.setattr(prepare_data, "open_side_stream", lambda device: side)
+    ahead = build_run(tmp_path / "ahead", *ALL, *words)
+    assert isinstance(ahead.train_loader, PrefetchedLoader)
+    assert isinstance(ahead.eval_loaders["val"], PrefetchedEvaluation)
+    assert (ahead.train_loader.kind, ahead.train_loader.reason) == (
+        plain.train_loader.kind,
+        plain.train_loader.reason,
+    )
+    assert fit(plain) == fit(ahead) == "finished"
+    assert sum(str(event).startswith("hand over") for event in side.events) >= 14
+    assert same_bits(plain.model.state_dict(), ahead.model.state_dict())
+    assert plain.figures["val"] == ahead.figures["val"]
+
+
+def test_a_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_data, "open_side_stream", lambda device: Recorder())
+    run = build_run(tmp_path, *ALL, "dataloader.side_stream=false")
+    assert not isinstance(run.train_loader, PrefetchedLoader)
+    assert run.resolved["side_stream"] is False
+
+
+def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ALL
+    monkeypatch.setattr(prepare_data, "open_side_stream", lambda device: Recorder())
+    config, run = read_config(words)[1], build_run(tmp_path, *words)
+    _, rows, warnings = build_panel(config, run, [])
+    assert dict(rows)["transfers"] == "on a side stream, one batch ahead"
+    assert "kernels" not in dict(rows)
+    assert warnings == []
+    run.precision = dataclasses.replace(run.precision, warning="it is slow here")
+    assert build_panel(config, run, [])[2] == ["it is slow here"]
+    run.resolved["cudnn_benchmark"] = True
+    kernels = dict(build_panel(config, run, [])[1])["kernels"]
+    assert kernels == "cuDNN takes the quickest by trying, while inputs have few shapes"
+
+
+def test_a_cpu_has_no_side_stream() -> None:
+    assert open_side_stream(CPU) is None
+
+
+def test_tensors_are_found_wherever_they_are() -> None:
+    a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    assert list(side_stream.tensors_in(((a, 3), {"b": [b, None]}, "text", c))) == [a, b, c]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [("dataloader=memory",), ("dataloader=plain", "augment=crop_flip")])
+def test_a_side_stream_changes_no_bit(tmp_path: Path, words: tuple[str, ...]) -> None:
+    fixed = (*ALL, *words, "device=cuda", "backend=deterministic", "dataloader.pin=true")
+    beside = build_run(tmp_path / "beside", *fixed)
+    plain = build_run(tmp_path / "plain", *fixed, "dataloader.side_stream=false")
+    assert fit(beside) == fit(plain) == "finished"
+    assert same_bits(beside.model.state_dict(), plain.model.state_dict())
+
+
+@pytest.mark.gpu
+def test_a_side_stream_is_never_waited_for_by_the_host(tmp_path: Path) -> None:
+    run = build_run(tmp_path, *ALL, "device=cuda", "dataloader=plain", "dataloader.pin=true")
+    batches = run.train_loader.steps(0, 10)
+    next(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert len(list(batches)) == 9
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Memory that is shared.
+
+
+def shares_memory(tensor: Tensor, array: np.ndarray) -> bool:
+    return tensor.data_ptr() == array.ctypes.data
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_arrays_are_not_copied(dtype: Any) -> None:
+    array = np.ones((4, 8, 8, 3), dtype)
+    inputs, images = arrays.as_inputs(array, "")
+    assert images is (dtype == np.uint8)
+    assert shares_memory(inputs, array)
+
+
+def test_targets_are_not_copied() -> None:
+    inputs, labels = np.ones((4, 3), np.float32), np.arange(4)
+    tensor, targets, _ = arrays._tensors(inputs, labels, Path("mine.npz"), "train")
+    assert shares_memory(tensor, inputs)
+    assert shares_memory(targets, labels)
+
+
+def test_channels_first_and_read_only_arrays_are_copied() -> None:
+    first = np.ones((4, 3, 8, 8), np.uint8)
+    inputs, _ = arrays.as_inputs(first, "")
+    assert inputs.shape == (4, 8, 8, 3)
+    assert inputs.is_contiguous()
+    locked = np.ones((4, 3), np.float32)
+    locked.flags.writeable = False
+    assert not shares_memory(arrays.as_inputs(locked, "")[0], locked)
+    assert not shares_memory(as_tensor(locked), locked)
+
+
+def test_digits_share_their_archive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is read is what is trained on, but for the split."""
+    made: list[np.ndarray] = []
+    from_numpy = torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: made.append(array) or from_numpy(array))
+    from ptfast.core.durations import Duration
+    from ptfast.data.sources.digits import Digits
+
+    splits = Digits().load(val=Duration(0, "samples"), seed=0)
+    source: Any = splits.train
+    assert any(shares_memory(source.inputs, array) for array in made)
+
+
+def test_windows_of_text_are_one_gather() -> None:
+    tokens = np.arange(40)
+    inputs, targets = Windows(tokens, 4).fetch(np.array([0, 2]))
+    assert inputs.tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert torch.equal(targets, inputs + 1)

@@ -1,0 +1,164 @@
+"""A user's own data sets: what is told by looking, and the same bits from every loader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from ptfast.core.durations import Duration
+from ptfast.core.errors import DataError
+from ptfast.data.build_data import build_data, build_train_loader
+
+NO_VAL = Duration(0, "percent")
+
+
+def loader(data: Any, kind: str = "plain", **changes: Any) -> Any:
+    kwargs: dict[str, Any] = {
+        "task_name": "auto",
+        "batch_size": 8,
+        "micro_batches": 2,
+        "rank": 0,
+        "num_ranks": 1,
+        "seed": 0,
+        "augment": {"crop_padding": 0, "flip": False},
+        "normalize": True,
+        "kind": kind,
+        "workers": 2,
+        "prefetch": 2,
+        "pin": "auto",
+        "last": "keep",
+        "device": torch.device("cpu"),
+        "channels_last": False,
+    }
+    return build_train_loader(data, **{**kwargs, **changes})
+
+
+class Noisy(Dataset[Any]):
+    """Vectors to which a transform adds noise from the global generators."""
+
+    classes = ("small", "large")
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        noise = torch.rand(3) + random.random() + np.random.random()
+        return index + noise.float(), int(index >= 20)
+
+
+def load(dataset: Any, val: Duration = NO_VAL, task: str = "auto") -> Any:
+    return build_data(dataset, val=val, seed=0, task=task)
+
+
+def test_facts_are_told_by_looking():
+    data = load(Noisy(), Duration(10, "percent"))
+    info = data.info
+    assert (info.kind, info.task, info.num_classes, info.class_names) == (
+        "features",
+        "classification",
+        2,
+        ("small", "large"),
+    )
+    assert info.input_shape == (3,)
+    assert data.note == "Noisy: 36 train, 4 val"
+
+
+def test_random_transforms_are_repeated_by_workers_and_by_a_resumed_run():
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    plain = list(loader(load(Noisy())).steps(0, 10))
+    assert torch.equal(torch.get_rng_state(), state)
+    for stream, expected in (
+        (loader(load(Noisy()), "workers").steps(0, 10), plain),
+        (loader(load(Noisy())).steps(6, 10), plain[6:]),
+    ):
+        for one, other in zip(stream, expected, strict=True):
+            for a, b in zip(one.micro_batches, other.micro_batches, strict=True):
+                assert torch.equal(a.data[0], b.data[0])
+    (first, _), _ = plain[0].micro_batches[0]
+    (later, _), _ = plain[5].micro_batches[0]
+    assert len(torch.cat([first % 1, later % 1]).unique()) == 24
+
+
+def test_a_tensor_data_set_is_held_in_memory():
+    images = torch.randint(0, 256, (30, 3, 4, 6), dtype=torch.uint8)
+    data = load(TensorDataset(images, torch.arange(30) % 3))
+    assert (data.info.kind, data.info.num_classes, data.info.input_shape) == ("image", 3, (3, 4, 6))
+    batches = loader(data, "auto")
+    assert batches.kind == "memory"
+    assert next(batches.steps(0, 1)).micro_batches[0].data[0].shape == (4, 3, 4, 6)
+
+
+def test_batched_fetching_is_used_where_there_is_one():
+    class Batched(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError("one by one")
+
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [(torch.full((2,), float(i)), i % 2) for i in indices]
+
+    (inputs, _), _ = next(loader(load(Batched())).steps(0, 1)).micro_batches[0]
+    assert inputs.shape == (4, 2)
+
+
+def test_a_data_set_that_fails_is_one_line():
+    class Broken(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            raise KeyError("column")
+
+    with pytest.raises(DataError, match=r"data: the data set raised KeyError: 'column' \(.*:\d+\)"):
+        load(Broken())
+    for count in ("three", 2.5, 0):
+        with pytest.raises(DataError, match="num_classes is no whole number of at least 1"):
+            load(type("Counting", (Noisy,), {"num_classes": count})())
+    with pytest.raises(DataError, match="is no torch data set"):
+        load(object())
+    with pytest.raises(DataError, match="has no samples"):
+        load(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
+
+
+class Stream(IterableDataset[Any]):
+    """The numbers from 0 to `size` - 1."""
+
+    num_classes = 2
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.tensor([float(i)]), i % 2) for i in range(self.size))
+
+
+def values(stream: Any, count: int) -> list[float]:
+    steps = islice(stream, count)
+    return [float(v) for step in steps for batch in step.micro_batches for v in batch.data[0].flatten()]
+
+
+def test_iterable_data_is_read_in_order_again_from_its_start_and_resumed_by_skipping():
+    data = load(Stream(20), Duration(10, "percent"))
+    assert (data.info.num_classes, data.note) == (
+        2,
+        "Stream: train of unknown length; nothing is held out of iterable data",
+    )
+    batches = loader(data)
+    assert batches.plan.steps_per_epoch is None
+    assert values(batches.steps(0, 5), 5) == [i % 20 for i in range(40)]
+    assert values(batches.steps(3, 5), 2) == [i % 20 for i in range(24, 40)]
+
+
+def test_ranks_divide_iterable_data():
+    data = load(Stream(16))
+    parts = [values(loader(data, rank=rank, num_ranks=2).steps(0, 2), 2) for rank in (0, 1)]
+    assert parts == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+
+
+def test_iterable_data_without_samples_is_refused():
+    with pytest.raises(DataError, match="yields no samples"):
+        load(Stream(0))

@@ -1,0 +1,175 @@
+"""What labels are for: told from them, said in the panel, and changed by the key that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from running import train
+from test_custom_dataset import NO_VAL, loader
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from ptfast.core.errors import DataError
+from ptfast.data.build_data import build_data
+from ptfast.data.sources.arrays import Arrays
+
+INPUTS = torch.randn(6, 4)
+FLOATS = torch.tensor([0.0, 1, 2, 0, 1, 2])
+ONES = torch.eye(3).repeat(2, 1)
+
+
+class Each(Dataset[Any]):
+    """Samples one by one."""
+
+    def __init__(self, targets: Tensor) -> None:
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        return INPUTS[index], self.targets[index]
+
+
+class Stream(IterableDataset[Any]):
+    """The same in a stream."""
+
+    num_classes = 3
+
+    def __init__(self, targets: Tensor) -> None:
+        self.targets = targets
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(INPUTS, self.targets, strict=True)
+
+
+def load(dataset: Any, task: str = "auto") -> Any:
+    return build_data(dataset, val=NO_VAL, seed=0, task=task, normalize=False)
+
+
+def arrays(folder: Path, targets: Tensor) -> Arrays:
+    np.savez(folder / "a.npz", x=INPUTS.numpy(), y=targets.numpy())
+    return Arrays(str(folder / "a.npz"))
+
+
+PLACES = "a single 1 each; task=classification takes its place for the class"
+
+
+@pytest.mark.parametrize(
+    ("targets", "task", "reason", "of_arrays"),
+    [
+        (FLOATS.long(), "classification", "whole numbers", None),
+        (FLOATS, "regression", "floats, all whole numbers; task=classification takes them for classes", None),
+        (FLOATS + 0.5, "regression", "floats", None),
+        (ONES.long(), "multilabel", PLACES, None),
+        (ONES, "regression", f"floats: {PLACES}", ("multilabel", PLACES)),
+        ((ONES + ONES.roll(1, 0)).clamp(max=1).long(), "multilabel", "zeros and ones", None),
+        (torch.arange(12).view(6, 2), "regression", "2 whole numbers each", None),
+        (torch.arange(6)[:, None], "classification", "whole numbers", None),
+    ],
+)
+def test_the_task_and_what_tells_it(
+    targets: Tensor, task: str, reason: str, of_arrays: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    for dataset in (TensorDataset(INPUTS, targets), Each(targets)):
+        info = load(dataset).info
+        assert (info.task, info.task_reason) == (task, reason)
+    info = load(arrays(tmp_path, targets)).info
+    assert (info.task, info.task_reason) == (of_arrays or (task, reason))
+
+
+@pytest.mark.parametrize("targets", [FLOATS, FLOATS[:, None], ONES, ONES.long()])
+def test_labels_that_name_classes_otherwise_are_translated_for_classification(
+    targets: Tensor, tmp_path: Path
+) -> None:
+    for dataset in (
+        TensorDataset(INPUTS, targets),
+        Each(targets),
+        arrays(tmp_path, targets),
+        Stream(targets),
+    ):
+        data = load(dataset, "classification")
+        assert (data.info.task, data.info.num_classes) == ("classification", 3)
+        stream = loader(data, batch_size=6, micro_batches=1)
+        (inputs, labels), _ = next(stream.steps(0, 1)).micro_batches[0]
+        where = (inputs[:, None] == INPUTS).all(2).int().argmax(1)
+        assert labels.dtype == torch.int64
+        assert torch.equal(labels, FLOATS.long()[where])
+
+
+@pytest.mark.parametrize(
+    ("targets", "line"),
+    [
+        (FLOATS + torch.tensor([0, 0, 0.5, 0, 0, 0]), "the label 2.5 of .*sample 2 is no whole number"),
+        (
+            ONES.index_fill(0, torch.tensor(4), 1),
+            "the label of .*sample 4 is no row of zeros with a single 1",
+        ),
+        (-FLOATS, "label -1 at train sample 1"),
+    ],
+)
+def test_labels_that_name_no_class_are_refused(targets: Tensor, line: str, tmp_path: Path) -> None:
+    for dataset in (TensorDataset(INPUTS, targets), Each(targets), arrays(tmp_path, targets)):
+        with pytest.raises(DataError, match=line) as caught:
+            load(dataset, "classification")
+        assert caught.value.code == "D004"
+
+
+class Odd(Dataset[Any]):
+    """A sample of any structure."""
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample
+
+
+@pytest.mark.parametrize(
+    ("sample", "what"),
+    [
+        ((INPUTS[0], INPUTS[1], 0), "this data has 3 items each"),
+        ((INPUTS[0],), "this data has 1 item each"),
+        (INPUTS[0], "this data has a Tensor each"),
+        ({"image": INPUTS[0], "label": 1}, "this data has mappings of image, label"),
+        (
+            (INPUTS[0], {"boxes": INPUTS[1]}),
+            "targets of this data are no tensors or numbers, but each a dict",
+        ),
+        ((INPUTS[0], (INPUTS[1], 0)), "targets of this data are no tensors or numbers, but each a list"),
+        (({"a": INPUTS[0]}, 0), "inputs of this data are no tensors or numbers, but each a dict"),
+    ],
+)
+def test_samples_that_are_no_pairs_are_for_a_task_of_ones_own(sample: Any, what: str) -> None:
+    line = rf"task=auto: takes samples of \(input, target\), and {what}\. .* such as task=mine\.Task"
+    with pytest.raises(DataError, match=line) as caught:
+        load(Odd(sample))
+    assert caught.value.code == "D004"
+    assert load(Odd(sample), "mine.Task").info.kind == "other"
+    assert load(Odd(sample), "hf").info.kind == "other"
+
+
+def floats(num_samples: int = 40) -> TensorDataset:
+    """Points on a line, whose classes are floats."""
+    points = torch.linspace(-1, 1, num_samples)[:, None]
+    return TensorDataset(points.expand(-1, 4), (points[:, 0] > 0).float())
+
+
+def test_the_panel_says_what_is_trained_for(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("data=custom", "data._target_=test_labels.floats", "model.hidden=[4]", "epochs=1")
+    rows = {
+        "task=auto": "task regression of 1 figure (by the labels: floats, all whole numbers; "
+        "task=classification takes them for classes) model",
+        "task=classification": "task classification of 2 classes model",
+    }
+    for word, row in rows.items():
+        assert train(*words, word) == 0
+        assert row in " ".join(capsys.readouterr().out.split())

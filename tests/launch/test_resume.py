@@ -1,0 +1,250 @@
+"""Runs that were killed, stopped or changed go on to the same bits, or say why they do not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import RunPtfast
+from resuming import (
+    BASE,
+    KILLED,
+    MODEL,
+    RHYTHM,
+    Armed,
+    arm,
+    assert_same_run,
+    train_in_child,
+)
+from running import WITH_TESTS, records, same_bits, summary, train, training_state, weights
+
+from ptfast.core.saved_state import list_states
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("optimizer=sgd",),
+        ("dataloader.kind=workers", "dataloader.workers=2", "optimizer=adamw", "ema.decay=0.9"),
+        ("precision=bf16", "gradients.accumulate=4", "ema.decay=0.9", "schedule=onecycle"),
+    ],
+    ids=["memory", "workers and ema", "bf16, accumulation and ema"],
+)
+def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path, words: tuple[str, ...]) -> None:
+    assert_goes_on(*BASE, *words)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_killed_run_goes_on_with_its_average_and_its_cycles(in_tmp: Path) -> None:
+    """The average begins at step 13, and BatchNorm is measured for it, before the kill and after."""
+    average = ("ema=swa", "ema.swa_start=50%", "ema.swa_every=3steps", "eval.flip=true")
+    assert_goes_on(*KILLED, "model=resnet_digits", "model.width=4", "schedule=cyclic", *average)
+
+
+def assert_goes_on(*words: str) -> None:
+    """Killed and begun again, it ends as if never killed."""
+    assert train(*words, "run.dir=whole") == 0
+    arm("SIGKILL")
+    assert train_in_child(*words, "run.dir=killed") == -signal.SIGKILL
+    assert list_states(Path("killed/saved"))[0].name == "step-16"
+    assert not Path("killed/summary.json").exists()
+    assert train(*words, "run.dir=killed") == 0
+    assert summary(Path("killed"))["steps"] == 26
+    assert_same_run(Path("whole"), Path("killed"))
+
+
+def test_the_command_goes_on_where_it_was_killed(in_tmp: Path, run_ptfast: RunPtfast) -> None:
+    """As above, as a user runs it."""
+    callback = "callbacks=[{_target_: resuming.Armed, step: 17}]"
+    words = ("train", *MODEL, *RHYTHM, callback, "run.resume=auto", "run.name=mine")
+    arm("SIGKILL")
+    killed = run_ptfast(*words, env=WITH_TESTS)
+    assert killed.code == -signal.SIGKILL
+    resumed = run_ptfast(*words, env=WITH_TESTS)
+    assert (resumed.code, resumed.err) == (0, "")
+    assert "at step 16" in resumed.out
+    (folder,) = Path("runs/mine").iterdir()
+    assert train(*BASE, "run.dir=whole") == 0
+    assert_same_run(Path("whole"), folder)
+    assert (folder / "report.html").is_file()
+
+
+def test_worker_processes_change_nothing(in_tmp: Path) -> None:
+    assert train(*BASE, "run.dir=none") == 0
+    assert train(*BASE, "run.dir=two", "dataloader.kind=workers", "dataloader.workers=2") == 0
+    assert_same_run(Path("none"), Path("two"))
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_stopped_run_goes_on(in_tmp: Path, name: str, code: int) -> None:
+    assert train(*BASE, "run.dir=whole") == 0
+    arm(name)
+    assert train(*BASE, "run.dir=stopped") == code
+    assert list_states(Path("stopped/saved"))[0].name == "step-17"
+    assert train(*BASE, "run.dir=stopped") == 0
+    assert_same_run(Path("whole"), Path("stopped"))
+
+
+def test_auto_takes_the_newest_unfinished_run_of_the_same_config(in_tmp: Path) -> None:
+    words = (*BASE, "run.name=mine")
+    arm("SIGTERM")
+    assert train(*words) == 75
+    (first,) = Path("runs/mine").iterdir()
+    time.sleep(1.01)  # folders are named by the second
+    assert train(*words, "seed=1") == 0
+    assert train(*words) == 0
+    assert summary(first)["status"] == "finished"
+    assert len(list(Path("runs/mine").iterdir())) == 2
+    # All are finished: another one begins.
+    assert train(*words, "epochs=1") == 0
+    assert len(list(Path("runs/mine").iterdir())) == 3
+
+
+def test_a_failed_run_is_unfinished(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train(*BASE, "run.dir=whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Armed, "on_step", lambda self, run, step: 1 // (17 - step))
+        assert train(*BASE, "run.name=mine") == 2
+    (folder,) = Path("runs/mine").iterdir()
+    assert summary(folder)["status"] == "failed"
+    assert train(*BASE, "run.name=mine") == 0
+    assert_same_run(Path("whole"), folder)
+
+
+def test_a_finished_run_is_left_alone(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(*BASE, "run.dir=a") == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}
+    assert train(*BASE, "run.dir=a") == 0
+    assert "finished already" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")} == before
+
+
+def test_a_run_that_gained_no_more_is_finished(in_tmp: Path) -> None:
+    words = (*BASE, "run.dir=a", "optimizer.lr=1e-12", "eval.every=1steps", "stop.metric=accuracy")
+    assert train(*words, "stop.patience=2") == 0
+    assert (summary(Path("a"))["status"], summary(Path("a"))["steps"]) == ("stopped", 3)
+    assert train(*words, "stop.patience=2") == 0
+    assert summary(Path("a"))["steps"] == 3
+    # With more patience there is something left to train.
+    assert train(*words, "stop.patience=4") == 0
+    assert summary(Path("a"))["steps"] == 5
+
+
+def test_more_epochs_extend_a_run(in_tmp: Path) -> None:
+    words = (*BASE, "schedule=constant", "run.dir=a")
+    assert train(*words) == 0
+    assert train(*words, "epochs=3") == 0
+    assert summary(Path("a"))["steps"] == 39
+    assert train(*words[:-1], "run.dir=whole", "epochs=3") == 0
+    assert same_bits(weights(Path("a")), weights(Path("whole")))
+    assert train(*words, "epochs=3") == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "epochs", "reason"), [("onecycle", 3, "schedule=constant"), ("constant", 1, "at step 26")]
+)
+def test_a_length_that_does_not_fit_leaves_the_run_as_it_was(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], schedule: str, epochs: int, reason: str
+) -> None:
+    words = (*BASE, f"schedule={schedule}", "run.dir=a")
+    assert train(*words) == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}
+    capsys.readouterr()
+    assert train(*words, f"epochs={epochs}") == 6
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error[S003]" in line
+    assert reason in line
+    assert {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")} == before
+
+
+def test_a_changed_config_names_the_keys(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arm("SIGTERM")
+    assert train(*BASE, "run.dir=a") == 75
+    capsys.readouterr()
+    assert train(*BASE, "run.dir=a", "optimizer.lr=0.5", "seed=3", "log_every=7") == 6
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error[S003]" in line
+    assert "optimizer.lr, seed" in line
+    assert "log_every" not in line
+
+
+def test_a_strangers_config_is_compared_and_not_imported(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(in_tmp)
+    Path("stranger.py").write_text("from pathlib import Path\nPath('imported').touch()\nclass Armed: ...\n")
+    arm("SIGTERM")
+    assert train(*BASE, "run.dir=a") == 75
+    file = Path("a/config.yaml")
+    file.write_text(file.read_text().replace("resuming.Armed", "stranger.Armed"))
+    capsys.readouterr()
+    for words in (("run.resume=a",), ("run.dir=a",)):
+        assert train(*BASE, *words) == 6
+        assert "callbacks" in capsys.readouterr().err
+    assert not Path("imported").exists()
+
+
+def test_a_secret_in_clear_is_written_nowhere_and_hinders_no_resuming(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ("data=custom", "data._target_=resuming.guarded", "+data.api_key=open sesame")
+    words = (*BASE[5:], *data, "batch_size=4", "run.dir=a")
+    assert train(*words, "parallel=ddp", "parallel.nproc=2") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error[C011]: data.api_key=<secret> (command line)" in line
+    assert "${oc.env:NAME}" in line
+    assert not Path("a").exists()
+    arm("SIGTERM")
+    assert train(*words) == 75
+    assert train(*words) == 0
+    assert summary(Path("a"))["status"] == "finished"
+    files = [path.read_bytes() for path in Path("a").rglob("*") if path.is_file()]
+    assert not any(b"sesame" in content for content in files)
+
+
+def test_a_callback_remembers(in_tmp: Path) -> None:
+    both = "callbacks=[{_target_: resuming.Armed, step: 17},{_target_: resuming.Counter}]"
+    arm("SIGTERM")
+    assert train(*BASE, both, "run.dir=a") == 75
+    assert train(*BASE, both, "run.dir=a") == 0
+    assert training_state(Path("a"))["callbacks"] == [None, {"seen": torch.tensor(26.0)}]
+
+
+def test_lines_beyond_the_state_are_cut(in_tmp: Path) -> None:
+    assert train(*BASE, "logger=csv", "run.dir=whole") == 0
+    arm("SIGTERM")
+    assert train(*BASE, "logger=csv", "run.dir=a") == 75
+    with Path("a/metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "split": "train", "loss": 9}\n{"step": 21, "spl')
+    assert train(*BASE, "logger=csv", "run.dir=a") == 0
+    assert records(Path("a")) == records(Path("whole"))
+    tables = [(Path(name) / "metrics.csv").read_text().splitlines() for name in ("whole", "a")]
+    whole, resumed = ([line.split(",")[0] for line in table] for table in tables)
+    assert resumed == whole
+
+
+def test_what_auto_became_is_kept_and_what_is_given_is_not_overruled(in_tmp: Path) -> None:
+    arm("SIGTERM")
+    assert train(*BASE, "run.dir=a") == 75
+    resolved = json.loads(Path("a/resolved.json").read_text())
+    assert resolved["dataloader"] == "memory"
+    assert train(*BASE, "run.dir=a", "dataloader.kind=plain") == 0
+    assert json.loads(Path("a/resolved.json").read_text())["dataloader"] == "plain"
+    assert train(*BASE, "run.dir=whole") == 0
+    assert_same_run(Path("whole"), Path("a"))
+
+
+def test_micro_batches_outlive_the_ranks_they_came_from(in_tmp: Path) -> None:
+    words = (*BASE, "gradients.accumulate=2", "run.dir=a")
+    arm("SIGTERM")
+    assert train(*words) == 75
+    resolved = json.loads(Path("a/resolved.json").read_text())
+    on_two_ranks = resolved | {"num_ranks": 2, "micro_batches": 4, "threads": 64}
+    Path("a/resolved.json").write_text(json.dumps(on_two_ranks))
+    assert train(*words) == 0
+    assert json.loads(Path("a/resolved.json").read_text()) == resolved | {"micro_batches": 4}

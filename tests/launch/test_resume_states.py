@@ -1,0 +1,196 @@
+"""States and directories that are damaged, missing, in use or full: runs go on from what is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resuming import (
+    BASE,
+    Armed,
+    arm,
+    assert_same_run,
+)
+from running import build_run, records, same_bits, summary, train, weights
+
+from ptfast.core import run_directory
+from ptfast.core.saved_state import list_states, point
+
+
+def test_a_link_that_a_kill_left_behind_is_put_right(in_tmp: Path) -> None:
+    arm("SIGTERM")
+    words = (*BASE, "saving.keep=9", "run.dir=a")
+    assert train(*words) == 75
+    best = json.loads(Path("a/saved/last/state.json").read_text())["progress"]["best_step"]
+    assert best == 12
+    point(Path("a/saved"), "best", Path("step-6"))
+    run = build_run(Path("a"), *words, state_folder=Path("a/saved/step-17"))
+    assert run.progress.best_step == 12
+    assert Path("a/saved/best").resolve().name == "step-12"
+
+
+def test_a_warm_start_takes_the_averages(in_tmp: Path) -> None:
+    assert train(*BASE, "ema.decay=0.9", "run.dir=a") == 0
+    state = Path("a/saved/best").resolve()
+    averages = torch.load(state / "training.pt", weights_only=True)["ema"]["averages"]
+    start = ("model.hidden=[16]", "model.dropout=0.3", "steps=5")
+    assert same_bits(dict(build_run(Path("b"), *start, "model.weights=a").model.state_dict()), averages)
+    raw = build_run(Path("b"), *start, f"model.weights={state}/model.pt").model.state_dict()
+    assert same_bits(dict(raw), weights(Path("a"), "best"))
+    assert not same_bits(dict(raw), averages)
+
+
+def test_a_damaged_state_is_passed_over(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*BASE, "saving.keep=3", "run.dir=a")
+    assert train(*BASE, "saving.keep=3", "run.dir=whole") == 0
+    arm("SIGTERM")
+    assert train(*words) == 75
+    model = Path("a/saved/step-17/model.pt")
+    content = bytearray(model.read_bytes())
+    content[len(content) // 2] ^= 1
+    model.write_bytes(content)
+    capsys.readouterr()
+    assert train(*words) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "warning" in line
+    assert "step-17" in line
+    assert_same_run(Path("whole"), Path("a"))
+    assert "step-17" not in [path.name for path in Path("a/saved").iterdir()]
+
+
+def test_a_run_whose_every_state_is_damaged_says_so(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arm("SIGTERM")
+    assert train(*BASE, "run.dir=a") == 75
+    for folder in list_states(Path("a/saved")):
+        (folder / "model.pt").write_bytes(b"")
+    capsys.readouterr()
+    assert train(*BASE, "run.dir=a") == 6
+    assert "error[S001]" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_finished_run_whose_end_is_damaged_comes_to_it_again(in_tmp: Path) -> None:
+    words = (*BASE, "saving.keep=3")
+    assert train(*words, "run.dir=whole") == 0
+    assert train(*words, "run.dir=a") == 0
+    (Path("a/saved/step-26") / "model.pt").write_bytes(b"")
+    assert train(*words, "run.dir=a") == 0
+    assert_same_run(Path("whole"), Path("a"))
+
+
+def test_a_finished_run_whose_states_are_gone_is_left_alone(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("steps=4", "log_every=1", "model.hidden=[4]", "run.dir=a")
+    assert train(*words, "run.dir=other") == train(*words) == 0
+    shutil.rmtree("a/saved")
+    before = Path("a/metrics.jsonl").read_text()
+    for resume in ("auto", "never", "other"):
+        capsys.readouterr()
+        assert train(*words, f"run.resume={resume}") == 6
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "error[S004]: run.dir=a (command line): holds the figures of a run of 4 steps" in line
+    assert Path("a/metrics.jsonl").read_text() == before
+
+
+def test_a_run_goes_on_from_the_state_named(in_tmp: Path) -> None:
+    words = (*BASE[:-1], "saving.keep=9")
+    assert train(*words, "run.dir=whole") == 0
+    # Back to an earlier state of the same run: what lies beyond it is cut.
+    assert train(*words, "run.dir=a") == 0
+    arm("SIGTERM")
+    assert train(*words, "run.resume=a/saved/step-12") == 75
+    assert [path.name for path in list_states(Path("a/saved"))][:2] == ["step-17", "step-16"]
+    assert max(record["step"] for record in records(Path("a"))) == 15
+    Path("a/wandb.json").write_text('{"id": "its own"}')
+    assert train(*words, "run.resume=a") == 0
+    assert Path("a/wandb.json").exists()
+    assert_same_run(Path("whole"), Path("a"))
+    # Into another directory: the figures up to there stay behind.
+    assert train(*words, "run.resume=a/saved/step-12", "run.dir=b") == 0
+    assert same_bits(weights(Path("whole")), weights(Path("b")))
+    assert min(record["step"] for record in records(Path("b"))) == 15
+    assert train(*words, "run.resume=a", "run.dir=b") == 2
+
+
+def test_a_state_that_is_not_there_is_told_of(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(*BASE[:-1], "run.resume=nowhere") == 6
+    assert "error[S004]" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_run_that_saved_nothing_starts_clean(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*BASE, "saving.every=100steps", "eval.every=100steps", "log_every=1", "run.dir=a")
+    with monkeypatch.context() as patch:
+        patch.setattr(Armed, "on_step", lambda self, run, step: 1 // (9 - step))
+        assert train(*words) == 2
+    assert [record["step"] for record in records(Path("a"))] == list(range(1, 9))
+    # Nothing binds it to the config it had, nor to its place in Weights & Biases.
+    Path("a/wandb.json").write_text('{"id": "of the run before"}')
+    assert train(*words, "seed=5") == 0
+    assert not Path("a/wandb.json").exists()
+    steps = [record["step"] for record in records(Path("a")) if record["split"] == "train"]
+    assert steps == list(range(1, 27))
+
+
+def test_who_made_a_directory_is_known(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    assert run_directory.create_folder(folder) == [folder, tmp_path / "runs"]
+    assert run_directory.create_folder(folder) == []
+
+
+def test_a_directory_in_use_is_refused(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("a").mkdir()
+    with run_directory.hold(Path("a")), monkeypatch.context() as patch:
+        # Both found no such directory, and each made it, as far as it knows.
+        patch.setattr(run_directory, "create_folder", lambda folder: [folder])
+        assert train(*BASE, "run.dir=a") == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error[E003]" in line
+    assert f"process {os.getpid()}" in line
+    assert train(*BASE, "run.dir=a") == 0
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_state_before(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*BASE, "run.dir=whole") == 0
+    save, calls = torch.save, []
+
+    def fill(state: Any, path: Path) -> None:
+        calls.append(path)
+        if len(calls) > 6:
+            raise OSError(28, "No space left on device")
+        save(state, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fill)
+        capsys.readouterr()
+        assert train(*BASE, "run.dir=a") == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error[E002]" in line
+    assert summary(Path("a"))["status"] == "failed"
+    assert train(*BASE, "run.dir=a") == 0
+    assert_same_run(Path("whole"), Path("a"))
+
+
+def test_figures_that_cannot_be_written_fail_the_run(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ptfast.report.loggers import JsonlLogger, _cannot_write
+
+    def full(self: JsonlLogger, record: Any) -> None:
+        raise _cannot_write(self.path, OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(JsonlLogger, "log", full)
+    assert train(*BASE, "run.dir=a", "epochs=1") == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error[E002]" in line
+    assert "metrics.jsonl" in line
+    assert (summary(Path("a"))["status"], summary(Path("a"))["exit_code"]) == ("failed", 4)

@@ -1,0 +1,431 @@
+"""`ptfast find workers`: the quickest loader beside the training, by the fewest processes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import WITH_TESTS, build_run, train
+from torch.utils.data import Dataset, IterableDataset
+
+from ptfast.cli import command_line
+from ptfast.config.read import read_config
+from ptfast.core.errors import MachineError, ReportedError
+from ptfast.measure.loader import loader_finder, loader_search
+from ptfast.measure.loader.loader_candidate import Loader
+from ptfast.measure.loader.loader_search import Search, search_loaders
+from ptfast.measure.trials.train_timing import time_steps
+
+SMALL = ("model=mlp", "model.hidden=[8]")
+PLAIN, MEMORY, AHEAD = Loader("plain"), Loader("memory"), Loader("plain", read_ahead=True)
+FILES = {
+    "iterable": False,
+    "packed": False,
+    "in_memory": False,
+    "repeatable": True,
+    "num_samples": 10_000,
+    "read_s": 1.0,
+    "device": "cpu",
+    "auto": ["workers", 3],
+}
+"""Facts of files on a machine without a GPU."""
+MB = 2**20
+
+
+def of(count: int, **other: Any) -> Loader:
+    return Loader("workers", count, 2, 1)._replace(**other)
+
+
+class Machine:
+    """One on which loaders have the rates that it is told, and children end as it is told."""
+
+    def __init__(self, rate: Callable[[Loader], float], **facts: Any) -> None:
+        self.rate, self.facts = rate, {**FILES, **facts}
+        self.ends: dict[Loader, BaseException | int | str] = {}
+        """Loaders of children that raise, are killed by a signal, or have no room."""
+        self.bytes = lambda loader: 100 * MB
+        self.waiting = 0.5
+        self.spread = 0.0
+        self.children: list[list[Loader]] = []
+
+    def run_child(self, *arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
+        keywords, results = arguments[4], []
+        self.children.append(list(keywords["loaders"]))
+        for loader in keywords["loaders"]:
+            end = self.ends.get(loader)
+            if isinstance(end, BaseException):
+                raise end
+            if isinstance(end, int):
+                return results, end
+            result: dict[str, Any] = {"loader": [*loader]}
+            if isinstance(end, str):
+                return [*results, {**result, "no_room": end}], None
+            rate = self.rate(loader)
+            rates = [rate * (1 + self.spread * step) for step in (-1, -0.5, 0, 0.5, 1)]
+            result |= {
+                "samples_per_s": rate,
+                "rates": rates,
+                "low": rates[0],
+                "high": rates[-1],
+                "waiting": self.waiting,
+                "ready_s": 1.0,
+            }
+            result |= {"memory_bytes": self.bytes(loader), "memory_kind": "PSS", "samples": 100}
+            results.append(result | ({"facts": self.facts} if keywords["asks"] else {}))
+        return results, None
+
+
+read = functools.cache(read_config)
+
+
+@pytest.fixture
+def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Search]:
+    """The search on such a machine."""
+
+    def on(machine: Machine, most: int | None = None, words: tuple[str, ...] = SMALL) -> Search:
+        monkeypatch.setattr(loader_search, "run_child", machine.run_child)
+        search = Search(*read(words), tmp_path, 0.1)
+        search_loaders(search, most)
+        return search
+
+    return on
+
+
+def tried(search: Search) -> list[int]:
+    return sorted({loader.workers for loader in search.seen if loader.workers})
+
+
+def slow(loader: Loader) -> float:
+    """Each reader gets 50 samples a second, and the training takes 390 at most."""
+    return min(390.0, 50.0 * max(1, loader.workers))
+
+
+def fast(loader: Loader) -> float:
+    """Handing over costs more than reading."""
+    return 1000.0 if loader.kind == "plain" else 600.0
+
+
+def test_slow_data_gets_as_many_workers_as_gain_something(searched: Callable[..., Search]) -> None:
+    search = searched(Machine(slow, repeatable=False))
+    assert search.best() == of(8)
+    assert tried(search) == [1, 2, 3, 4, 6, 8, 12, 16]
+
+
+def test_fast_data_gets_none(searched: Callable[..., Search]) -> None:
+    search = searched(Machine(fast, auto=["plain", 0]))
+    assert search.best() == PLAIN
+    assert tried(search) == [1, 2, 4]
+
+
+def test_the_quickest_kind_wins(searched: Callable[..., Search]) -> None:
+    search = searched(Machine(lambda loader: 5000.0 if loader.kind == "memory" else slow(loader)))
+    assert search.best() == MEMORY
+    search = searched(Machine(lambda loader: 5000.0 if loader.read_ahead else slow(loader)))
+    assert search.best().read_ahead
+
+
+def test_of_loaders_as_quick_the_fewest_processes_are_taken(searched: Callable[..., Search]) -> None:
+    machine = Machine(lambda loader: 100 + 0.1 * loader.workers + loader.read_ahead)
+    assert searched(machine, 8).best() == PLAIN
+    machine = Machine(lambda loader: 100.0)
+    machine.bytes = lambda loader: (90 if loader.kind == "memory" else 100) * MB
+    assert searched(machine, 8).best() == MEMORY
+
+
+def test_what_no_loader_can_save_is_not_looked_for(searched: Callable[..., Search]) -> None:
+    machine = Machine(slow, auto=["plain", 0])
+    machine.waiting = 0.01
+    search = searched(machine)
+    assert search.best() == PLAIN
+    assert machine.children == [[PLAIN], [MEMORY], [of(1)], [of(2)], [of(4)], [of(8)], [of(16)]]
+    remarks = [*loader_finder._remarks(search, PLAIN)]
+    assert remarks[0].startswith("without workers 1.0% of the time goes to reading")
+
+
+@pytest.mark.parametrize(("spread", "kept"), [(0.2, True), (0.05, False)])
+def test_what_auto_takes_is_kept_where_nothing_quicker_can_be_told(
+    spread: float, kept: bool, searched: Callable[..., Search]
+) -> None:
+    machine = Machine(lambda loader: {of(3): 900.0, of(4): 1000.0}.get(loader, 500.0), repeatable=False)
+    machine.spread = spread
+    search = searched(machine, 4)
+    assert search.best() == of(4)
+    assert set(machine.children[-1]) >= {of(3), of(4)}
+    assert search.chosen() == (of(3) if kept else of(4))
+    said = [line for line in loader_finder._remarks(search, search.chosen()) if "auto" in line]
+    assert len(said) == kept
+    if kept:
+        assert "4 workers, at 1,000 (900 to 1,100) samples/s" in said[0]
+        assert "auto takes, at 900 (810 to 990)" in said[0]
+
+
+def test_so_it_is_where_reading_takes_next_to_no_time(searched: Callable[..., Search]) -> None:
+    """Nothing is waited for without workers, and yet 7 % less was measured than with what `auto` takes."""
+    machine = Machine(lambda loader: 1000.0 if loader == MEMORY else 930.0, auto=["memory", 0])
+    machine.waiting, machine.spread = 0.01, 0.1
+    search = searched(machine)
+    assert search.best() == PLAIN
+    assert search.chosen() == MEMORY
+
+
+def test_a_burst_elsewhere_spoils_no_choice(searched: Callable[..., Search]) -> None:
+    search = searched(Machine(slow, repeatable=False))
+    search.seen[of(8)][0]["rates"][0] = 10.0
+    assert search.chosen() == of(8)
+
+
+def test_what_lies_beside_the_best_is_tried_and_the_best_again_in_turns(
+    searched: Callable[..., Search],
+) -> None:
+    machine = Machine(lambda loader: slow(loader) + 20 * (loader.prefetch == 4) + (loader.workers == 6) * 200)
+    search = searched(machine)
+    assert search.best() == of(6, prefetch=4)
+    again = machine.children[-1]
+    assert set(again) == {of(6, prefetch=4), of(6), of(6, prefetch=4, read_ahead=True)}
+    assert again == again[:3] * 2
+    assert len(search.seen[of(6)]) == 3
+    assert [len(child) for child in machine.children[:-1]] == [1] * (len(machine.children) - 1)
+
+
+def test_no_more_are_tried_than_allowed(searched: Callable[..., Search]) -> None:
+    search = searched(Machine(lambda loader: 50.0 * loader.workers + 1, auto=["plain", 0]), 5)
+    assert tried(search) == [1, 2, 4, 5]
+    assert search.best().workers == 5
+    assert "more than 5 workers were not tried: --to goes further" in search.notes
+    shared = {"iterable": True, "num_shards": 3, "auto": ["workers", 2]}
+    assert tried(searched(Machine(slow, **shared))) == [1, 2, 3]
+
+
+def test_the_search_ends_with_the_memory(
+    searched: Callable[..., Search], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_search, "available_memory", lambda: 1000 * MB)
+    machine = Machine(slow, repeatable=False, auto=["plain", 0])
+    machine.bytes = lambda loader: (100 + 200 * loader.workers) * MB
+    search = searched(machine)
+    assert tried(search) == [1, 2, 3, 4]
+    assert "8 workers would take about 1.7 GiB, and 1.0 GiB are free" in search.notes
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("cannot allocate memory", "does not fit: cannot allocate memory"),
+        (signal.SIGKILL.value, "was ended by SIGKILL"),
+        (ReportedError("ptfast: error[D008]: data: cannot be sent.", 3), "data: cannot be sent."),
+    ],
+)
+def test_a_trial_that_dies_is_named_and_survived(end: Any, why: str, searched: Callable[..., Search]) -> None:
+    machine = Machine(slow, repeatable=False, auto=["plain", 0])
+    machine.ends = {of(4): end}
+    search = searched(machine)
+    assert why in search.failed[of(4)]
+    assert max(tried(search)) == 3
+    assert search.best() == of(3)
+
+
+def test_one_that_dies_when_it_is_measured_again_leaves_what_is_known(
+    searched: Callable[..., Search],
+) -> None:
+    machine = Machine(slow, repeatable=False)
+
+    def run_child(*arguments: Any) -> Any:
+        if len(arguments[4]["loaders"]) > 1:
+            raise ReportedError("ptfast: error[P001]: gone", 7)
+        return Machine.run_child(machine, *arguments)
+
+    machine.run_child = run_child
+    search = searched(machine)
+    assert search.best() == of(8)
+    assert any("gone" in note for note in search.notes)
+
+
+def test_without_workers_it_has_to_fit(searched: Callable[..., Search]) -> None:
+    machine = Machine(slow)
+    machine.ends = {PLAIN: "out of memory"}
+    with pytest.raises(MachineError, match=r"out of memory.*smaller batch_size"):
+        searched(machine)
+    machine.ends = {PLAIN: ReportedError("ptfast: error[D001]: data.root: is not there", 3)}
+    with pytest.raises(ReportedError, match="is not there"):
+        searched(machine)
+
+
+def test_kinds_that_this_data_cannot_have_are_named(searched: Callable[..., Search]) -> None:
+    search = searched(Machine(slow, repeatable=False))
+    assert search.failed[Loader("packed")] == "only image folders and text files are packed"
+    assert "held as they first are" in search.failed[MEMORY]
+    assert AHEAD not in search.seen
+    search = searched(Machine(slow, read_s=720.0))
+    assert search.failed[MEMORY] == "decoding everything once would take 12m 00s on one core"
+    assert MEMORY in searched(Machine(slow, read_s=720.0, auto=["memory", 0])).seen
+    search = searched(Machine(slow, iterable=True, num_shards=None))
+    assert {loader.kind for loader in [*search.seen, *search.failed]} == {"plain", "workers"}
+
+
+def test_auto_the_config_and_the_rule_of_thumb_are_marked(searched: Callable[..., Search]) -> None:
+    words = (*SMALL, "dataloader=workers", "dataloader.workers=5", "dataloader.prefetch=3")
+    search = searched(Machine(fast, configured=["workers", 5]), words=words)
+    five = Loader("workers", 5, 3, 1)
+    marks = loader_finder._marks(search, PLAIN)
+    assert marks[five] == "as configured"
+    assert marks[five._replace(workers=3)] == "auto"
+    assert marks[five._replace(workers=4)] == "4 x GPUs"
+    assert marks[PLAIN] == "chosen"
+    assert set(marks) <= {*search.seen}
+
+
+def test_what_is_written_is_what_was_measured(
+    searched: Callable[..., Search], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (*SMALL, "dataloader.workers=5", "dataloader.read_ahead=true", "backend.worker_threads=2")
+    search = searched(Machine(fast), words=words)
+    for name, chosen in {"a": AHEAD, "b": PLAIN, "c": of(3, threads=2)}.items():
+        loader_finder._write(Path(f"{name}.yaml"), words, search, chosen, "x")
+        _, config = read_config([f"+recipe=./{name}.yaml"])
+        assert config.dataloader.kind == chosen.kind
+        assert config.dataloader.read_ahead == chosen.read_ahead
+        assert config.model.target.kwargs["hidden"] == [8]
+        if chosen.workers:
+            assert (config.dataloader.workers, config.dataloader.prefetch) == (3, 2)
+            assert config.backend.worker_threads == 2
+        else:
+            assert config.dataloader.workers == "auto"
+
+
+# What a child measures.
+
+
+class Points(Dataset[Any]):
+    """Points that take a while to come."""
+
+    num_classes = 2
+
+    def __init__(self, read_s: float = 0.0) -> None:
+        self.read_s = read_s
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.read_s)
+        return torch.full((3,), float(index % 2)), index % 2
+
+
+class Once(IterableDataset[Any]):
+    """A few points, one after another, and no second pass."""
+
+    num_classes = 2
+
+    def __init__(self) -> None:
+        self.left = iter([(torch.zeros(3), 0)] * 50)
+
+    def __iter__(self) -> Any:
+        return self.left
+
+
+POINTS = (*SMALL, "data=custom", "data._target_=test_find_workers.Points", "batch_size=4")
+
+
+def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "slow", *POINTS, "data.read_s=0.01", "dataloader=plain")
+    slow = time_steps(run, 0.1, look=lambda: {"seen": True})
+    assert slow["seen"]
+    assert (
+        slow["low"] == min(slow["rates"]) <= slow["samples_per_s"] <= max(slow["rates"]) == slow["high"] < 100
+    )
+    assert slow["waiting"] > 0.7
+    fast = time_steps(build_run(tmp_path / "fast", "model=mlp", "model.hidden=[256,256]"), 0.1)
+    assert fast["waiting"] < 0.5
+
+
+def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.run(["find", "workers", "--from", "2"]) == 2
+    assert "--from: means nothing to find workers. ptfast find workers takes --to, --seconds" in (
+        capsys.readouterr().err
+    )
+
+
+# The command.
+
+
+def find(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
+    """Figures and output of `ptfast find workers WORDS...`."""
+    command = [sys.executable, "-m", "ptfast", "find", "workers", *words, "--out", "out"]
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **WITH_TESTS}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "out" / "workers.json").read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_the_command_picks_many_for_slow_data_and_none_for_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    flags = ("--seconds", "0.3", "--to", "8")
+    figures, out = find(tmp_path / "a", *POINTS, "data.read_s=0.02", *flags, "--write", "found.yaml")
+    assert figures["chosen"]["workers"] >= 6
+    plain, *others = figures["trials"]
+    assert plain["kind"] == "plain"
+    assert all(trial["memory_bytes"] > plain["memory_bytes"] for trial in others if trial["workers"] == 8)
+    assert f"dataloader.workers={figures['chosen']['workers']}" in out
+    monkeypatch.chdir(tmp_path / "a")
+    _, config = read_config(["+recipe=./found.yaml"])
+    assert config.dataloader.workers == figures["chosen"]["workers"]
+    assert train("+recipe=./found.yaml", "epochs=null", "steps=2", "run.dir=run") == 0
+    figures, _ = find(tmp_path / "b", *POINTS, *flags)
+    assert figures["chosen"]["workers"] == 0
+
+
+@pytest.mark.slow
+def test_two_ranks_agree(tmp_path: Path) -> None:
+    ranks = ("device=cpu", "parallel=ddp", "parallel.nproc=2")
+    figures, out = find(tmp_path, *POINTS, "data.read_s=0.02", *ranks, "--seconds", "0.3", "--to", "2")
+    assert figures["chosen"]["workers"] == 2
+    assert "workers of each of 2 ranks" in out
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "ptfast", "find", "workers", *POINTS, "--out", "out"]
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), **WITH_TESTS}
+    with subprocess.Popen(
+        [*command, "--write", "found.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while "samples/s" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "ptfast: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_data_that_ends_too_soon(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "data=custom", "data._target_=test_find_workers.Once", "batch_size=4", "steps=5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", WITH_TESTS["PYTHONPATH"])
+        patch.chdir(tmp_path)
+        assert command_line.run(["find", "workers", *words]) == 3
+    assert "before 2 s of them were measured" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,88 @@
+"""Muon: which parameters it takes, and that both of its halves step as torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optimizers import net, wave, weights_of
+from torch import nn
+
+from ptfast.core.sections.targets import Target
+from ptfast.optim.build_optimizer import apply_lr, build_optimizer
+from ptfast.optim.muon import Muon, hidden_matrices
+
+
+class Tied(nn.Module):
+    """A language model whose head shares the embedding, with positions and a class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(5, 4))
+        self.tokens = nn.Embedding(7, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.norm = nn.LayerNorm(4)
+        self.feed = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.tokens.weight
+
+
+def hidden_names(of: nn.Module, **keywords: Any) -> list[str]:
+    named = list(of.named_parameters())
+    hidden = hidden_matrices(named, **keywords)
+    return [name for name, parameter in named if id(parameter) in hidden]
+
+
+def test_which_matrices_are_hidden() -> None:
+    model = Tied()
+    inner = ["attention.in_proj_weight", "attention.out_proj.weight", "feed.weight"]
+    assert hidden_names(model, model=model) == inner
+    assert hidden_names(model, model=model, adamw_names=["feed.*"]) == inner[:2]
+    assert hidden_names(model, model=model, ends=True) == inner
+    assert hidden_names(net()) == ["4.weight"]
+    assert hidden_names(net(), ends=True) == ["0.weight", "4.weight", "6.weight"]
+    with pytest.raises(ValueError, match=r"nothing is called typo\.\*"):
+        hidden_names(model, model=model, adamw_names=["typo.*"])
+
+
+def test_muon_takes_torchs_steps() -> None:
+    """Each part steps as torch's optimizer of that name; a convolution as the matrix of its rows."""
+    model, twin = net(), net()
+    ours = Muon(model.named_parameters(), lr=0.01, weight_decay=0.1, ends=True)
+    conv, norm, bias = twin[0], twin[1], twin[4].bias
+    rows = nn.Parameter(conv.weight.detach().flatten(1))
+    matrices = [rows, twin[4].weight, twin[6].weight]
+    vectors = [conv.bias, norm.weight, norm.bias, bias, twin[6].bias]
+    theirs = (
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1),
+    )
+    for step in range(3):
+        for index, (parameter, other) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+            parameter.grad = wave(tuple(parameter.shape), step + index).float()
+            other.grad = parameter.grad.clone()
+        rows.grad = conv.weight.grad.flatten(1)
+        ours.step()
+        for optimizer in theirs:
+            optimizer.step()
+    conv.weight.data.copy_(rows.view_as(conv.weight))
+    torch.testing.assert_close(weights_of(model), weights_of(twin))
+
+
+def test_muon_shows_its_groups_to_schedules_and_rates() -> None:
+    target = Target("ptfast.optim.muon.Muon", {"lr": 0.02, "adamw_lr": 3e-4})
+    optimizer, _ = build_optimizer(target, net(), torch.device("cpu"))
+    assert [group["muon"] for group in optimizer.param_groups] == [True, False]
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [0.02, 3e-4]
+    apply_lr(optimizer, [0.02, 3e-4], 0.5, 0.8)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 1.5e-4]
+    assert optimizer.param_groups[0]["momentum"] == optimizer.param_groups[1]["betas"][0] == 0.8
+
+
+def test_muon_without_a_hidden_matrix() -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = Muon(layer.parameters())
+    assert [group["muon"] for group in optimizer.param_groups] == [False]
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()

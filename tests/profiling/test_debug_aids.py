@@ -1,0 +1,217 @@
+"""Debugging aids: what they find, where they leave it, and that a run is the same with them and without."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import misfits
+import pytest
+import torch
+from config_trees import check, refused
+from running import build_run, same_bits, train, weights
+from torch import Tensor, nn
+
+from ptfast.core.errors import ConfigError, MachineError, NumericsError
+from ptfast.core.protocols import Run
+from ptfast.profiling.debug_aids.debugging import debugging
+from ptfast.profiling.debug_aids.gradcheck import TOLERANCE, check_gradients
+from ptfast.profiling.debug_aids.step_phases import PHASES, Phases, watched
+from ptfast.training.fit import fit
+
+SMALL = ("model.hidden=[8]", "steps=6", "batch_size=32", "micro_batches=2", "log_every=3")
+
+
+class Cube(torch.autograd.Function):
+    """x cubed, whose backward forgets the factor of 3."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x**2
+
+
+class Net(nn.Module):
+    """Whose layer `first` has a right gradient and a wrong one by choice."""
+
+    def __init__(self, num_classes: int, broken: bool = True) -> None:
+        super().__init__()
+        self.broken = broken
+        self.first, self.norm, self.last = nn.Linear(64, 6), nn.BatchNorm1d(6), nn.Linear(6, num_classes)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.norm(self.first(images.flatten(1)))
+        return self.last(self.dropout(Cube.apply(x) if self.broken else x**3))
+
+
+@pytest.fixture
+def run(in_tmp: Path) -> Iterator[Run]:
+    run = build_run(in_tmp / "run", *SMALL)
+    yield run
+    run.train_loader.close()
+
+
+def test_phases_of_every_step(run: Run) -> None:
+    told: list[tuple[str, str]] = []
+    phases = Phases(lambda name: told.append(("enter", name)), lambda name: told.append(("leave", name)))
+    with watched(run, phases):
+        fit(run)
+    # Phases never overlap: each is left before the next is entered.
+    entered = [name for what, name in told[::2] if what == "enter"]
+    assert entered == [name for what, name in told[1::2] if what == "leave"]
+    one_step = ["data", *(2 * ["forward", "backward"]), "optimizer"]
+    assert entered[: 6 * len(one_step)] == 6 * one_step
+
+
+def test_off_leaves_the_run_as_it_is(run: Run) -> None:
+    with debugging("none", run):
+        assert not torch.is_anomaly_enabled()
+        assert "to" not in vars(run.clock)
+        assert run.watchers == []
+    with watched(run, Phases(print, print)):
+        assert "to" in vars(run.clock)
+    assert "to" not in vars(run.clock)
+    assert run.watchers == []
+
+
+def test_runs_are_the_same_with_each_of_them(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "model.dropout=0.1", "debug.wait=1", "debug.warmup=1", "debug.active=2")
+    assert train(*words, "run.dir=none") == 0
+    for mode in ("profiler", "gradcheck", "memory"):
+        capsys.readouterr()
+        assert train(*words, f"debug={mode}", f"run.dir={mode}") == 0
+        assert same_bits(weights(Path("none")), weights(Path(mode)))
+        out = capsys.readouterr().out
+        assert f"warning: debug={mode} is on" in out
+        if mode == "gradcheck":
+            assert "gradcheck: gradients fit the loss" in out
+    assert "memory: peaks of 2 steps" in out
+    table = Path("memory/memory.txt").read_text()
+    peaks = [float(line.split()[0].replace(",", "")) for line in table.splitlines()[1:5]]
+    assert all(peak > 50 for peak in peaks)
+    # Each of the two hidden activations of a micro-batch of 16: 8 float32 each.
+    assert "float32 16x8" in table
+    trace = json.loads(Path("profiler/trace.json").read_text())
+    names = [event.get("name") for event in trace["traceEvents"]]
+    assert names.count("data") == 2
+    assert names.count("forward") == names.count("backward") == 4
+    assert "aten::addmm" in names
+    assert "aten::addmm" in Path("profiler/profile.txt").read_text()
+
+
+def test_a_run_may_be_resumed_with_another(in_tmp: Path) -> None:
+    assert train(*SMALL, "run.dir=whole") == 0
+    assert train(*SMALL, "run.dir=other", "saving.every=3steps", "saving.keep=2", "debug=gradcheck") == 0
+    resumed = ("run.dir=resumed", "run.resume=other/saved/step-3", "saving.every=3steps", "saving.keep=2")
+    looks = ("debug=profiler", "debug.wait=0", "debug.warmup=0", "debug.active=2")
+    assert train(*SMALL, *resumed, *looks) == 0
+    assert Path("resumed/trace.json").exists()
+    assert same_bits(weights(Path("whole")), weights(Path("resumed")))
+
+
+@pytest.mark.parametrize("mode", ["profiler", "memory"])
+def test_too_few_steps_to_look_at(run: Run, mode: Any) -> None:
+    said = "6 steps to train, and it would look until step 7"
+    with pytest.raises(ConfigError, match=said) as caught, debugging(mode, run, wait=4, warmup=1, active=2):
+        pass
+    assert caught.value.code == "C011"
+
+
+def test_gradcheck_lets_right_gradients_pass(in_tmp: Path) -> None:
+    words = ("model=custom", "model._target_=test_debug_aids.Net", "model.broken=false", "steps=2")
+    run = build_run(in_tmp / "run", *words)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    assert check_gradients(run) < TOLERANCE
+    assert same_bits(before, dict(run.model.state_dict()))
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+def test_gradcheck_names_what_is_wrong(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "model=custom",
+        "model._target_=test_debug_aids.Net",
+        "steps=2",
+        "debug=gradcheck",
+        "run.dir=run",
+    )
+    assert train(*words) == 5
+    error = capsys.readouterr().err
+    assert "error[N002]" in error
+    assert "worst in first." in error or "worst in norm." in error
+
+
+@pytest.mark.parametrize("words", [("model=resnet_digits",), ("model=resnet_digits", "checkpointing=full")])
+def test_gradcheck_of_a_convolutional_network(in_tmp: Path, words: tuple[str, ...]) -> None:
+    assert check_gradients(build_run(in_tmp / "run", "model.width=4", *words)) < TOLERANCE
+
+
+def test_nvtx_needs_a_gpu() -> None:
+    with pytest.raises(MachineError) as caught:
+        check(debug={"mode": "nvtx"}, device="cpu")
+    assert (caught.value.code, caught.value.key) == ("E005", "debug")
+
+
+def test_nvtx_marks_phases(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_ranges: list[str] = []
+    seen: list[str] = []
+
+    def push(name: str) -> None:
+        open_ranges.append(name)
+        seen.append(name)
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", push)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: open_ranges.pop())
+    with debugging("nvtx", run):
+        fit(run)
+    assert open_ranges == []
+    assert set(seen) == set(PHASES)
+
+
+def test_bad_values() -> None:
+    assert refused(debug={"mode": "profiler", "active": 0}).code == "C005"
+    assert refused(debug={"mode": "profiler", "wait": -1}).code == "C005"
+
+
+def test_an_error_inside_is_passed_on(run: Run) -> None:
+    for mode in ("profiler", "memory"):
+        with pytest.raises(NumericsError), debugging(mode, run, active=2):  # type: ignore[arg-type]
+            raise NumericsError("N001", "the loss is nan")
+    assert run.watchers == []
+
+
+@pytest.mark.parametrize(
+    ("how", "mode", "what"),
+    [("detects", "anomaly", "anomaly detection is on"), ("profiles", "profiler", "a profiler is on")],
+)
+def test_an_aid_that_a_model_turns_on_itself_is_told_once_with_its_place(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], how: str, mode: str, what: str
+) -> None:
+    words = ("model=custom", "model._target_=misfits.Net", f"model.how={how}", "log_every=1")
+    try:
+        assert train(*words, "steps=3", "run.dir=a") == 0
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if what in line]
+    assert line.startswith("warning: ")
+    (number,) = re.findall(r"\(misfits\.py:(\d+)\)", line)
+    assert (
+        f"{mode if mode == 'anomaly' else 'profile'}("
+        in Path(misfits.__file__).read_text().splitlines()[int(number) - 1]
+    )
+    assert f"debug={mode}" in line
+
+
+def test_an_aid_that_was_asked_for_is_not_told_of_again(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*SMALL, "debug=anomaly", "run.dir=a") == 0
+    assert "is on (" not in capsys.readouterr().out

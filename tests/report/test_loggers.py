@@ -1,0 +1,247 @@
+"""Records reach their files, survive kills, and a failing logger does not end the training."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptfast.core.errors import MachineError
+from ptfast.report.loggers import (
+    BackgroundLogger,
+    Csv,
+    JsonlLogger,
+    Logger,
+    RunLogger,
+    Tensorboard,
+    Wandb,
+    read_records,
+    truncate_after,
+)
+
+
+def train(step: int, **figures: Any) -> dict[str, Any]:
+    return {"step": step, "epoch": step / 10, "split": "train", **figures}
+
+
+class Recorder:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.threads: set[str] = set()
+        self.closed = 0
+        self.error = error
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.threads.add(threading.current_thread().name)
+        if self.error is not None:
+            raise self.error
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_jsonl_is_one_valid_object_a_line_on_disk_at_once(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    logger.log(train(1, loss=0.1 + 0.2, lr=1e-4))
+    logger.log(train(2, loss=math.nan, grad_norm=math.inf))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close, as after a SIGKILL
+    logger.close()
+    assert json.loads(lines[0]) == train(1, loss=0.1 + 0.2, lr=1e-4)
+    assert json.loads(lines[1], parse_constant=pytest.fail) == train(2, loss=None, grad_norm=None)
+
+
+def test_jsonl_unpacks_scalars_of_numpy_and_torch(tmp_path: Path) -> None:
+    import numpy as np
+    import torch
+
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    logger.log(train(1, loss=np.float32(0.5), lr=torch.tensor(0.25), count=np.int64(3)))
+    logger.close()
+    assert read_records(tmp_path / "metrics.jsonl") == [train(1, loss=0.5, lr=0.25, count=3)]
+
+
+def test_jsonl_goes_on_behind_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(train(1)) + '\n{"step": 2, "lo')
+    assert read_records(path) == [train(1)]
+    logger = JsonlLogger(path)
+    logger.log(train(2))
+    logger.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [train(1), train(2)]
+
+
+def test_truncate_after_keeps_what_the_resumed_step_has_logged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    truncate_after(path, 3)
+    assert not path.exists()
+    records = [train(step, loss=1 / step) for step in range(1, 6)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"st')
+    truncate_after(path, 3)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records[:3]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_machine(tmp_path: Path) -> None:
+    with pytest.raises(MachineError) as caught:
+        JsonlLogger(tmp_path / "missing" / "metrics.jsonl")
+    assert caught.value.code == "E001"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_surfaces_once_in_the_thread_that_logs() -> None:
+    logger = BackgroundLogger([JsonlLogger(Path("/dev/full"))])
+    logger.log(train(1))
+    with pytest.raises(MachineError) as caught:
+        logger.close()
+    assert caught.value.code == "E002"
+    logger.close()
+
+
+def test_csv_adds_columns_as_figures_appear(tmp_path: Path) -> None:
+    logger = Csv()
+    assert isinstance(logger, RunLogger)
+    logger.open(tmp_path, {})
+    logger.log(train(1, loss=0.5))
+    logger.log({"step": 1, "epoch": 0.1, "split": "val", "loss": 0.4, "accuracy": 0.9})
+    logger.log(train(2, loss=0.25))
+    logger.close()
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["step", "epoch", "split", "loss", "accuracy"]
+    assert [(row["step"], row["split"], row["loss"], row["accuracy"]) for row in rows] == [
+        ("1", "train", "0.5", ""),
+        ("1", "val", "0.4", "0.9"),
+        ("2", "train", "0.25", ""),
+    ]
+
+
+def test_csv_of_a_resumed_run_starts_from_its_jsonl(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,epoch,split,loss\n1,0.1,train,0.5\n9,0.9,train,0.1\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(train(1, loss=0.5)) + "\n")
+    logger = Csv()
+    logger.open(tmp_path, {})
+    logger.log(train(2, loss=0.25))
+    logger.close()
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["step,epoch,split,loss", "1,0.1,train,0.5", "2,0.2,train,0.25"]
+
+
+@pytest.mark.parametrize(("logger", "package"), [(Tensorboard, "tensorboard"), (Wandb, "wandb")])
+def test_a_missing_package_is_named_with_its_extra(
+    logger: type, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ptfast.report.loggers.find_spec", lambda name: None)
+    with pytest.raises(MachineError, match=rf"pip install 'ptfast\[{package}\]'") as caught:
+        logger()
+    assert caught.value.code == "E004"
+
+
+def test_tensorboard_tags_by_split_and_hides_what_a_resumed_run_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            calls.append(("open", folder, purge_step))
+
+        def add_text(self, *args: Any) -> None:
+            calls.append(("text", args[0]))
+
+        def add_scalar(self, *args: Any) -> None:
+            calls.append(args)
+
+        def close(self) -> None:
+            calls.append(("close",))
+
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = Writer  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    monkeypatch.setattr("ptfast.report.loggers.find_spec", lambda name: object())
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(train(4)) + "\n")
+    logger = Tensorboard()
+    logger.open(tmp_path, {"epochs": 1})
+    logger.log({"step": 5, "epoch": 0.5, "split": "val", "loss": 0.5, "note": "text is left out"})
+    logger.close()
+    folder = str(tmp_path / "tensorboard")
+    assert calls == [("open", folder, 5), ("text", "config"), ("val/loss", 0.5, 5), ("close",)]
+
+
+def test_a_run_has_an_id_of_its_own_in_wandb_and_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jobs of two sweeps have folders of one name."""
+    started: list[dict[str, Any]] = []
+    logged: list[dict[str, Any]] = []
+    run = types.SimpleNamespace(
+        define_metric=lambda *args, **kwargs: None, log=logged.append, finish=lambda: logged.append({})
+    )
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **options: started.append(options) or run  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("ptfast.report.loggers.find_spec", lambda name: object())
+    for sweep in ("20261120-ab12", "20261121-cd34", "20261120-ab12"):
+        (tmp_path / sweep / "0").mkdir(parents=True, exist_ok=True)
+        logger = Wandb(project="mine")
+        logger.open(tmp_path / sweep / "0", {"epochs": 1})
+    logger.log(train(3, loss=0.5, step_s=0.25))
+    logger.close()
+    first, other, resumed = started
+    assert first["id"] == resumed["id"] != other["id"]
+    assert first["id"].isalnum()
+    assert (first["project"], first["name"], first["resume"]) == ("mine", "20261120-ab12/0", "allow")
+    assert logged == [{"step": 3, "train/loss": 0.5, "train/step_s": 0.25}, {}]
+
+
+def test_the_background_logger_writes_everything_elsewhere() -> None:
+    recorder = Recorder()
+    assert isinstance(recorder, Logger)
+    logger = BackgroundLogger([recorder])
+    for step in range(1000):
+        logger.log(train(step))
+    logger.close()
+    logger.close()
+    assert [record["step"] for record in recorder.records] == list(range(1000))
+    assert threading.current_thread().name not in recorder.threads
+    assert recorder.closed == 1
+
+
+def test_a_failing_logger_is_dropped_with_one_warning() -> None:
+    failing, sound = Recorder(ConnectionError("no route")), Recorder()
+    warned: list[tuple[str, str]] = []
+    logger = BackgroundLogger(
+        [failing, sound], lambda text: warned.append((text, threading.current_thread().name))
+    )
+    for step in range(3):
+        logger.log(train(step))
+    logger.close()
+    assert len(sound.records) == 3
+    assert [(text.count("no route"), thread) for text, thread in warned] == [
+        (1, threading.current_thread().name)
+    ]
+
+
+def test_a_logger_that_waits_does_not_hold_up_the_step() -> None:
+    gate = threading.Event()
+
+    class Waiting(Recorder):
+        def log(self, record: dict[str, Any]) -> None:
+            assert gate.wait(10)
+            super().log(record)
+
+    waiting = Waiting()
+    logger = BackgroundLogger([waiting])
+    logger.log(train(1))
+    logger.log(train(2))
+    assert waiting.records == []
+    gate.set()
+    logger.close()
+    assert len(waiting.records) == 2

@@ -1,0 +1,31 @@
+"""Callbacks for ranks. They import no test: that would take away what torchrun has told the rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from ptfast.core.protocols import Callback
+
+
+class Misfortune(Callback):
+    """What the file `misfortune` says happens to one rank after a step: a signal."""
+
+    def on_step(self, run: Any, step: int) -> None:
+        if step == 1:
+            Path(f"pid-{run.ranks.rank}").write_text(str(os.getpid()))
+        rank, at_step, name = Path("misfortune").read_text().split()
+        if run.ranks.rank == int(rank) and step == int(at_step):
+            os.kill(os.getpid(), signal.Signals[name])
+
+
+class Slow(Callback):
+    """Steps that take long enough to be interrupted."""
+
+    def on_step(self, run: Any, step: int) -> None:
+        if step == 2:
+            Path(f"pid-{run.ranks.rank}").write_text(str(os.getpid()))
+        time.sleep(0.05)

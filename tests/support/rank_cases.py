@@ -1,0 +1,344 @@
+"""What two ranks go through for the tests: runs whose outcome is compared with that of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from running import build_run, same_bits, weights
+from torch import nn
+from toys import Lines
+
+from ptfast.core.distributed import Ranks
+from ptfast.core.errors import PtfastError
+from ptfast.core.protocols import Run
+from ptfast.data.loaders.shared_memory import build_holder
+from ptfast.techniques.parallel.wrapping import apply_sync_batchnorm
+from ptfast.training.fit import evaluate_split, fit
+from ptfast.training.stopping import caught_signals
+
+PLAIN = ("optimizer=sgd", "schedule=constant", "optimizer.lr=0.5", "model=custom")
+SAMPLES = (*PLAIN, "data=custom", "data._target_=toys.blobs", "data.val=0", "model._target_=toys.DoubleMlp")
+TOKENS = (
+    *PLAIN,
+    "data=custom",
+    "data._target_=toys.tagged_tokens",
+    "data.val=0",
+    "task=token_classification",
+)
+TOKENS = (*TOKENS, "model._target_=toys.Tagger")
+RAGGED = {"samples": (*SAMPLES, "data.num_samples=25"), "tokens": (*TOKENS, "data.num_samples=17")}
+"""Batches of 8 leave a last one of a single sample: one rank's share is empty."""
+BATCH = ("batch_size=8", "epochs=3", "log_every=2", "eval.every=2steps")
+LAYOUTS = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4)]
+"""Strategy and micro-batches."""
+SMALL = ("model.hidden=[47]", "batch_size=64", "steps=8", "log_every=2", "eval.every=4steps", "seed=3")
+OPTIMIZERS = ("sgd", "nadam", "radam")
+MIXED = ("ema.decay=0.6", "gradients.clip_norm=0.3", "gradients.accumulate=2", "optimizer=adamw")
+SYNCED = ("model=custom", "model._target_=toys.DoubleNormed", "data=custom", "data._target_=toys.blobs")
+SYNCED = (*SYNCED, "data.num_samples=52", "data.val=0", "optimizer=sgd", "batch_size=16", "epochs=2")
+
+RESNET = ("model=resnet_digits", "model.width=4", "batch_size=32", "steps=4", "log_every=1", "optimizer=sgd")
+RESNET = (
+    *RESNET,
+    "ema=swa",
+    "ema.swa_start=2steps",
+    "ema.swa_every=1steps",
+    "optimizer.lr=0.01",
+    "gradients.clip_value=0.01",
+    "data.val=1samples",
+)
+RUNNING = ("model=resnet_digits", "model.width=4", "micro_batches=4", "batch_size=120", "epochs=1")
+RUNNING = (*RUNNING, "eval.every=5steps", "optimizer=sgd", "dataloader.last=drop")
+FORGETFUL = ("model=custom", "model._target_=toys.Forgetful", "data=custom", "data._target_=toys.blobs")
+FORGETFUL = (*FORGETFUL, "data.val=0", "batch_size=10", "steps=6")
+UNUSED = {
+    "always": FORGETFUL,
+    "later": (*FORGETFUL, "+model.after=3"),
+    "switched": (*FORGETFUL, "parallel.unused_parameters=true"),
+    "recorded": (*FORGETFUL, "parallel.static_graph=true"),
+    "unused fsdp": FORGETFUL,
+}
+STREAM = ("data=custom", "data._target_=streamed.WithHeldOut", "model.hidden=[4]", "schedule=constant")
+STREAM = (
+    *STREAM,
+    "batch_size=6",
+    "steps=9",
+    "dataloader=workers",
+    "dataloader.workers=3",
+    "eval.every=5steps",
+)
+STUCK = ("data=custom", "data._target_=stuck.Stuck", "+data.at=18", "data.val=0", "dataloader=plain")
+STUCK = (*STUCK, "model.hidden=[4]", "model.dropout=0.2", "batch_size=10", "steps=6")
+LAST = ("model.hidden=[8]", "steps=1", "batch_size=4", "data.val=45samples", "eval.batch_size=8")
+GPT = ("data=text_file", "data.path=text.txt", "data.context_length=16", "model=gpt", "model.depth=2")
+GPT = (*GPT, "model.width=16", "model.heads=2", "batch_size=8", "steps=6", "log_every=2")
+
+
+LATE = (
+    "data=custom",
+    "data._target_=toys.blobs",
+    "data.val=0",
+    "model=custom",
+    "model._target_=toys.Straggler",
+)
+LATE = (*LATE, "micro_batches=4", "batch_size=8", "steps=11", "log_every=20")
+
+
+class Cases:
+    """Runs on this rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def build(self, name: str, *words: str, strategy: str = "ddp", **given: Any) -> Run:
+        words = (*words, f"parallel={strategy}", f"parallel.nproc={self.ranks.num_ranks}", "device=cpu")
+        run = build_run(Path(name), *words, ranks=self.ranks, **given)
+        run.logger = Lines()
+        return run
+
+    def train(self, name: str, *words: str, **given: Any) -> dict[str, Any]:
+        """Losses by step and split, and the weights as saved."""
+        run = self.build(name, *words, **given)
+        assert fit(run) == "finished"
+        torch.distributed.barrier()
+        return {"losses": [line["loss"] for line in run.logger], "weights": weights(Path(name))}
+
+    def resumed(self, name: str, *words: str, **given: Any) -> bool:
+        """Whether a run that goes on from the state in its middle ends in the same bits."""
+        whole = self.train(name, *words, "saving.every=4steps", "saving.keep=9", **given)
+        again = f"{name}-resumed"
+        middle = Path(name) / "saved" / "step-4"
+        run = self.build(again, *words, state_folder=middle, **given)
+        assert run.progress.step == 4
+        fit(run)
+        torch.distributed.barrier()
+        left, right = (torch.load(Path(n) / "saved/last/training.pt") for n in (name, again))
+        return same_bits(weights(Path(again)), whole["weights"]) and same_bits(left, right)
+
+    def refusal(self, name: str, *words: str, **given: Any) -> str:
+        """What is said where a run is refused."""
+        run = self.build(name, *words, **given)
+        try:
+            fit(run)
+        except PtfastError as error:
+            return f"{error.code} after step {run.progress.step}: {error}"
+        finally:
+            torch.distributed.barrier()
+        return "nothing was refused"
+
+
+def cases(ranks: Ranks) -> dict[str, Any]:
+    """Everything, by name."""
+    on = Cases(ranks)
+    found: dict[str, Any] = {"folder": str(Path.cwd())}
+    for kind, words in RAGGED.items():
+        for strategy, parts in LAYOUTS:
+            name = f"{kind} {strategy} {parts}"
+            case = on.train(name, *words, *BATCH, f"micro_batches={parts}", strategy=strategy)
+            found[name] = case["weights"]
+    found |= ddp_cases(on)
+    found |= fsdp_cases(on)
+    for strategy in ("ddp", "fsdp"):
+        for last in ("keep", "drop", "pad"):
+            run = on.build(f"{last} {strategy}", *LAST, f"eval.last={last}", strategy=strategy)
+            found[f"{last} {strategy}"] = evaluate_split(run, "val")
+        late = on.build(f"late-{strategy}", *LATE, strategy=strategy)
+        fit(late)
+        found[f"ledger {strategy}"] = late.clock.ledger()
+    found["stream"] = one_pass(on)
+    for name in ("OfRank", "LateOfRank", "Asks", "SaysSo"):
+        found[f"stream {name}"] = refusal_of_stream(on, name)
+    found["held"] = held_together(on)
+    found["stuck"] = stuck(on)
+    found["stream resumes"] = on.resumed("stream", *STREAM)
+    for name, words in UNUSED.items():
+        found[name] = on.refusal(name, *words, strategy="fsdp" if "fsdp" in name else "ddp")
+    return found
+
+
+def stuck(on: Cases) -> tuple[str, int, bool]:
+    """How a run ends whose data does not come, on either rank, and whether it goes on to the same bits."""
+    whole = on.train("stuck-whole", *STUCK)
+    if on.ranks.is_first:
+        Path("stuck").write_text("SIGTERM")
+    run = on.build("stuck-run", *STUCK)
+    with pytest.MonkeyPatch.context() as patch, caught_signals(run.display, on.ranks) as signals:
+        patch.setattr("ptfast.training.stopping.LATE_S", 2.0)
+        signals.run = run
+        status = fit(run)
+    torch.distributed.barrier()
+    if on.ranks.is_first:
+        Path("stuck").unlink()
+    state = Path("stuck-run/saved/last").resolve()
+    again = on.train("stuck-again", *STUCK, state_folder=state)
+    return status, run.progress.step, same_bits(again["weights"], whole["weights"])
+
+
+def held_together(on: Cases) -> dict[str, Any]:
+    """What two ranks train to from images in memory, held once or by each, and where the memory lies."""
+    if on.ranks.is_first:
+        for number in range(24):
+            file = Path("pictures", f"class-{number % 2}", f"{number:02d}.png")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(file)
+    torch.distributed.barrier()
+    words = ("data=imagefolder", "data.root=pictures", "model.hidden=[4]", "batch_size=8", "epochs=2")
+    words = (*words, "dataloader=memory", "augment=crop_flip", "augment.crop_padding=1")
+    found: dict[str, Any] = {}
+    for name in ("together", "without a map", "apart"):
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "without a map":
+                patch.setattr("ptfast.data.loaders.shared_memory._map", refuse_to_map)
+            if name == "apart":
+                patch.setattr("ptfast.training.prepare_data.build_holder", lambda ranks: None)
+            run = on.build(f"held {name}", *words)
+            assert fit(run) == "finished"
+        torch.distributed.barrier()
+        found[name] = {"weights": weights(Path(f"held {name}")), "note": run.data_note}
+    holder = build_holder(on.ranks)
+    array, given = holder.fill((2, 4096), lambda array: f"by rank {fill_with(array, on.ranks.rank)}")
+    mapped = "memfd:ptfast" in Path("/proc/self/maps").read_text()
+    # What a rank writes by mistake stays its own.
+    value = int(array[1, 4095])
+    array[1, 4095] += 1 - on.ranks.is_first
+    seen: list[Any] = [None] * on.ranks.num_ranks
+    torch.distributed.all_gather_object(seen, (value, given, mapped))
+    torch.distributed.barrier()
+    found["seen"], found["kept"] = seen, int(array[1, 4095])
+    found["agree"] = [holder.agree(on.ranks.is_first), holder.agree(True)]
+    return found
+
+
+def fill_with(array: Any, rank: int) -> int:
+    array[:] = rank + 7
+    return rank
+
+
+def refuse_to_map(path: str, size: int) -> Any:
+    raise PermissionError(13, "Permission denied")
+
+
+def refusal_of_stream(on: Cases, name: str) -> str:
+    """What is said of a data set of `streamed` within the first steps; empty where it is read."""
+    loader = None
+    try:
+        loader = on.build(f"of-{name}", *(word.replace("WithHeldOut", name) for word in STREAM)).train_loader
+        assert len(list(loader.steps(0, 3))) == 3
+    except PtfastError as error:
+        return f"{error.code}: {error}"
+    finally:
+        if loader is not None:
+            loader.close()
+    return ""
+
+
+def one_pass(on: Cases) -> list[float]:
+    """What two ranks of three workers read of a stream until they have read as many samples as it has."""
+    run = on.build("one-pass", *STREAM)
+    batches, mine, num_samples = run.train_loader.steps(0, 99), list[float](), 0
+    while num_samples < 33:
+        batch = next(batches)
+        num_samples += batch.num_samples
+        mine += [float(v) for data, number in batch.micro_batches for v in data[0].flatten()[:number]]
+    run.train_loader.close()
+    found: list[Any] = [None] * on.ranks.num_ranks
+    torch.distributed.all_gather_object(found, mine)
+    return sorted(found[0] + found[1])
+
+
+def ddp_cases(on: Cases) -> dict[str, Any]:
+    switches = {
+        "copied": ("parallel.gradient_as_bucket_view=false",),
+        "buckets": ("parallel.bucket_mb=0.001",),
+        "static": ("parallel.static_graph=true",),
+        "unused": ("parallel.unused_parameters=true",),
+        "bf16": ("parallel.compression=bf16",),
+        "fp16": ("parallel.compression=fp16",),
+    }
+    found: dict[str, Any] = {"ddp": on.train("ddp", *SMALL)}
+    for name, words in switches.items():
+        found[name] = on.train(name, *SMALL, *words)
+    powersgd = ("parallel.compression=powersgd", "parallel.powersgd_start=2")
+    found["powersgd resumes"] = on.resumed("powersgd", *SMALL, *powersgd)
+    found["powersgd"] = {"weights": weights(Path("powersgd"))}
+    found["layers"] = [normed(on.ranks, shares) for shares in ((3, 2), (0, 5), (4, 4))]
+    found["resnet synced"] = on.train("resnet-synced", *RESNET, "parallel.sync_batchnorm=true")
+    found["running"] = on.train("running", *RUNNING)
+    found["synced"] = on.train("synced", *SYNCED, "parallel.sync_batchnorm=true")
+    return found
+
+
+def normed(ranks: Ranks, shares: tuple[int, int], dtype: torch.dtype = torch.float64) -> float:
+    """Largest error of a BatchNorm over two ranks, beside one that sees both shares at once.
+
+    A share of 0 is a stand-in that counts for nothing.
+    """
+    draws = torch.Generator().manual_seed(5)
+    whole = torch.randn(sum(shares), 3, 2, generator=draws, dtype=dtype)
+    weights, factors = torch.randn(2, 3, generator=draws), torch.randn(whole.shape, generator=draws)
+    one, several = nn.BatchNorm1d(3, momentum=0.3).to(dtype), nn.Sequential(nn.BatchNorm1d(3, momentum=0.3))
+    several.to(dtype)
+    apply_sync_batchnorm(several)
+    for norm in (one, several[0]):
+        norm.load_state_dict({"weight": weights[0], "bias": weights[1]}, strict=False)
+    mine = slice(shares[0] * ranks.rank, shares[0] + shares[1] * ranks.rank)
+    full, part = (
+        x.clone().requires_grad_() for x in (whole, whole[mine] if shares[ranks.rank] else whole[:1])
+    )
+    one_out = one(full)
+    (one_out * factors).square().sum().backward()
+    several[0].counts = bool(shares[ranks.rank])
+    out = several(part)
+    loss = (out * (factors[mine] if shares[ranks.rank] else 0)).square().sum()
+    loss.backward()
+    grads = torch.cat([several[0].weight.grad, several[0].bias.grad])
+    torch.distributed.all_reduce(grads)
+    pairs = [
+        (grads, torch.cat([one.weight.grad, one.bias.grad])),
+        (several[0].running_mean, one.running_mean),
+        (several[0].running_var, one.running_var),
+        (several[0].num_batches_tracked, one.num_batches_tracked),
+    ]
+    if shares[ranks.rank]:
+        pairs += [(out, one_out[mine]), (part.grad, full.grad[mine])]
+    errors = torch.tensor([float((left - right).detach().abs().max()) for left, right in pairs])
+    worst = errors.max()
+    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
+    return float(worst)
+
+
+def fsdp_cases(on: Cases) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if on.ranks.is_first:
+        Path("text.txt").write_text("so it goes, and on it goes. " * 60)
+    torch.distributed.barrier()
+    for name in OPTIMIZERS:
+        for strategy in ("ddp", "fsdp"):
+            words = (*SMALL, f"optimizer={name}", "optimizer.lr=0.01")
+            found[f"{name} {strategy}"] = on.train(f"{name}-{strategy}", *words, strategy=strategy)
+    for strategy in ("ddp", "fsdp"):
+        words = (*SMALL, *MIXED, "saving.every=4steps", "saving.keep=9")
+        found[f"mixed {strategy}"] = on.train(f"mixed-{strategy}", *words, strategy=strategy)
+    for strategy in ("ddp", "fsdp"):
+        found[f"resnet {strategy}"] = on.train(f"resnet-{strategy}", *RESNET, strategy=strategy)
+        words = (*RESNET, "checkpointing=full", "parallel.sync_batchnorm=true")
+        found[f"checkpointed {strategy}"] = on.train(f"checkpointed-{strategy}", *words, strategy=strategy)
+        for precision in ("fp32", "bf16", "amp_fp16"):
+            name = f"gpt {precision} {strategy}"
+            found[name] = on.train(name, *GPT, f"precision={precision}", strategy=strategy)
+    middle = Path("mixed-ddp/saved/step-4")
+    words = (*SMALL, *MIXED)
+    found["taken up"] = on.train("taken-up", *words, strategy="fsdp", state_folder=middle)
+    words = ("model=resnet_digits", "batch_size=32", "steps=2", "precision=bf16_true")
+    try:
+        on.build("two types", *words, strategy="fsdp")
+    except PtfastError as error:
+        found["two types"] = f"{error.code}: {error}"
+    found["fsdp resumes"] = on.resumed("fsdp", *SMALL, *MIXED, strategy="fsdp")
+    return found

@@ -1,0 +1,72 @@
+"""Runs in this process, for tests: torch is imported once and not for every run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import IMPORT_PATHS
+
+from ptfast.cli import command_line
+from ptfast.config.read import read_config
+from ptfast.core.distributed import Ranks
+from ptfast.core.protocols import Run
+from ptfast.report.terminal.plain_display import Display
+from ptfast.training.build import build
+
+WITH_TESTS = {"PYTHONPATH": os.pathsep.join(IMPORT_PATHS)}
+"""Environment of a command that imports classes from the tests."""
+FREE = ("samples_per_s", "step_s", "peak_memory_bytes")
+"""Figures that no two runs share."""
+
+
+def train(*words: str) -> int:
+    """`ptfast train WORDS...`, later words in place of earlier ones of their key; returns the exit code."""
+    return command_line.run(["train", *{word.partition("=")[0]: word for word in words}.values()])
+
+
+def build_run(folder: Path, *words: str, ranks: Ranks | None = None, **given: Any) -> Run:
+    """What `ptfast train WORDS...` would train, built and not trained; on one rank, or by itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return build(read_config(words)[1], ranks=ranks or Ranks(), folder=folder, display=Display(), **given)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, without what depends on the clock."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in FREE} for line in lines]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """A run's summary.json."""
+    return json.loads((folder / "summary.json").read_text())
+
+
+def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
+    """The saved weights of a run."""
+    return torch.load(folder / "saved" / name / "model.pt", weights_only=True)
+
+
+def training_state(folder: Path, name: str = "last") -> dict[str, Any]:
+    """Optimizer and averaged weights as saved."""
+    return torch.load(folder / "saved" / name / "training.pt", weights_only=True)
+
+
+def same_pixels(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether resized bytes are equal; torch's plain kernels round by the layout in memory, a level apart."""
+    apart = int(torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"))
+    return bool(((one.int() - other.int()).abs() <= apart).all())
+
+
+def same_bits(left: Any, right: Any) -> bool:
+    """Whether two nests of tensors and plain values are equal to the bit."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_bits(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(same_bits(a, b) for a, b in zip(left, right, strict=True))
+    return left == right

@@ -1,0 +1,127 @@
+"""Weights shared out among ranks: DDP's losses, states that one process loads, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from config_trees import Tree, check, refused
+from rank_cases import MIXED, OPTIMIZERS, SMALL
+from running import build_run, records, same_bits, training_state, weights
+from test_ddp import a_run
+
+from ptfast.training.fit import evaluate
+
+FSDP: Tree = {"strategy": "fsdp", "nproc": 2}
+
+
+@pytest.mark.parametrize("case", [*OPTIMIZERS, "mixed", "resnet", "checkpointed", "gpt fp32"])
+def test_losses_are_those_of_ddp(two_ranks: dict[str, Any], case: str) -> None:
+    """Layers whose rows do not divide, averaged weights, clipping, accumulation, BatchNorm, tied blocks."""
+    ddp, fsdp = two_ranks[f"{case} ddp"], two_ranks[f"{case} fsdp"]
+    assert fsdp["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
+    assert fsdp["weights"].keys() == ddp["weights"].keys()
+    for name, value in ddp["weights"].items():
+        torch.testing.assert_close(fsdp["weights"][name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp_fp16"])
+def test_half_precision_is_as_near_as_it_can_be(two_ranks: dict[str, Any], precision: str) -> None:
+    ddp, fsdp = two_ranks[f"gpt {precision} ddp"], two_ranks[f"gpt {precision} fsdp"]
+    assert fsdp["losses"] != two_ranks["gpt fp32 fsdp"]["losses"]
+    assert fsdp["losses"] == pytest.approx(ddp["losses"], rel=1e-3)
+    assert {value.dtype for value in fsdp["weights"].values()} == {torch.float32}
+
+
+def test_it_goes_on_to_the_same_bits(two_ranks: dict[str, Any]) -> None:
+    assert two_ranks["fsdp resumes"]
+
+
+def test_weights_of_two_types_are_refused(two_ranks: dict[str, Any]) -> None:
+    """Among weights in bf16, norms stay in float32."""
+    assert two_ranks["two types"].startswith("C011: parallel=fsdp: the weights are bfloat16 and float32")
+
+
+@pytest.fixture
+def rank_folder(two_ranks: dict[str, Any]) -> Path:
+    """Where the two ranks have trained."""
+    return Path(two_ranks["folder"])
+
+
+def test_one_process_loads_what_it_saves(rank_folder: Path, tmp_path: Path) -> None:
+    """Weights, averages and optimizer state are whole, under plain names; training goes on from them."""
+    saved = {name: rank_folder / name / "saved" / "last" for name in ("mixed-ddp", "mixed-fsdp")}
+    ddp, fsdp = (training_state(path.parent.parent) for path in saved.values())
+    assert ddp["optimizer"]["param_groups"] == fsdp["optimizer"]["param_groups"]
+    for state, other in (
+        (ddp["ema"]["averages"], fsdp["ema"]["averages"]),
+        *zip(ddp["optimizer"]["state"].values(), fsdp["optimizer"]["state"].values(), strict=True),
+    ):
+        for name, value in state.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5)
+    run = build_run(tmp_path, *SMALL, *MIXED, state_folder=saved["mixed-fsdp"])
+    assert run.progress.step == 8
+    again = evaluate(
+        run.model,
+        run.task,
+        run.eval_loaders["val"],
+        device=run.device,
+        ranks=run.ranks,
+        precision=run.precision,
+        average=run.ema,
+    )
+    assert again["loss"] == pytest.approx(run.figures["val"]["loss"], rel=1e-6)
+
+
+def test_ranks_take_up_what_one_process_has_saved(two_ranks: dict[str, Any]) -> None:
+    assert two_ranks["taken up"]["losses"] == pytest.approx(two_ranks["mixed ddp"]["losses"][3:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rewrites__channels_last": True}, "rewrites.channels_last"),
+        ({"compile__mode": "model"}, "compile"),
+        ({"debug__mode": "gradcheck"}, "debug"),
+        ({"gradients__clip_adaptive": 0.1}, "gradients.clip_adaptive"),
+        ({"optimizer__groups": [{"match": "*", "trains_from": "2steps"}]}, "optimizer.groups"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(changes: Tree, key: str) -> None:
+    error = refused(device="cpu", parallel=FSDP, **changes)
+    assert (error.code, error.key) == ("C011", key)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("ptfast.optim.lars.Lars", "ptfast.optim.lamb.Lamb", "ptfast.optim.nvlamb.Nvlamb"),
+        *("ptfast.optim.novograd.Novograd", "ptfast.optim.muon.Muon", "torch.optim.Adafactor"),
+    ],
+)
+def test_optimizers_that_need_whole_layers_are_refused(path: str) -> None:
+    optimizer = {"_target_": path, "lr": 0.1}
+    error = refused(device="cpu", parallel=FSDP, optimizer=optimizer)
+    assert (error.code, error.key) == ("C011", "optimizer")
+    assert "parallel=fsdp" in str(error)
+    check(device="cpu", parallel={**FSDP, "strategy": "ddp"}, optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on(in_tmp: Path) -> None:
+    words = ("model.hidden=[30,30]", "batch_size=96", "steps=24", "log_every=4", "ema=ema", "run.resume=auto")
+    words = (*words, "parallel=fsdp", "parallel.nproc=2", "callbacks=[{_target_: callbacks.Misfortune}]")
+    for name, misfortune, code in (
+        ("whole", "1 1000 SIGTERM", 0),
+        ("stopped", "1 9 SIGTERM", 75),
+        ("stopped", "1 1000 SIGTERM", 0),
+    ):
+        Path("misfortune").write_text(misfortune)
+        process = a_run(*words, f"run.dir={name}")
+        out, err = process.communicate(timeout=200)
+        assert (process.returncode, err) == (code, "")
+        assert "fsdp, weights in 1 part" in out
+    assert same_bits(weights(Path("stopped")), weights(Path("whole")))
+    assert records(Path("stopped")) == records(Path("whole"))

@@ -1,0 +1,267 @@
+"""Process-wide switches, seeding, averaged weights, rewrites and anomaly mode."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from running import build_run
+from torch import nn
+
+from ptfast.__main__ import WAITING, main
+from ptfast.core.errors import NumericsError
+from ptfast.core.protocols import MicroBatch, StepBatch
+from ptfast.core.run_directory import read_json
+from ptfast.profiling.debug_aids.debugging import debugging
+from ptfast.techniques.backend.torch_settings import (
+    apply_backend,
+    resolve_threads,
+    usable_cores,
+    watch_shapes,
+)
+from ptfast.techniques.rewrites.model_rewrites import apply_channels_last, resolve_channels_last
+from ptfast.training import build
+from ptfast.training.fit import fit
+from ptfast.training.seeding import build_seeder, mix, seed_everything
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def restore_backend():
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def conv_net(groups: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(4, 8, 3, groups=groups), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 3))
+
+
+def test_ranks_share_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("ptfast.techniques.backend.torch_settings.usable_cores", lambda: 6)
+    assert [resolve_threads(ranks) for ranks in (1, 2, 4, 12)] == [6, 3, 1, 1]
+
+
+@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
+def test_threads_spin_a_little_before_they_sleep_unless_the_user_says_how(monkeypatch, own):
+    for name in ("OMP_WAIT_POLICY", *WAITING):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**own, "PTFAST_STARTED": "0"}.items():
+        monkeypatch.setenv(name, value)
+    seen = {}
+    monkeypatch.setattr("ptfast.cli.command_line.run", lambda arguments: seen.update(os.environ) or 0)
+    with pytest.raises(SystemExit):
+        main()
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    names = ("OMP_WAIT_POLICY", *WAITING)
+    assert {name: seen[name] for name in names if name in seen} == (own or WAITING)
+
+
+@pytest.mark.usefixtures("restore_backend")
+class TestBackend:
+    def test_threads_are_set_and_recorded(self):
+        resolved = apply_backend(2, cudnn_benchmark=True, deterministic=False, device=CPU)
+        assert torch.get_num_threads() == resolved["threads"] == 2
+        assert resolved["deterministic"] is False
+        assert resolved["cudnn_benchmark"] is False
+        again = apply_backend(resolved["threads"], cudnn_benchmark=True, deterministic=False, device=CPU)
+        assert again == resolved
+
+    def test_the_users_own_number_wins_but_not_torchruns(self, monkeypatch):
+        monkeypatch.setattr("ptfast.techniques.backend.torch_settings.usable_cores", lambda: 6)
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert resolve_threads(1) == 3
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        monkeypatch.setenv("RANK", "0")
+        assert resolve_threads(2) == 3
+        assert resolve_threads(1) == 6
+        monkeypatch.setenv("PTFAST_THREADS", "2")
+        assert resolve_threads(1) == 2
+
+    def test_usable_cores_are_within_the_machine(self):
+        assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+    def test_deterministic(self):
+        apply_backend(1, cudnn_benchmark=False, deterministic=True, device=CPU)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        apply_backend(1, cudnn_benchmark=False, deterministic=False, device=CPU)
+        assert not torch.are_deterministic_algorithms_enabled()
+
+    @pytest.mark.parametrize(
+        ("wanted", "deterministic", "device", "expected"),
+        [
+            ("auto", False, "cuda", True),
+            (True, False, "cuda", True),
+            (False, False, "cuda", False),
+            ("auto", True, "cuda", False),
+            ("auto", False, "cpu", False),
+        ],
+    )
+    def test_cudnn_searches_on_a_gpu_alone(self, wanted, deterministic, device, expected):
+        where = torch.device(device)
+        resolved = apply_backend(1, cudnn_benchmark=wanted, deterministic=deterministic, device=where)
+        assert resolved["cudnn_benchmark"] is torch.backends.cudnn.benchmark is expected
+
+
+def batches_of(*shapes: tuple[int, ...]) -> Iterator[StepBatch]:
+    for shape in shapes:
+        inputs: Any = torch.zeros(shape)
+        yield StepBatch((MicroBatch((inputs, torch.zeros(1)), 1), MicroBatch({"ids": inputs}, 1)), 2)
+
+
+class TestShapes:
+    def test_the_search_ends_with_one_shape_too_many(self):
+        events = []
+        shapes = [(1, 2), (1, 2), (1, 3), (1, 2), (1, 4), (1, 5)]
+        # Each shape counts twice here: once in a pair, once in a mapping.
+        for batch in watch_shapes(batches_of(*shapes), lambda: events.append("off"), most=4):
+            events.append(tuple(batch.micro_batches[0].data[0].shape))
+        assert events == [*shapes[:4], "off", *shapes[4:]]
+
+    def test_targets_do_not_count(self):
+        calls = []
+        batches = [StepBatch((MicroBatch((torch.zeros(2), torch.zeros(n)), 1),), 1) for n in range(1, 20)]
+        assert len(list(watch_shapes(iter(batches), lambda: calls.append(1), most=1))) == 19
+        assert calls == []
+
+    def test_a_run_says_it_and_remembers(self, tmp_path, monkeypatch):
+        """On a GPU; here the switch is a stand-in's."""
+
+        def as_on_cuda(*args, **kwargs):
+            wanted = kwargs["cudnn_benchmark"]
+            return {**apply_backend(*args, **kwargs), "cudnn_benchmark": bool(wanted)}
+
+        monkeypatch.setattr(build, "apply_backend", as_on_cuda)
+        monkeypatch.setattr(build, "MOST_SHAPES", 1)
+        monkeypatch.setattr(build, "watch_shapes", partial(watch_shapes, most=1))
+        words = ("model.hidden=[8]", "epochs=1", "batch_size=512", "eval.every=4steps")
+        run = build_run(tmp_path, *words)
+        assert run.watch is not None
+        notes = []
+        monkeypatch.setattr(run.display, "note", notes.append)
+        assert fit(run) == "finished"
+        assert notes == ["cudnn_benchmark is off from step 3: inputs of more than 1 shapes"]
+        assert read_json(tmp_path / "resolved.json")["cudnn_benchmark"] is False
+        assert build_run(tmp_path / "off", *words, "backend.cudnn_benchmark=true").watch is None
+
+    def test_a_resumed_run_does_not_search_again(self, tmp_path, monkeypatch):
+        asked = []
+        monkeypatch.setattr(
+            build, "apply_backend", lambda **kwargs: asked.append(kwargs) or apply_backend(**kwargs)
+        )
+        for device in ("cuda", "cpu"):
+            (tmp_path / "resolved.json").write_text(
+                json.dumps({"device": device, "cudnn_benchmark": False, "num_ranks": 1})
+            )
+            build_run(tmp_path, "model.hidden=[8]", "steps=1")
+        assert [kwargs["cudnn_benchmark"] for kwargs in asked] == [False, "auto"]
+
+
+class TestSeeding:
+    def test_dropout_is_a_function_of_seed_step_and_micro_batch(self):
+        seed_micro_batch = build_seeder(CPU)
+
+        def draw(*at: int) -> tuple[float, ...]:
+            seed_micro_batch(*at)
+            return tuple(torch.rand(4).tolist())
+
+        places = [(seed, step, micro) for seed in (0, 1) for step in range(20) for micro in range(4)]
+        first = {place: draw(*place) for place in places}
+        assert {place: draw(*place) for place in reversed(places)} == first
+        assert len(set(first.values())) == len(places)
+
+    def test_low_bits_are_mixed(self):
+        low = {
+            mix(seed, step, micro) & 0xFFFF_FFFF
+            for seed in range(10)
+            for step in range(100)
+            for micro in range(10)
+        }
+        assert len(low) >= 9_998
+        bits = [bin(mix(0, step, 0) ^ mix(0, step + 1, 0)).count("1") for step in range(1000)]
+        assert 31 < sum(bits) / len(bits) < 33
+
+    def test_any_seed_will_do(self):
+        for seed in (0, -1, 2**31, 2**63, 2**64 - 1):
+            build_seeder(CPU)(seed, 10**9, 7)
+
+    def test_models_are_the_same_for_the_same_seed(self):
+        weights = []
+        for seed in (3, 3, 4):
+            seed_everything(seed)
+            weights.append(nn.Linear(3, 3).weight.detach())
+        assert torch.equal(weights[0], weights[1])
+        assert not torch.equal(weights[0], weights[2])
+
+
+class TestChannelsLast:
+    def test_same_function_in_another_layout(self):
+        model, images_nchw = conv_net().eval(), torch.randn(2, 4, 3, 3)
+        expected = model(images_nchw)
+        assert apply_channels_last(model) is model
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(model(images_nchw.contiguous(memory_format=torch.channels_last)), expected)
+
+    @pytest.mark.parametrize(
+        ("model", "kind", "device", "expected"),
+        [
+            (conv_net(), "image", "cpu", True),
+            (conv_net(), "image", "cuda", True),
+            (conv_net(), "image", "mps", False),
+            (conv_net(), "features", "cpu", False),
+            (conv_net(groups=4), "image", "cpu", False),
+            (nn.Linear(2, 2), "image", "cpu", False),
+        ],
+    )
+    def test_auto(self, model, kind, device, expected):
+        assert resolve_channels_last("auto", model, kind, torch.device(device)) is expected
+
+    def test_a_setting_wins(self):
+        assert resolve_channels_last(True, nn.Linear(2, 2), "features", CPU) is True
+        assert resolve_channels_last(False, conv_net(), "image", CPU) is False
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.nan
+
+
+class TestDebug:
+    @pytest.mark.filterwarnings("ignore:Error detected in BrokenBackward")
+    def test_anomaly_names_the_function(self):
+        def train() -> None:
+            with debugging("anomaly"):
+                assert torch.is_anomaly_enabled()
+                Broken.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+        with pytest.raises(NumericsError, match="BrokenBackward") as caught:
+            train()
+        assert caught.value.code == "N001"
+        assert not torch.is_anomaly_enabled()
+
+    def test_other_errors_pass_through(self):
+        with pytest.raises(RuntimeError, match="else"), debugging("anomaly"):
+            raise RuntimeError("something else")
+
+    def test_none_is_off(self):
+        with debugging("none"):
+            assert not torch.is_anomaly_enabled()

@@ -1,0 +1,263 @@
+"""What each precision resolves to, and that autocast neither nests, leaks nor goes stale."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from running import build_run
+from torch import nn
+
+from ptfast.core import devices
+from ptfast.core.errors import MachineError
+from ptfast.techniques.precision import number_formats as precision_module
+from ptfast.techniques.precision.number_formats import build_precision, try_matmuls
+
+CPU = torch.device("cpu")
+
+
+def test_fp32_enters_nothing():
+    precision = build_precision("fp32", CPU)
+    assert not precision.enabled
+    assert precision.scaler is None
+    with precision.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    assert precision.describe() == "fp32"
+
+
+@pytest.fixture
+def cpu(monkeypatch, tmp_path):
+    """Have ptfast take this machine's CPU for one that is described so."""
+
+    def describe(text):
+        (tmp_path / "cpuinfo").write_text(text)
+        monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+
+    return describe
+
+
+def test_bf16_computes_in_it_on_any_cpu(cpu):
+    for flags in ("avx2", "avx2 avx512_bf16"):
+        cpu(f"flags\t\t: {flags}\n")
+        precision = build_precision("bf16", CPU)
+        assert precision.scaler is None
+        with precision.autocast():
+            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+        assert not torch.is_autocast_enabled("cpu")
+        assert precision.describe() == "bf16 autocast"
+
+
+@pytest.mark.parametrize(
+    ("mode", "native", "remedy"),
+    [
+        ("bf16", "avx512_bf16", "Use precision=amp, which is fp32 here"),
+        ("bf16_true", "amx_bf16", "Use precision=amp, which is fp32 here"),
+        ("amp_fp16", "avx512_fp16", "Use precision=amp"),
+    ],
+)
+def test_a_cpu_without_the_instructions_is_warned_of_with_the_cost(cpu, mode, native, remedy):
+    cpu(f"flags\t\t: avx2 {native}\n")
+    assert build_precision(mode, CPU).warning is None
+    cpu("flags\t\t: fpu avx2 fma f16c\n")
+    name = "float16" if mode == "amp_fp16" else "bf16"
+    expected = (
+        rf"precision={mode}: this CPU has no {name} instructions: matrix products take \d+\.\dx and "
+        rf"convolutions take \d+\.\dx as long as in fp32\. {remedy}"
+    )
+    assert re.fullmatch(expected, build_precision(mode, CPU).warning)
+
+
+@pytest.mark.parametrize(
+    ("text", "has_bf16"),
+    [
+        ("model name: bf16\nflags\t\t: fpu avx512_bf16\n", True),
+        ("flags\t\t: fpu amx_tile amx_bf16\nflags\t\t: fpu\n", True),
+        ("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd svebf16 i8mm bf16\nCPU part\t: 0xd40\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd evtstrm crc32\nCPU implementer\t: 0x41\n", False),
+        ("model name: bf16\nflags\t\t: fpu avx2\n", False),
+    ],
+)
+def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
+    cpu(text)
+    precision = build_precision("amp", CPU)
+    assert precision.enabled is has_bf16
+    assert precision.warning is None
+    fp32 = "fp32 (amp: this CPU has no bf16 instructions)"
+    assert precision.describe() == ("bf16 autocast (amp on cpu)" if has_bf16 else fp32)
+
+
+@pytest.mark.parametrize("text", [None, "", "flags\t\t:\n", "\0\xff: :\n:\n", "no colon at all"])
+def test_where_linux_says_nothing_torch_is_asked(monkeypatch, tmp_path, text):
+    monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text, encoding="latin-1")
+    for capabilities in ({"arm_bf16": True}, {"avx2": True, "avx512_bf16": False, "num_sockets": 1}, None):
+        if capabilities is None:
+            monkeypatch.delattr(torch.cpu, "get_capabilities")
+        else:
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda c=capabilities: c, raising=False)
+        assert build_precision("amp", CPU).enabled is ("arm_bf16" in (capabilities or ()))
+
+
+def test_one_context_serves_every_step():
+    precision = build_precision("bf16", CPU)
+    assert precision.autocast() is precision.autocast()
+    with pytest.raises(RuntimeError, match="inside"), precision.autocast():
+        raise RuntimeError("inside")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_converted_weights_follow_the_optimizer():
+    precision, layer = build_precision("bf16", CPU), nn.Linear(4, 1, bias=False)
+    inputs = torch.ones(1, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    outputs = []
+    for _ in range(2):
+        for _ in range(2):
+            with precision.autocast():
+                outputs.append(layer(inputs).sum())
+            outputs[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert outputs[0] == outputs[1]
+    assert outputs[2].item() == pytest.approx(outputs[0].item() - 8, abs=0.1)
+
+
+@pytest.mark.parametrize(("mode", "device"), [("amp_fp16", "mps"), ("tf32", "cpu"), ("tf32", "mps")])
+def test_what_a_device_has_not(mode, device):
+    with pytest.raises(MachineError, match=rf"precision={mode}: .* {device}") as caught:
+        build_precision(mode, torch.device(device))
+    assert caught.value.code == "E005"
+
+
+def test_fp16_on_a_cpu_scales_its_loss():
+    precision = build_precision("amp_fp16", CPU)
+    with precision.autocast():
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float16
+    assert precision.scaler is not None
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_amp_on_cuda_is_bf16_where_the_gpu_multiplies_it(monkeypatch, native, dtype):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: device)
+    monkeypatch.setattr(torch, "autocast", lambda device, dtype: SimpleNamespace(fast_dtype=dtype))
+    precision = build_precision("amp", torch.device("cuda"))
+    assert precision.half_type is dtype
+    assert precision.scaler == (None if native else "cuda")
+    name = "bf16 autocast" if native else "fp16 autocast with gradient scaling"
+    assert precision.describe() == f"{name} (amp on cuda)"
+
+
+@pytest.mark.parametrize("emulates", [True, False])
+def test_bf16_on_an_older_gpu_is_emulated_or_refused(monkeypatch, emulates):
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation and emulates
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch, "autocast", lambda device, dtype: SimpleNamespace(fast_dtype=dtype))
+    monkeypatch.setattr(precision_module, "try_half", lambda dtype, device: f"{dtype} crawls")
+    if emulates:
+        warning = build_precision("bf16", torch.device("cuda")).warning
+        remedy = "Use precision=amp, which is fp16 here"
+        assert warning == f"precision=bf16: Tesla T4 has no bf16: torch.bfloat16 crawls. {remedy}"
+        return
+    with pytest.raises(MachineError, match=r"Tesla T4 has no bf16\. Use precision=amp") as caught:
+        build_precision("bf16", torch.device("cuda"))
+    assert caught.value.code == "E005"
+
+
+@pytest.fixture
+def hardware(monkeypatch):
+    """A machine whose `high` is fp32 in 2/3 of the time, and whose `medium` is bf16 in a third of it."""
+    seconds = {"highest": 3.0, "high": 2.0, "medium": 1.0}
+
+    def timed(operation, left, right):
+        setting = torch.get_float32_matmul_precision()
+        product = left.bfloat16() @ right.bfloat16() if setting == "medium" else left @ right
+        return product.float(), seconds[setting]
+
+    monkeypatch.setattr(precision_module, "_timed", timed)
+    yield seconds
+    build_precision("fp32", CPU)
+
+
+def test_auto_takes_the_quickest_products_that_are_as_exact_as_fp32(hardware):
+    before = torch.get_rng_state()
+    precision = build_precision("fp32", CPU, "auto")
+    assert precision.matmul == torch.get_float32_matmul_precision() == "high"
+    assert re.fullmatch(
+        r"fp32, high matmuls: 1\.5x at relative error \de-07, as exact as fp32", precision.note
+    )
+    hardware["high"] = 2.9
+    stays = build_precision("fp32", CPU, "auto")
+    assert stays.matmul == torch.get_float32_matmul_precision() == "highest"
+    assert stays.note.startswith("fp32, highest matmuls (high: 1.0x at relative error")
+    assert stays.note.endswith("coarser than fp32)")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_products_that_are_asked_for_are_measured_and_taken(hardware):
+    precision = build_precision("fp32", CPU, "medium")
+    assert precision.matmul == torch.get_float32_matmul_precision() == "medium"
+    assert re.search(r"medium matmuls: 3\.0x at relative error \de-03, coarser than fp32", precision.note)
+
+
+def test_no_setting_outlives_its_run():
+    for matmul in ("medium", "highest"):
+        build_precision("fp32", CPU, matmul)
+        assert torch.get_float32_matmul_precision() == matmul
+    assert torch.backends.cudnn.allow_tf32 is False
+
+
+def test_only_float32_is_worth_trying(monkeypatch):
+    monkeypatch.setattr(precision_module, "try_matmuls", None)
+    for mode in ("bf16", "amp_fp16", "bf16_true"):
+        assert build_precision(mode, CPU, "auto").matmul == "highest"
+    assert build_precision("fp32", CPU, "highest").note == "fp32"
+
+
+def test_the_error_is_that_of_the_product():
+    trial = try_matmuls(("high",), CPU, rounds=1)["high"]
+    assert 1e-8 < trial.error < 1e-5
+    assert trial.speedup > 0
+
+
+def test_a_resumed_run_keeps_its_products(tmp_path, hardware):
+    words = ("model.hidden=[8]", "steps=1", "precision.matmul_precision=auto")
+    run = build_run(tmp_path, *words)
+    assert run.resolved["matmul_precision"] == "high"
+    hardware["high"] = 9.0
+    assert build_run(tmp_path, *words).resolved["matmul_precision"] == "high"
+    assert build_run(tmp_path / "new", *words).resolved["matmul_precision"] == "highest"
+
+
+@pytest.mark.gpu
+def test_tf32_rounds_products_and_convolutions():
+    device = torch.device("cuda")
+    exact, tf32 = (build_precision("fp32", device), build_precision("tf32", device, "auto"))
+    assert torch.backends.cudnn.allow_tf32
+    assert (exact.matmul, tf32.matmul) == ("highest", "high")
+    assert "coarser than fp32" in tf32.note
+    build_precision("fp32", device)
+    assert not torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["amp", "amp_fp16"])
+def test_half_width_on_cuda(mode):
+    precision, layer = build_precision(mode, torch.device("cuda")), nn.Linear(8, 8).cuda()
+    with precision.autocast():
+        outputs = layer(torch.ones(2, 8, device="cuda"))
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert outputs.dtype is (torch.bfloat16 if mode == "amp" and native else torch.float16)
+    assert (precision.scaler is None) == (outputs.dtype is torch.bfloat16)
+    if precision.scaler is None:
+        return
+    precision.scaler.scale(outputs.float().sum()).backward()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    precision.scaler.step(optimizer)
+    precision.scaler.update()
+    assert precision.scaler.get_scale() > 0

@@ -1,0 +1,276 @@
+"""Schedules against torch's own schedulers, step by step, and what durations and warm-up make of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW, lr_scheduler
+
+from ptfast.config.files import paths
+from ptfast.config.read import read_config
+from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError
+from ptfast.techniques.schedule.lr_schedules import (
+    Constant,
+    Cosine,
+    Cyclic,
+    Linear,
+    MultiStep,
+    OneCycle,
+    Polynomial,
+    Schedule,
+    Shape,
+    Step,
+    build_schedule,
+)
+
+TOTAL = 97
+
+
+def plan(steps_per_epoch: int | None) -> BatchPlan:
+    return BatchPlan(steps_per_epoch and 32 * steps_per_epoch, constant(32))
+
+
+def built(
+    shape: Shape, warmup: str = "0", total_steps: int = TOTAL, steps_per_epoch: int | None = 10
+) -> Schedule:
+    return build_schedule(
+        shape,
+        warmup=Duration.parse(warmup),
+        total_steps=total_steps,
+        plan=plan(steps_per_epoch),
+    )
+
+
+def optimizer(lr: float = 0.3, **kwargs) -> SGD:
+    return SGD([torch.zeros(1, requires_grad=True)], lr=lr, **kwargs)
+
+
+def torch_lrs(make, lr: float = 0.3, steps: int = TOTAL) -> list[float]:
+    """The rates that a torch scheduler sets, as parts of the base rate."""
+    opt = optimizer(lr)
+    scheduler = make(opt)
+    rates = []
+    for _ in range(steps):
+        rates.append(opt.param_groups[0]["lr"] / lr)
+        opt.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("shape", "make"),
+    [
+        (Constant(), lambda opt: lr_scheduler.ConstantLR(opt, factor=1.0)),
+        (Step(Duration(7, "steps"), gamma=0.7), lambda opt: lr_scheduler.StepLR(opt, 7, gamma=0.7)),
+        (
+            MultiStep([Duration(3, "epochs"), Duration(55, "steps")], gamma=0.2),
+            lambda opt: lr_scheduler.MultiStepLR(opt, [30, 55], gamma=0.2),
+        ),
+        (Linear(), lambda opt: lr_scheduler.LinearLR(opt, 1.0, 0.0, TOTAL)),
+        (Linear(end=0.25), lambda opt: lr_scheduler.LinearLR(opt, 1.0, 0.25, TOTAL)),
+        (Cosine(), lambda opt: lr_scheduler.CosineAnnealingLR(opt, TOTAL)),
+        (Cosine(end=0.1), lambda opt: lr_scheduler.CosineAnnealingLR(opt, TOTAL, eta_min=0.03)),
+        (Polynomial(power=2.5), lambda opt: lr_scheduler.PolynomialLR(opt, TOTAL, power=2.5)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Shape) else "",
+)
+def test_equals_torch(shape, make):
+    assert built(shape).lr_factors(0, TOTAL) == pytest.approx(torch_lrs(make), rel=1e-12, abs=1e-12)
+    assert built(shape).momenta(0, TOTAL) is None
+
+
+@pytest.mark.parametrize("total", [97, 10, 1000])
+@pytest.mark.parametrize("pct", [30, 45, 12.5])
+@pytest.mark.parametrize("three_phase", [False, True])
+@pytest.mark.parametrize(("anneal", "torch_anneal"), [("linear", "linear"), ("cosine", "cos")])
+@pytest.mark.parametrize("optimizer_class", [SGD, AdamW])
+def test_one_cycle_equals_torch(total, pct, three_phase, anneal, torch_anneal, optimizer_class):
+    opt = optimizer_class([torch.zeros(1, requires_grad=True)], lr=0.3)
+    scheduler = lr_scheduler.OneCycleLR(
+        opt,
+        max_lr=0.3,
+        total_steps=total,
+        pct_start=pct / 100,
+        anneal_strategy=torch_anneal,
+        div_factor=25,
+        final_div_factor=1e4,
+        three_phase=three_phase,
+    )
+    rates, momenta = [], []
+    for step in range(total):
+        group = opt.param_groups[0]
+        rates.append(group["lr"] / 0.3)
+        momenta.append(group["betas"][0] if "betas" in group else group["momentum"])
+        opt.step()
+        if step < total - 1:
+            scheduler.step()
+    phase = Duration(pct, "percent")
+    fall = phase if three_phase else None
+    shape = OneCycle(start=1 / 25, end=1 / 25 / 1e4, rise=phase, fall=fall, anneal=anneal)
+    schedule = built(shape, total_steps=total)
+    assert schedule.lr_factors(0, total) == pytest.approx(rates, rel=1e-12, abs=1e-12)
+    assert schedule.momenta(0, total) == pytest.approx(momenta, rel=1e-12, abs=1e-12)
+
+
+def test_one_cycle_as_smith_runs_it():
+    schedule = built(OneCycle(), total_steps=1000)
+    factors, momenta = schedule.lr_factors(0, 1000), schedule.momenta(0, 1000)
+    assert momenta is not None
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == pytest.approx(1.0)
+    assert factors.index(max(factors)) == 449
+    assert factors[898] == pytest.approx(0.1)
+    assert factors[-1] == pytest.approx(1e-4)
+    assert (momenta[0], momenta[449], momenta[-1]) == pytest.approx((0.95, 0.85, 0.95))
+
+
+@pytest.mark.parametrize("optimizer_class", [SGD, AdamW])
+@pytest.mark.parametrize(("up", "down"), [(10, None), (7, 13), (1, 4)])
+@pytest.mark.parametrize(("mode", "gamma"), [("triangular", 1.0), ("triangular2", 1.0), ("exp_range", 0.99)])
+def test_cyclic_equals_torch(optimizer_class, up, down, mode, gamma):
+    opt = optimizer_class([torch.zeros(1, requires_grad=True)], lr=0.3)
+    scheduler = lr_scheduler.CyclicLR(
+        opt, base_lr=0.06, max_lr=0.3, step_size_up=up, step_size_down=down, mode=mode, gamma=gamma
+    )
+    rates, momenta = [], []
+    for _ in range(TOTAL):
+        group = opt.param_groups[0]
+        rates.append(group["lr"] / 0.3)
+        momenta.append(group["betas"][0] if "betas" in group else group["momentum"])
+        opt.step()
+        scheduler.step()
+    fall = None if down is None else Duration(down, "steps")
+    schedule = built(Cyclic(start=0.2, rise=Duration(up, "steps"), fall=fall, mode=mode, gamma=gamma))
+    assert schedule.lr_factors(0, TOTAL) == pytest.approx(rates, rel=1e-12, abs=1e-12)
+    assert schedule.momenta(0, TOTAL) == pytest.approx(momenta, rel=1e-12, abs=1e-12)
+
+
+def test_cycles_in_percent_fill_the_run():
+    schedule = built(Cyclic(), total_steps=80)
+    factors = schedule.lr_factors(0, 81)
+    assert [step for step, factor in enumerate(factors) if factor == pytest.approx(1)] == [10, 30, 50, 70]
+    assert factors[20] == factors[80] == pytest.approx(0.1)
+
+
+def test_momentum_is_off_where_the_optimizer_has_none():
+    notes = []
+    for shape, has_momentum in (
+        (OneCycle(), False),
+        (Cyclic(), False),
+        (OneCycle(), True),
+        (Cosine(), False),
+    ):
+        schedule = build_schedule(
+            shape,
+            warmup=Duration(0, "steps"),
+            total_steps=TOTAL,
+            plan=plan(10),
+            has_momentum=has_momentum,
+        )
+        assert (schedule.momenta(0, 5) is not None) is (schedule.momentum_note == "cycled")
+        notes.append(schedule.momentum_note)
+    assert notes == ["not cycled: the optimizer has none"] * 2 + ["cycled", None]
+
+
+def test_one_cycle_without_momentum():
+    assert built(OneCycle(momentum_max=None, momentum_min=None)).momenta(0, 5) is None
+
+
+@pytest.mark.parametrize("option", paths.options("schedule"))
+@pytest.mark.parametrize("warmup", ["0", "13steps"])
+def test_any_segment_of_any_option_is_the_same_function(option, warmup):
+    config = read_config([f"schedule={option}"])[1]
+    schedule = built(config.schedule.target.build(), warmup)
+    whole, momenta = schedule.lr_factors(0, TOTAL), schedule.momenta(0, TOTAL)
+    assert all(isinstance(factor, float) for factor in whole)
+    for first, last in [(0, 1), (5, 20), (12, 14), (13, 50), (96, 97), (40, 40)]:
+        assert schedule.lr_factors(first, last) == whole[first:last]
+        assert schedule.momenta(first, last) == (momenta and momenta[first:last])
+
+
+def test_warmup_then_a_shape_that_ends_with_the_run():
+    def make(opt):
+        # Equal parts of the full rate, reached at the tenth step; the cosine starts at the eleventh.
+        ramp = lr_scheduler.LinearLR(opt, 0.1, 1.0, 9)
+        cosine = lr_scheduler.CosineAnnealingLR(opt, TOTAL - 10)
+        return lr_scheduler.SequentialLR(opt, [ramp, cosine], milestones=[10])
+
+    factors = built(Cosine(), "1epochs").lr_factors(0, TOTAL)
+    assert factors == pytest.approx(torch_lrs(make), rel=1e-12, abs=1e-12)
+    assert factors[:3] == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_milestones_count_from_the_start_of_the_run():
+    factors = built(MultiStep([Duration(30, "steps")]), "10steps").lr_factors(0, TOTAL)
+    assert factors[8:11] == pytest.approx([0.9, 1.0, 1.0])
+    assert factors[29:31] == pytest.approx([1.0, 0.1])
+
+
+def test_warmup_may_fill_the_run():
+    for shape in (Constant(), Cosine(), OneCycle()):
+        factors = built(shape, "100%").lr_factors(0, TOTAL)
+        assert factors == pytest.approx([(step + 1) / TOTAL * factors[-1] for step in range(TOTAL)])
+
+
+def test_warmup_longer_than_the_run():
+    with pytest.raises(ConfigError, match=r"warmup=10epochs.* 100 steps .* 97") as caught:
+        built(Cosine(), "10epochs")
+    assert caught.value.code == "C011"
+
+
+def test_durations_are_read_as_users_write_them():
+    assert Step("3") == Step(Duration(3, "epochs"))  # pyright: ignore[reportArgumentType]
+    assert built(MultiStep([2, "50%"])).lr_factors(19, 21) == pytest.approx([1.0, 0.1])  # pyright: ignore[reportArgumentType]
+    assert built(Step(Duration(64, "samples"))).lr_factors(0, 4) == pytest.approx([1, 1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("code", "make"),
+    [
+        ("C005", lambda: MultiStep([Duration(9, "epochs"), Duration(3, "epochs")])),
+        ("C005", lambda: built(MultiStep([Duration(9, "epochs"), Duration(3, "steps")]))),
+        ("C005", lambda: built(Step(Duration(0, "epochs")))),
+        ("C005", lambda: Cyclic(mode="sawtooth")),  # pyright: ignore[reportArgumentType]
+        ("C005", lambda: Cyclic(rise=Duration(0, "steps"))),
+        ("C011", lambda: Cyclic(momentum_min=None)),
+        ("C005", lambda: OneCycle(anneal="cos")),  # pyright: ignore[reportArgumentType]
+        ("C011", lambda: OneCycle(momentum_max=None)),
+        ("C011", lambda: built(OneCycle(rise=Duration(60, "percent")))),
+        ("C011", lambda: built(Step(Duration(1, "epochs")), steps_per_epoch=None)),
+    ],
+)
+def test_refused(code, make):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("shape", "warmup", "extendable"),
+    [
+        (Constant(), "0", True),
+        (Constant(), "5steps", True),
+        (Constant(), "5%", False),
+        (Step(Duration(3, "epochs")), "0", True),
+        (Step(Duration(30, "percent")), "0", False),
+        (MultiStep([Duration(3, "epochs")]), "1epochs", True),
+        (MultiStep([Duration(50, "percent")]), "0", False),
+        (Linear(), "0", False),
+        (Cosine(), "0", False),
+        (Polynomial(), "0", False),
+        (OneCycle(), "0", False),
+        (Cyclic(rise=Duration(2, "epochs")), "0", True),
+        (Cyclic(), "0", False),
+    ],
+)
+def test_what_says_it_can_be_extended_begins_the_same_in_a_longer_run(shape, warmup, extendable):
+    schedule, longer = built(shape, warmup), built(shape, warmup, total_steps=2 * TOTAL)
+    assert schedule.extendable is extendable
+    assert (schedule.lr_factors(0, TOTAL) == longer.lr_factors(0, TOTAL)) is extendable
+
+
+def test_steps_past_the_end_keep_the_last_figure():
+    for shape in (Linear(end=0.1), Cosine(end=0.1), Polynomial(2.0, end=0.1), OneCycle(end=0.1)):
+        assert built(shape).lr_factors(TOTAL + 5, TOTAL + 6) == pytest.approx([0.1])
