@@ -4,8 +4,8 @@ import os
 import sys
 import time
 
-WAITING = {"GOMP_SPINCOUNT": "100000", "KMP_BLOCKTIME": "1"}
-"""How threads wait for each other: they spin for some milliseconds, then sleep (GNU's OpenMP and LLVM's).
+WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
+"""How threads wait for each other: they spin for about a millisecond, then sleep (GNU's OpenMP and LLVM's).
 
 Sleeping at once costs the time of waking up on a quiet machine, and spinning on costs a core that busy
 neighbours would use (scripts/bench_waiting.py, docs/waiting.md)."""
