@@ -5,7 +5,7 @@ import sys
 import time
 
 WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
-"""How threads wait for each other: they spin for about a millisecond, then sleep (GNU's OpenMP and LLVM's).
+"""Waiting policy of OpenMP's threads, GNU's and LLVM's: they spin for about a millisecond, then sleep.
 
 Sleeping at once costs the time of waking up on a quiet machine, and spinning on costs a core that busy
 neighbours would use (scripts/bench_waiting.py, docs/waiting.md)."""

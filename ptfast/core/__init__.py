@@ -1,1 +1,1 @@
-"""What every room may use, and which uses no other."""
+"""Foundations: every other room may use this one, which uses none."""

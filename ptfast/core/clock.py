@@ -1,4 +1,4 @@
-"""Where the time of a run goes: every second of its wall time, by cause."""
+"""The clock of a run: books every second of its wall time on a cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STEP = ("data", "transfer", "forward", "backward", "gradient_sync", "optimizer", "callbacks")
-"""What a training step goes through."""
+"""The phases of a training step."""
 CAUSES = (
     *("start_up", "warm_up", *STEP),
     *("evaluation", "saving", "logging", "measuring", "closing", "unexplained"),
@@ -27,7 +27,7 @@ SAMPLED = 17
 
 
 class Clock:
-    """The wall time of a run by cause, told by marks at which one cause ends and the next begins.
+    """The wall time of a run by cause, from marks at which one cause ends and the next begins.
 
     Args:
         age_s: seconds that have gone by already: those of `start_up`, which is where a run begins.
@@ -56,7 +56,7 @@ class Clock:
 
     @contextmanager
     def gathering(self, cause: str) -> Iterator[None]:
-        """Have all that goes on inside book on `cause`, whatever the marks in there say."""
+        """Book all that happens inside on `cause`, whatever the marks in there say."""
         self.to(cause)
         outside, self.seconds = self.seconds, defaultdict(float)
         try:
@@ -86,7 +86,7 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """A clock of training on a device that works while the host goes on: the host's time says nothing there.
+    """A clock of training on a device that works asynchronously: the host's time says nothing there.
 
     At the marks of some steps events go into the device's queue, and the host waits for none of them. When it
     leaves training to read a figure, for which it waits anyway, the time since training began is shared out
@@ -95,7 +95,7 @@ class DeviceClock(Clock):
     waits for all that it waits.
 
     Args:
-        before: the clock so far, which this one goes on from.
+        before: the clock so far, which this one continues.
         event: makes an event that keeps the time: with `record`, `synchronize` and `elapsed_time` in ms.
 
     Cost: as for the host, and some 5 us a mark in one step of `SAMPLED`.
@@ -174,7 +174,7 @@ def label(cause: str) -> str:
 
 
 def for_device(clock: Clock, device: torch.device) -> Clock:
-    """`clock`, or what goes on from it where the device works while the host goes on, and has events."""
+    """`clock`, or its continuation where the device works asynchronously and has events."""
     if device.type == "cpu":
         return clock
     import torch

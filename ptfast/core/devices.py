@@ -1,4 +1,4 @@
-"""What the device and the tools of this machine can do. Asks torch, which is imported only for that.
+"""Capabilities of the device and the tools of this machine. Asks torch, which is imported only for that.
 
 What a machine lacks for a switch is one of three: it cannot run here (a `Lack`, an error before training); it
 runs, but slower (a `Lack` that `runs`, a warning); or the switch is `auto` and takes what is quick here.
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     import torch
 
 CPU_INFO = Path(os.environ.get("PTFAST_CPUINFO", "/proc/cpuinfo"))
-"""Where Linux says what the CPU can do; the variable has ptfast take this machine for another."""
+"""Linux's description of the CPU; the variable has ptfast take this machine for another."""
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "arm_bf16"}
-"""What Linux and torch call instructions for bfloat16, the last two on Arm."""
+"""Names that Linux and torch have for bfloat16 instructions, the last two on Arm."""
 FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp", "arm_fp16_arith"}
 """And for float16."""
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 class Lack(NamedTuple):
-    """What this machine lacks for a switch to run, or to run well."""
+    """Something that a switch needs to run, or to run well, and this machine lacks."""
 
     what: str
-    """What is missing, as a clause that goes on from `key=value: `."""
+    """The missing thing, as a clause that follows `key=value: `."""
     remedy: str
-    """What to do about it, as a sentence without its full stop."""
+    """The remedy, as a sentence without its full stop."""
     runs: bool = False
     """It runs all the same, only slower: the user is warned and not stopped."""
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """What sums over many batches are kept in: float64, except on Apple's GPUs, which do not have it."""
+    """Return the type of sums over many batches: float64, except on Apple's GPUs, which do not have it."""
     import torch
 
     return torch.float32 if device.type == "mps" else torch.float64
@@ -53,7 +53,7 @@ def device_type(name: str) -> str:
 
 
 def lack_of_device(name: str) -> Lack | None:
-    """Why there is no device `name` (`cuda`, `mps`; any other is there)."""
+    """Return the reason why there is no device `name` (`cuda`, `mps`; any other is there)."""
     if name not in ("cuda", "mps"):
         return None
     import torch
@@ -64,7 +64,7 @@ def lack_of_device(name: str) -> Lack | None:
 
 
 def lack_of_precision(mode: str, device: str) -> Lack | None:
-    """What a device of that type lacks for a precision's `mode`; None where it computes in it natively.
+    """Return what such a device lacks for a precision's `mode`; None where it computes in it natively.
 
     `fp32` runs anywhere, and `amp` takes a format that is quick here.
     """
@@ -80,7 +80,7 @@ def lack_of_precision(mode: str, device: str) -> Lack | None:
 
 
 def lack_of_compiler(device: str) -> Lack | None:
-    """Why torch.compile cannot make code for a device of that type."""
+    """Return the reason why torch.compile cannot make code for a device of that type."""
     words = os.environ.get("CXX", "").split()
     if device != "mps" and not any(shutil.which(name) for name in (*words[:1], *COMPILERS)):
         return Lack(
@@ -93,7 +93,7 @@ def lack_of_compiler(device: str) -> Lack | None:
 
 
 def lack_of_cuda_graphs(device: str) -> Lack | None:
-    """Why steps cannot be recorded in CUDA graphs on a device of that type."""
+    """Return the reason why steps cannot be recorded in CUDA graphs on a device of that type."""
     if device == "cuda":
         return None
     return Lack(f"CUDA graphs need a CUDA device, and this is {device}", "Use compile=model")
@@ -155,7 +155,7 @@ def _lack_of_bf16(device: str) -> Lack | None:
 
 
 def _cpu_flags() -> set[str]:
-    """What the CPU can do, in Linux's words, or in torch's where there is no Linux."""
+    """Return the CPU's flags, in Linux's words, or in torch's where there is no Linux."""
     if flags := cpu_facts("flags", "Features"):
         return set(flags[0].split())
     import torch

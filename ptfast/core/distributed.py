@@ -1,4 +1,4 @@
-"""Who this rank is, the process group, and the few reductions a run needs."""
+"""The world of ranks: this rank's place in it, the process group, and the few reductions a run needs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 _stores: list[Any] = []
 """The store of the ranks, once it is open: that of the first serves the others for as long as it is kept."""
 THREADS_VARIABLE = "PTFAST_THREADS"
-"""What the user's OMP_NUM_THREADS was before ptfast launched its ranks; torchrun sets it to 1 itself."""
+"""The user's OMP_NUM_THREADS before ptfast launched its ranks; torchrun sets it to 1 itself."""
 
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What a rank has to be told."""
+"""Variables that every rank needs."""
 
 
 class Starter(NamedTuple):
-    """A program that starts processes and tells them none of `WORLD`."""
+    """A program that starts processes without setting any of `WORLD`."""
 
     size: str
     """The variable with their number."""
@@ -36,9 +36,9 @@ class Starter(NamedTuple):
     local_size: str
     """The one with their number on this machine."""
     one: str
-    """What starts a single process here, with the cores of all."""
+    """The command for a single process here, with the cores of all."""
     each: str
-    """What starts one on each of several machines."""
+    """The command for one on each of several machines."""
 
 
 STARTERS = {
@@ -71,12 +71,12 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files and speaks to the user."""
+        """True on the rank that writes files and reports to the user."""
         return self.rank == 0
 
     @property
     def distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.num_ranks > 1
 
 
@@ -88,9 +88,8 @@ def under_torchrun() -> bool:
 def world() -> Ranks | None:
     """This process's place among the ranks that somebody has started; None where it is alone.
 
-    It is told by `WORLD`: by torchrun, or by any engine that sets all of it. One that sets torchrun's options
-    instead (`PET_*`) and starts a process a node, as Kubeflow does, is taken at its word: `WORLD` is set by
-    them.
+    It is read from `WORLD`, set by torchrun or by any engine that sets all of it. One that sets torchrun's
+    options instead (`PET_*`) and starts a process a node, as Kubeflow does, has `WORLD` set from them.
 
     Raises:
         ParallelError: P002 for variables that make no sense, and where several processes were started that
@@ -150,7 +149,7 @@ def _refuse_several() -> None:
 
 
 def _command(starter: Starter, size: int) -> str:
-    """What starts one run in place of `size` processes."""
+    """Return the command for one run in place of `size` processes."""
     nodes = _number("SLURM_STEP_NUM_NODES", "1") if starter.size.startswith("SLURM") else 1
     local_size = _number(starter.local_size, str(max(1, size // nodes)))
     nodes = -(-size // local_size)
@@ -210,7 +209,9 @@ def gathered(own: Tensor, num_ranks: int) -> Tensor:
 
 
 def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int]]]:
-    """What begins to sum numbers over the ranks, and gives what waits for the sums; no device is involved.
+    """Return a function that begins to sum numbers over the ranks and returns one that waits for the sums.
+
+    No device is involved.
 
     To be called on all ranks at once: they open a channel of their own for it.
     """
@@ -235,7 +236,7 @@ def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int
 
 
 def joined() -> bool:
-    """Whether this process is in a process group."""
+    """Return True if this process is in a process group."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
@@ -264,7 +265,7 @@ def broadcast_object(value: Any, ranks: Ranks) -> Any:
 
 
 def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
-    """What `compute` gives on the first rank, on every rank. Waits for all."""
+    """Return on every rank what `compute` returns on the first. Waits for all."""
     return broadcast_object(compute() if ranks.is_first else None, ranks)
 
 
@@ -277,7 +278,7 @@ def tell_ranks(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> str:
     if word is not None and not ranks.distributed:
         return word
     store = _open_store(ranks, timeout_s)
-    # A restarted group must not hear what was said to the one before it.
+    # A restarted group must not receive notes meant for the one before it.
     place = f"ptfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     heard = [f"{place}/heard/{rank}" for rank in range(ranks.num_ranks)]
     with _meeting():
@@ -311,7 +312,7 @@ def count_neighbours(ranks: Ranks, timeout_s: float = 600.0) -> Ranks:
 
 
 def _open_store(ranks: Ranks, timeout_s: float) -> Any:
-    """What the ranks write notes to each other in; the first serves it, unless torchrun does."""
+    """Return the store of the ranks' notes for each other; the first serves it, unless torchrun does."""
     from torch.distributed.rendezvous import rendezvous
 
     if not _stores:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether each rank holds only a part of `tensor`."""
+    """Return True if each rank holds only a part of `tensor`."""
     return hasattr(tensor, "full_tensor")
 
 

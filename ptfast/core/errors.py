@@ -180,7 +180,7 @@ def render(error: PtfastError) -> str:
 
 
 def bug_line(error: BaseException) -> str:
-    """How an error that nobody foresaw is printed."""
+    """Return an unforeseen error as it is printed."""
     place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
     where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
     text = " ".join(str(error).split()) or "no message"
@@ -190,7 +190,7 @@ def bug_line(error: BaseException) -> str:
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key's name holds the word token, key, secret or password (`apiKey`, not `tokenizer`)."""
+    """Return True if a key holds the word token, key, secret or password (`apiKey`, not `tokenizer`)."""
     return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(key.rpartition(".")[2]))
 
 
@@ -201,7 +201,7 @@ def shorten(value: Any, max_chars: int = 80) -> str:
 
 
 def described(value: Any) -> str:
-    """What kind of thing `value` is, in a few words: `a Tensor of float32 (64, 10)`."""
+    """Describe the kind of `value` in a few words: `a Tensor of float32 (64, 10)`."""
     kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         shape = ", ".join(str(size) for size in value.shape)

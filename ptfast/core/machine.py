@@ -1,4 +1,4 @@
-"""What the operating system grants this process: cores, memory, and an end together with its parent."""
+"""Resources that the system grants this process: cores, memory, and an end together with its parent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-"""Where the files of the system are looked up."""
+"""Root of the system's files."""
 _NO_MEMORY = ("can't allocate memory", "out of memory", "cannot allocate memory", "std::bad_alloc")
 _UNKNOWN_MEMORY = 4 * 2**30
 
@@ -126,7 +126,7 @@ def _kilobytes(pid: int, name: str, row: str) -> int:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether `error` says that there is no memory left, on the host or on the device."""
+    """Return True if `error` says that no memory is left, on the host or on the device."""
     text = str(error).lower()
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY))

@@ -1,4 +1,4 @@
-"""What the catalogue says of one technique."""
+"""The catalogue's record of one technique."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMISES: dict[Kind, str] = {
     "reduced": "lower precision somewhere, with a bounded drift",
     "training": "changes what is computed",
 }
-"""What each class promises of the result."""
+"""The promise of each class about the result."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,26 @@ class Technique:
     why: str
     """Why it is faster, or reaches the same result sooner, as one sentence."""
     claim: str
-    """What its source says it is worth, and under which conditions; nothing that the source does not say."""
+    """Its worth according to its source, and under which conditions; nothing that the source does not say."""
     source: str
     """Where the idea and the claim come from: others, never ourselves."""
     avoid: str
     """When not to use it, as one sentence."""
     audit: str
-    """How to tell in a model, a loader or a loop that it is missing."""
+    """How to see in a model, a loader or a loop that it is missing."""
     options: tuple[str, ...] = ()
     """The option files that it is about, such as `precision/amp`."""
     alternatives: str | None = None
     """The set of techniques of which one at most is on, such as `precision`."""
     needs: tuple[Need, ...] = ()
-    """What the machine, the model or the data must have for it to apply."""
+    """Requirements on the machine, the model or the data for it to apply."""
     trial: tuple[str, ...] = ()
     """Overrides of the smallest run in which it acts, to check its promise or measure it by; `{text}` in one
     stands for the path of any text file, `{pack}` for that of a pack of images, `{images}` for that of
     class folders of JPEG files, `{shards}` for that of tar shards of images."""
     measured: str = ""
-    """What it was found to be worth by `command`; all figures in it stand in the README beside that."""
+    """Its worth as found by `command`; all figures in it stand in the README beside that."""
     command: str = ""
-    """What measures that again, such as `python scripts/bench_data.py jpeg`."""
+    """The command that measures that again, such as `python scripts/bench_data.py jpeg`."""
     drift: float | None = None
     """For a reduced technique: the largest relative drift of the loss over ten steps that it stands for."""

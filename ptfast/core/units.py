@@ -13,7 +13,7 @@ NUMBER = re.compile(
     r"[-+]?\d[\d,.]*(e[-+]?\d+)?( ?(%|x|k|M|B|T|[KMGT]iB|s|m \d\ds|h \d\dm|d \d\dh))?|[-+]?(nan|inf)|-|"
     + TOO_SHORT
 )
-"""What counts as a number in a table: with its unit, or a stand-in for one that is missing."""
+"""Pattern of numbers in a table: with a unit, or a stand-in for one that is missing."""
 
 FRACTIONS = ("accuracy", "precision", "recall", "f1")
 """Figures between 0 and 1 that read best as a percentage, alone or as the last word of a longer name."""
@@ -23,7 +23,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "bits", "error", "mae", "mse", "rmse", 
 
 
 def better_mode(metric: str) -> str:
-    """Which way a figure of this name is better: `min` or `max`."""
+    """Return the direction in which a figure of this name is better: `min` or `max`."""
     words = re.split(r"[._/]", metric)
     is_lower = any(word in LOWER_IS_BETTER or word.endswith(("loss", "error")) for word in words)
     return "min" if is_lower and not metric.endswith("_per_s") else "max"
@@ -83,7 +83,7 @@ def num_bytes(number: float) -> str:
 
 
 def is_fraction(name: str) -> bool:
-    """Whether a figure of this name is shown as a percentage."""
+    """Return True if a figure of this name is shown as a percentage."""
     return name.replace("/", "_").replace(".", "_").split("_")[-1] in FRACTIONS
 
 
@@ -120,7 +120,7 @@ def labelled(name: str, value: Any) -> str:
 
 
 def are_numbers(cells: Sequence[str]) -> bool:
-    """Whether a table's column holds numbers, which are set to the right."""
+    """Return True if a table's column holds numbers, which are aligned to the right."""
     return any(cell not in ("", "-") for cell in cells) and all(NUMBER.fullmatch(cell) for cell in cells)
 
 

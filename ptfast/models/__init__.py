@@ -9,6 +9,6 @@ class Model(TargetSection):
     """The model and the weights it starts from."""
 
     weights: str | None = None
-    """What to start from: `pretrained`, a file or a run folder; null for random weights."""
+    """The start: `pretrained`, a file or a run folder; null for random weights."""
     replace_head: bool = False
     """Keep random weights where those of the last layer do not fit."""

@@ -51,7 +51,7 @@ def attention(
 
 
 def within_sequences(positions: Tensor) -> Tensor:
-    """What each token of packed sequences may see: those before it in its own sequence, and itself.
+    """Mask of the tokens that each packed token may see: itself and the earlier ones of its sequence.
 
     Args:
         positions: (batch, length), of each token in its sequence; 0 where one begins.

@@ -29,7 +29,7 @@ class Gpt(nn.Module):
     """
 
     takes_packed = True
-    """Whether batches may be of packed documents."""
+    """True: batches may be of packed documents."""
 
     def __init__(
         self,

@@ -142,7 +142,7 @@ def _plain_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
 
 
 def _is_head(model: nn.Module, name: str, theirs: Tensor, ours: Tensor) -> bool:
-    """Whether the tensor belongs to a layer that differs in its number of outputs and in nothing else."""
+    """Return True if the tensor belongs to a layer that differs in its number of outputs alone."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return (
         isinstance(owner, (nn.Linear, nn.Conv2d)) and theirs.dim() > 0 and theirs.shape[1:] == ours.shape[1:]

@@ -1,4 +1,4 @@
-"""What a batch is and what its loss means."""
+"""Tasks: the meaning of a batch and of its loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ptfast.core.sections.targets import built
 
 
 class Task(Section):
-    """What a batch is and what its loss means: a name or import path, and the task's keywords beside it."""
+    """The meaning of a batch and of its loss: a name or import path, and the task's keywords beside it."""
 
     name: str = "auto"
     """A built-in task, `auto` for what the data is for, or the import path of your own."""

@@ -1,4 +1,4 @@
-"""What a batch is and what its loss means, by name or import path."""
+"""Tasks built by name or import path."""
 
 from __future__ import annotations
 

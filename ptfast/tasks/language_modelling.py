@@ -48,7 +48,7 @@ class LanguageModelling(SupervisedTask):
         return figures
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-        """How well each sequence is predicted: its loss in nats per token, from the second token on."""
+        """Score each sequence: its loss in nats per token, from the second token on."""
         tokens, targets = inputs[:, :-1], inputs[:, 1:]
         if not targets.numel():
             return [{"loss": None, "perplexity": None, "tokens": 0} for _ in inputs]

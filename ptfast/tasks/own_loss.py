@@ -35,7 +35,7 @@ class OwnLoss:
         self.shifted = info.task == "language_modelling"
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
-        """How many items the model averages its loss over."""
+        """Count the items that the model averages its loss over."""
         return self._num_items(self._keywords(data)["labels"])
 
     def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int | Tensor]:
@@ -44,7 +44,7 @@ class OwnLoss:
         return self._sum(model(**keywords), keywords["labels"])
 
     def misfit(self, outputs: Any, data: Any) -> str | None:
-        """What a model would have to give, where `outputs` are not it."""
+        """Describe what a model should return, where `outputs` are not it."""
         wanted = ["loss", "logits"] if self.info.task == "classification" else ["loss"]
         try:
             fits = all(isinstance(_get(outputs, name), Tensor) for name in wanted)

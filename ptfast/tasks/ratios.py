@@ -13,7 +13,7 @@ from ptfast.core import devices
 from ptfast.core.protocols import IGNORE_INDEX
 
 Parts = tuple[Tensor, Tensor | int]
-"""What a batch adds to the dividend and to the divisor of a ratio."""
+"""A batch's part of the dividend and of the divisor of a ratio."""
 
 
 class Ratios:
@@ -82,7 +82,7 @@ top5_accuracy = partial(accuracy, top_k=5)
 
 
 def label_accuracy(outputs: Tensor, targets: Tensor) -> Parts:
-    """Share of the pairs of input and class of which it is rightly told whether they belong together."""
+    """Share of the pairs of input and class that are rightly predicted to belong together or not."""
     return ((outputs > 0) == targets.bool()).sum(), targets.numel()
 
 

@@ -1,4 +1,4 @@
-"""What the tasks that compare outputs with targets share."""
+"""The base of tasks that compare outputs with targets."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class SupervisedTask:
     metric = "loss"
     mode = "min"
     counts_samples = True
-    """Whether every sample counts as one item, so that nothing needs counting in a step."""
+    """True: every sample counts as one item, so that nothing needs counting in a step."""
     takes_mixed = True
-    """Whether the targets of a training batch may be `Mixed`."""
+    """True: the targets of a training batch may be `Mixed`."""
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         self.info, self.own_loss = info, loss
@@ -77,7 +77,7 @@ class SupervisedTask:
         return None
 
     def misfit(self, outputs: Any, data: Any) -> str | None:
-        """What a model would have to give for the batch `data`, where `outputs` are not it."""
+        """Describe what a model should return for the batch `data`, where `outputs` are not it."""
         targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
         if (wanted := self.fitting_outputs(targets)) is None:
             return None
@@ -124,7 +124,7 @@ class SupervisedTask:
         return self.loss_sum(outputs, targets)
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
-        """How many items the loss of a micro-batch is averaged over."""
+        """Count the items that the loss of a micro-batch is averaged over."""
         if self.counts_samples:
             return num_samples
         targets = data[1]
@@ -209,7 +209,7 @@ def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tenso
 
 
 def losses_of_mean(loss: Any) -> Callable[[Tensor, Tensor, int | Tensor], Tensor]:
-    """What each sample adds to the mean that one of torch's losses is, times the number of items: (batch,).
+    """Each sample's part of the mean that one of torch's losses is, times the number of items: (batch,).
 
     A class's weight is part of what the sum is divided by, too, so that the mean of a sample alone hides it.
 

@@ -362,7 +362,8 @@ def test_a_run_accounts_for_its_wall_time(in_tmp: Path) -> None:
         assert tuple(budget) == CAUSES
         assert sum(budget.values()) == pytest.approx(result["wall_s"])
         assert result["wall_s"] < wall_s
-        assert 0 <= budget["unexplained"] < 0.02 * result["wall_s"]
+        # A neighbour that takes the core between two marks is nobody's cause: a tenth of a second for it.
+        assert 0 <= budget["unexplained"] < 0.02 * result["wall_s"] + 0.1
         assert all(budget[cause] > 0 for cause in ("start_up", "warm_up", "data", "forward", "backward"))
         assert all(budget[cause] > 0 for cause in ("optimizer", "evaluation", "saving", "logging", "closing"))
         assert budget["transfer"] == budget["gradient_sync"] == 0

@@ -1,1 +1,1 @@
-"""What sections of a config are made of: typed fields, targets, and one problem in a sentence."""
+"""Building blocks of config sections: typed fields, targets, and one problem in a sentence."""

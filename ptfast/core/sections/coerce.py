@@ -111,7 +111,7 @@ def asked_for(annotation: Any, name: str, default: Any) -> tuple[Any, Range | No
 
 
 def describe(annotation: Any) -> str:
-    """What a value of this type is, for `expected ...`."""
+    """Describe a value of this type, for `expected ...`."""
     annotation, _ = strip(annotation)
     if is_union(annotation):
         return _either([word for member in get_args(annotation) for word in _words(member)])
@@ -336,7 +336,7 @@ def _check_range(value: Any, bounds: Range) -> None:
 
 
 def _within(default: Any, bounds: Range) -> bool:
-    """Whether a keyword's own default keeps to the range of its name, which else means another thing."""
+    """Return True if a keyword's default keeps to the range of its name, which else means something else."""
     try:
         _check_range(default, bounds)
     except Problem:
@@ -366,7 +366,7 @@ def _unit_of_default(default: Any, unit: Unit) -> Unit:
 
 
 def units_of(metadata: tuple[Any, ...], unit: Unit) -> InUnit:
-    """What an annotation's metadata says of a duration's units; `unit` is that of a bare number otherwise."""
+    """Return the units of a duration by an annotation's metadata; `unit` is otherwise a bare number's."""
     for item in metadata:
         if isinstance(item, InUnit):
             return item
@@ -382,12 +382,12 @@ def strip(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def is_union(annotation: Any) -> bool:
-    """Whether an annotation is one of several types."""
+    """Return True if an annotation is one of several types."""
     return get_origin(annotation) in (Union, types.UnionType)
 
 
 def is_known(annotation: Any) -> bool:
-    """Whether values are coerced to a type, not taken as they are."""
+    """Return True if values are coerced to a type, not taken as they are."""
     annotation, _ = strip(annotation)
     origin = get_origin(annotation) or annotation
     known = (*_SCALARS, *SEQUENCES, *MAPPINGS, type(None), None, Literal, Any, Union, types.UnionType)

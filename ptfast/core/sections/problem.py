@@ -1,4 +1,4 @@
-"""What is wrong with one value of a config, before it is known where the value was given."""
+"""A problem with one value of a config, before it is known where the value was given."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _does_not_exist(parent: Any, before: str, name: str) -> Problem:
 
 
 def signature(function: Any) -> inspect.Signature | None:
-    """The signature with annotations evaluated where they can be; None where Python cannot tell."""
+    """The signature with annotations evaluated where they can be; None where Python does not know it."""
     try:
         return inspect.signature(function, eval_str=True)
     except (ValueError, TypeError):
@@ -212,7 +212,7 @@ def keywords(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def swallows_keywords(function: Any) -> bool:
-    """Whether `function` takes `**kwargs`, so that its signature cannot tell an unknown keyword."""
+    """Return True if `function` takes `**kwargs`, so that its signature does not show an unknown keyword."""
     found = signature(function)
     return found is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
 
@@ -220,7 +220,7 @@ def swallows_keywords(function: Any) -> bool:
 def check_constructs(
     target: Target, facts: dict[str, Any], *, key: str = "model", place: str | None = None
 ) -> None:
-    """Build a model without memory (on the meta device) if only that can tell whether its keywords are known.
+    """Build a model without memory (on the meta device) if only that shows whether its keywords are known.
 
     A signature that ends in `**kwargs` hides a misspelt keyword until the call, which is late.
 
