@@ -200,13 +200,18 @@ def test_a_stand_in_leaves_the_statistics_alone() -> None:
     assert norm.weight.grad is not None
 
 
+def of_ptfast(err: str) -> list[str]:
+    """Lines of stderr without what torch warns of where the machine does not know its own name."""
+    return [line for line in err.splitlines() if "hostname of the client socket" not in line]
+
+
 def test_a_killed_rank_is_named_once(in_tmp: Path) -> None:
     Path("misfortune").write_text("1 3 SIGKILL")
     words = ("steps=50", "batch_size=256", "callbacks=[{_target_: callbacks.Misfortune}]", "run.dir=a")
     process = a_run(*WORDS, *DDP, *words)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 7
-    (line,) = err.splitlines()
+    (line,) = of_ptfast(err)
     assert line.startswith("ptfast: error[P001]: a: rank 1 was killed by SIGKILL")
     assert_no_rank_lives()
 
@@ -219,7 +224,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_all(in_tmp: Path, name: str, co
     with running("run.dir=a") as process:
         process.send_signal(signal.Signals[name])
         _, err = process.communicate(timeout=40)
-        assert (process.returncode, err) == (code, "")
+        assert (process.returncode, of_ptfast(err)) == (code, [])
         assert_no_rank_lives()
     result = summary(Path("a"))
     assert result["status"] == status
