@@ -51,7 +51,7 @@ def measure(run: Run, rounds: int, clock: Callable[[], float]) -> tuple[list[flo
     def train() -> float:
         start = clock()
         trainer.train(iter(batches), run.progress.step + STEPS)
-        trainer.read_loss()
+        trainer.window.read()
         return (clock() - start) / STEPS
 
     train()

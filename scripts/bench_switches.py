@@ -79,10 +79,10 @@ def child(words: list[str]) -> None:
             if on_gpu:
                 # The memory was given back after the last round: this step takes it again.
                 trainer.train(batches, run.progress.step + 1)
-                trainer.read_loss()
+                trainer.window.read()
             start_s = time.perf_counter()
             trainer.train(batches, run.progress.step + int(line))
-            loss = trainer.read_loss()
+            loss = trainer.window.read()
             seconds = time.perf_counter() - start_s
             if on_gpu:
                 torch.cuda.empty_cache()

@@ -44,13 +44,13 @@ def dry_run(config: Config) -> int:
         counter = FlopCounterMode(display=False)
         with counter, naming_user_code(run):
             trainer.train(batches, first + 1)
-        trainer.read_loss()
+        trainer.window.read()
         trainer.first_look.look_at_evaluation()
         seconds = []
         for step in range(first + 2, min(first + TIMED_STEPS + 1, run.total_steps) + 1):
             start = time.perf_counter()
             trainer.train(batches, step)
-            trainer.read_loss()
+            trainer.window.read()
             seconds.append(time.perf_counter() - start)
         try_out(run)
         run.close()

@@ -21,9 +21,11 @@ from ptfast.core.protocols import EvalLoader, MicroBatch, Run, Task, Watched, ho
 from ptfast.profiling.limits.step_counting import StepCounter
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.precision.number_formats import Precision
-from ptfast.training.first_step import fitting
 from ptfast.training.pad_batches import FullSize
-from ptfast.training.step import Trainer, sum_and_read
+from ptfast.training.step import Trainer
+from ptfast.training.step_parts.first_step import fitting
+from ptfast.training.step_parts.loss_window import sum_and_read
+from ptfast.training.step_parts.rehearsal import rehearse
 from ptfast.training.stopping import Stopped, interruptible
 from ptfast.training.test_time_flip import FlipAveraged
 from ptfast.training.user_code import callback_states, check_figures
@@ -57,12 +59,12 @@ def fit(run: Run) -> str:
     batches = clock.waiting(run.train_loader.steps(progress.step, run.total_steps))
     batches = interruptible(run, batches)
     with clock.gathering("warm_up"):
-        batches = trainer.rehearse(batches)
+        batches = rehearse(trainer, batches)
     if run.compilation is not None:
         text, is_warning = run.compilation.start(clock.seconds["warm_up"])
         (run.display.warn if is_warning else run.display.note)(text)
         with counter.uncompiled(batches) as counted:
-            batches = batches if counted is None else trainer.rehearse(counted)
+            batches = batches if counted is None else rehearse(trainer, counted)
     if run.watch is not None:
         batches = run.watch(batches)
     status, look_steps, first_step, data_comes = _judge(run), 1, progress.step, True
@@ -70,7 +72,7 @@ def fit(run: Run) -> str:
         if not progress.evaluation_due:
             if trainer.switch():
                 with clock.gathering("warm_up"):
-                    batches = trainer.rehearse(batches)
+                    batches = rehearse(trainer, batches)
             start, start_s = progress.step, clock.elapsed_s()
             samples, paced_s = progress.samples, clock.pace_s()
             stop = min(cadence.next_stop(start, run.total_steps), start + look_steps)
@@ -85,7 +87,7 @@ def fit(run: Run) -> str:
                     trainer.train(given or batches, stop)
                 except Stopped:
                     data_comes = False
-                loss = trainer.read_loss()
+                loss = trainer.window.read()
                 steps = progress.step - start
                 if start == first_step and steps:
                     trainer.first_look.look_at_evaluation()
@@ -101,7 +103,7 @@ def fit(run: Run) -> str:
             over = progress.step >= run.total_steps
             progress.evaluation_due = steps > 0 and (over or progress.step in cadence.eval_steps)
             if progress.evaluation_due or (steps and progress.step in cadence.log_steps):
-                trainer.log(loss)
+                trainer.window.log(loss)
                 if run.compilation is not None:
                     advice = run.compilation.complaint(step_s, run.total_steps - first_step)
                     if advice:

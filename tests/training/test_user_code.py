@@ -16,7 +16,7 @@ from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo, Run
 from ptfast.tasks.build_task import build_task
-from ptfast.training.first_step import FirstStep, fitting
+from ptfast.training.step_parts.first_step import FirstStep, fitting
 from ptfast.training.user_code import failure
 
 NET = ("model=custom", "model._target_=misfits.Net", "log_every=5", "saving.every=1000steps")

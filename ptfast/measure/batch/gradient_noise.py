@@ -24,6 +24,7 @@ from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.training.build import build
 from ptfast.training.step import Trainer
+from ptfast.training.step_parts.rehearsal import rehearse
 
 PARTS = 4
 """Least micro-batches of a step: of two, the product of one pair would have to say what all of them share."""
@@ -81,7 +82,7 @@ def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str,
     """
     num_steps = min(num_steps, run.total_steps)
     trainer = NoiseTrainer(run)
-    batches = trainer.rehearse(run.train_loader.steps(0, num_steps))
+    batches = rehearse(trainer, run.train_loader.steps(0, num_steps))
     facts = {"num_train": run.info.num_train, "total_steps": run.total_steps}
     trainer.rows.clear()
     for part in range(reads):
@@ -110,27 +111,23 @@ class NoiseTrainer(Trainer):
         super().__init__(run)
         self.rows: list[tuple[Tensor, Tensor]] = []
 
-    def _accumulate_gradients(self, batch: StepBatch, step: int) -> None:
-        run, ranks = self.run, self.run.ranks
-        weight, statistics = self._item_weight(batch), self.statistics
+    def accumulate(self, batch: StepBatch, step: int) -> None:
+        """Keep the norms on the way to the gradient of the step."""
+        run, ranks, window, sync = self.run, self.run.ranks, self.window, self.sync
+        weight = self.item_weight(batch)
         zero = torch.zeros((), dtype=torch.float32, device=run.device)
         squares, weighted, shares_squared, num_parts = zero.clone(), zero.clone(), 0.0, 0
-        loss_before, items_before = self.loss_sum.clone(), self.num_items
-        if self.scaled is not None:
-            self.sums_before = loss_before, items_before
+        loss_before, items_before = window.sums()
         sums: dict[Tensor, Tensor] = {}
         for index, (data, num_samples) in enumerate(batch.micro_batches):
-            if not num_samples and statistics is None:
+            if not num_samples and sync is None:
                 continue
             run.seed_step(run.seed, step, self.first_micro_batch + index)
-            apart = run.forward.no_sync() if statistics is not None else _nothing
-            with apart, _nothing if num_samples or statistics is None else statistics.untouched():
-                with run.precision.autocast() if run.precision.enabled else _nothing:
-                    loss, count = run.task.loss(run.forward, data)
+            with _nothing if sync is None else sync.micro_batch(num_samples, exchanges=False):
+                loss, count = self.loss_of(run.forward, data)
                 loss.backward(weight if num_samples else weight * 0)
             if num_samples:
-                self.loss_sum += loss.detach()
-                self.num_items = self.num_items + count
+                window.add(loss.detach(), count)
                 share = num_samples / batch.num_samples
                 square = self._square()
                 squares += square
@@ -152,7 +149,7 @@ class NoiseTrainer(Trainer):
         # The weight holds the ranks that gradients are averaged over: a rank's own are too long by as much.
         figures = (
             *(squares / ranks.num_ranks**2, weighted / ranks.num_ranks**2, shares_squared, num_parts),
-            *(self.loss_sum - loss_before, self.num_items - items_before),
+            *(window.loss_sum - loss_before, window.num_items - items_before),
             batch.num_samples / ranks.num_ranks,
         )
         # A number goes to the device as an argument of the sum; a tensor of it would be copied there.

@@ -11,7 +11,9 @@ from ptfast.measure.lr.lr_suggestion import CAME_APART, has_diverged, running_me
 from ptfast.measure.trials.state_guard import untouched
 from ptfast.optim.build_optimizer import reference_lr
 from ptfast.techniques.schedule.lr_schedules import Schedule
-from ptfast.training.step import MOST_SKIPPED, Trainer, sum_and_read
+from ptfast.training.step import Trainer
+from ptfast.training.step_parts.loss_window import MOST_SKIPPED, sum_and_read
+from ptfast.training.step_parts.rehearsal import rehearse
 
 LEAST_STEPS = 10
 """Steps before which no curve is judged."""
@@ -76,7 +78,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
         )
         run.progress.step = first
         trainer = Trainer(run)
-        batches = trainer.rehearse(run.train_loader.steps(first, first + len(lrs)))
+        batches = rehearse(trainer, run.train_loader.steps(first, first + len(lrs)))
         run.display.start(0, len(lrs), None)
         for step in range(len(lrs)):
             batch = next(batches, None)
@@ -84,9 +86,8 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
                 return taken, losses, "the data ended"
             lr = lrs[step - (trainer.scaled.held_steps if trainer.scaled is not None else 0)]
             trainer.train(iter([batch]), first + step + 1)
-            loss_sum, items = sum_and_read([trainer.loss_sum, trainer.num_items], run.device, run.ranks)
-            trainer.loss_sum.zero_()
-            trainer.num_items = 0
+            loss_sum, items = sum_and_read(trainer.window.sums(), run.device, run.ranks)
+            trainer.window.clear()
             skipped_in_a_row = 0 if items else skipped_in_a_row + 1
             if skipped_in_a_row >= MOST_SKIPPED:
                 return taken, losses, CAME_APART

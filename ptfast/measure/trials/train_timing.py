@@ -12,6 +12,7 @@ import torch
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.protocols import Run
 from ptfast.training.step import Trainer
+from ptfast.training.step_parts.rehearsal import rehearse
 
 WINDOWS = 5
 """Stretches that are timed, of which the median counts: a neighbour's burst spoils one of them."""
@@ -33,12 +34,12 @@ def time_steps(
     """
     trainer, progress, clock = Trainer(run), run.progress, run.clock
     run.total_steps = ENDLESS
-    batches = trainer.rehearse(clock.waiting(run.train_loader.steps(progress.step, ENDLESS)))
+    batches = rehearse(trainer, clock.waiting(run.train_loader.steps(progress.step, ENDLESS)))
 
     def take(num_steps: int) -> tuple[int, float]:
         samples, start = progress.samples, time.perf_counter()
         trainer.train(batches, progress.step + num_steps)
-        trainer.read_loss()
+        trainer.window.read()
         return progress.samples - samples, time.perf_counter() - start
 
     # The first step waits for kernels and processes to be made ready, and finds batches ready after that. A

@@ -42,6 +42,8 @@ class ScaledSteps:
         self.scale = scaler.scale(self._one)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         self.in_a_row = zero
+        self.skipped = zero > 0
+        """True if the last step was left out: read off the scale, which falls then, it stays on the device."""
         self._skipped = zero + progress.skipped_steps
         # The counts after the last step but one and after the last.
         counts = (progress.skipped_before, progress.skipped_steps)
@@ -56,20 +58,16 @@ class ScaledSteps:
         """Bring gradients to their own size, to be clipped."""
         self.scaler.unscale_(self._optimizer)
 
-    def take(self) -> Tensor:
-        """Take a step, or leave it out where the scaled gradients overflow.
-
-        Returned is whether it was left out: read off the scale, which falls then, it stays on the device.
-        """
+    def take(self) -> None:
+        """Take a step, or leave it out where the scaled gradients overflow."""
         self.scaler.step(self._optimizer)
         self.scaler.update()
         scale = self.scaler.scale(self._one)
-        skipped, self.scale = scale < self.scale, scale
-        self.in_a_row = (self.in_a_row + 1) * skipped
-        self._skipped = self._skipped + skipped
+        self.skipped, self.scale = scale < self.scale, scale
+        self.in_a_row = (self.in_a_row + 1) * self.skipped
+        self._skipped = self._skipped + self.skipped
         self._copies.rotate(-1)
         self._copies[-1].send(self._skipped)
-        return skipped
 
     def note(self, progress: Progress) -> None:
         """Write the counts into `progress`. Makes the host wait for the device."""

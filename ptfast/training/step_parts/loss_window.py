@@ -1,0 +1,158 @@
+"""What training has come to since the last log line: summed on the device, and read by the host to log it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ptfast.core import devices
+from ptfast.core.distributed import Ranks, sum_over_ranks
+from ptfast.core.errors import NumericsError
+from ptfast.core.machine import peak_memory_bytes
+from ptfast.core.protocols import Run
+from ptfast.optim.build_optimizer import reference_lr
+from ptfast.techniques.precision.scaled_steps import ScaledSteps
+from ptfast.training.step_parts.first_step import FirstStep
+from ptfast.training.step_parts.gradient_inspection import GradientInspection
+
+MOST_SKIPPED = 30
+"""Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""
+
+
+class LossWindow:
+    """Sums of the item losses since the last log line, and the line itself.
+
+    Args:
+        run: on every rank; a window that it was saved in the middle of goes on.
+        dtype: of the sums.
+        scaled: takes the steps of a run whose gradients are scaled, of which some are left out.
+        inspection: of the gradients, whose norm is logged.
+        first_look: knows what made a loss that is not finite from the start.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        dtype: torch.dtype,
+        scaled: ScaledSteps | None,
+        inspection: GradientInspection,
+        first_look: FirstStep,
+    ) -> None:
+        self._run, self._scaled, self._inspection, self._first_look = run, scaled, inspection, first_look
+        # A resumed window was summed over all ranks; one of them carries it on.
+        progress = run.progress
+        restored = (progress.window_loss, progress.window_items) if run.ranks.is_first else (0.0, 0.0)
+        self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=dtype)
+        self.num_items: Tensor | int = int(restored[1])
+        self._before = self.sums()
+        self._grad_norm = math.nan
+        self._logged_pace, self._logged_step = self._pace(), -1
+
+    def add(self, loss: Tensor, num_items: Tensor | int) -> None:
+        """Add the losses of a micro-batch; no wait of the host."""
+        self.loss_sum += loss
+        self.num_items = self.num_items + num_items
+
+    def leave_out(self, skipped: Tensor) -> None:
+        """Take back what the last step has added, where it was left out because fp16 gradients overflowed."""
+        loss_before, items_before = self._before
+        self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
+        self.num_items = torch.where(skipped, items_before, self.num_items)
+        self._before = self.sums()
+
+    def sums(self) -> tuple[Tensor, Tensor | int]:
+        """Loss and items of this rank as they stand."""
+        return self.loss_sum.clone(), self.num_items
+
+    def put_back(self, sums: tuple[Tensor, Tensor | int]) -> None:
+        """Make the sums those that `sums` gave."""
+        self.loss_sum, self.num_items = sums
+        self._before = self.sums()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.put_back((self.loss_sum.zero_(), 0))
+
+    def read(self) -> float:
+        """Mean item loss since the last log line, over all ranks. Makes the host wait for the device.
+
+        Raises:
+            NumericsError: N001 when it is not finite, or when fp16 gradients overflow step after step.
+            ConfigError, DataError: C017 or D005 when that is so from the start, for a reason.
+        """
+        run, progress, norm = self._run, self._run.progress, self._inspection.norm
+        run.clock.to("logging")
+        norms = [] if norm is None else [norm / run.ranks.num_ranks]
+        sums = sum_and_read([self.loss_sum, self.num_items, *norms], run.device, run.ranks)
+        progress.window_loss, progress.window_items, self._grad_norm = (*sums, math.nan)[:3]
+        in_a_row = 0
+        if self._scaled is not None:
+            in_a_row = int(self._scaled.in_a_row)
+            self._scaled.note(progress)
+        loss = progress.window_loss / max(progress.window_items, 1)
+        if math.isfinite(loss) and in_a_row < MOST_SKIPPED:
+            return loss if progress.window_items or not in_a_row else math.nan
+        if max(in_a_row, 1) == progress.step and (error := self._first_look.not_finite()) is not None:
+            raise error
+        what = f"the loss is {loss} by step {progress.step}"
+        if in_a_row >= MOST_SKIPPED:
+            what = f"fp16 gradients overflowed in {in_a_row} steps in a row, by step {progress.step}"
+        lr = reference_lr(run.optimizer)
+        hint = f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
+        raise NumericsError("N001", what, suggestion=hint)
+
+    def log(self, loss: float) -> None:
+        """Write one line of training figures and open the next window.
+
+        Args:
+            loss: what `read` gave.
+        """
+        run, progress = self._run, self._run.progress
+        if self._logged_step == progress.step:
+            return
+        figures, resources = {"loss": loss, "lr": reference_lr(run.optimizer)}, self._resources()
+        if "samples_per_s" in resources:
+            figures["samples_per_s"] = resources["samples_per_s"]
+        if skipped := progress.skipped_steps - progress.skipped_logged:
+            figures["skipped_steps"] = skipped
+            progress.skipped_logged = progress.skipped_steps
+        # A norm that overflowed is that of a step left out.
+        if math.isfinite(self._grad_norm):
+            figures["grad_norm"] = self._grad_norm
+        place = {"step": progress.step, "epoch": round(run.epoch, 4), "split": "train"}
+        run.logger.log(place | figures | resources)
+        run.display.progress(progress.step, run.epoch, figures)
+        run.figures["train"] = figures
+        self._inspection.report()
+        progress.epoch_loss += progress.window_loss
+        progress.epoch_items += progress.window_items
+        progress.window_loss = progress.window_items = 0.0
+        self.clear()
+        self._logged_pace, self._logged_step = self._pace(), progress.step
+        run.clock.to(None)
+
+    def _pace(self) -> tuple[int, int, float]:
+        progress = self._run.progress
+        return progress.timed_steps, progress.timed_samples, progress.timed_s
+
+    def _resources(self) -> dict[str, float]:
+        """What training takes of the machine: speed since the last log line, warm-up left out, and memory."""
+        now, then = self._pace(), self._logged_pace
+        steps, samples, seconds = (b - a for a, b in zip(then, now, strict=True))
+        resources: dict[str, float] = {}
+        if steps and seconds > 0:
+            resources |= {"samples_per_s": samples / seconds, "step_s": seconds / steps}
+        resources["peak_memory_bytes"] = peak_memory_bytes(self._run.device.type)
+        if (share := self._run.resolved["padding_share"]) is not None:
+            resources["padding_share"] = share
+        return resources
+
+
+def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:
+    """Scalars of this rank, summed over all ranks. Makes the host wait for the device."""
+    dtype = devices.sum_dtype(device)
+    scalars = [torch.as_tensor(value).to(device, dtype) for value in values]
+    return sum_over_ranks(torch.stack(scalars), ranks).tolist()
