@@ -67,7 +67,7 @@ class Bench:
         self.case = case
         self.words = [f"+recipe={recipe}", *plain, f"steps={case.most_steps}", *words]
         _, config = read_config(self.words)
-        choice = build_choice(config, 1, resolve_device(config.device, Ranks()), {})
+        choice = build_choice(config, 1, resolve_device(config.device, Ranks()))
         self.data = load_data(config, Ranks(), choice)
 
     def train(self, batch: int, lr: float, seed: int, most_steps: int) -> dict[str, list[float]]:

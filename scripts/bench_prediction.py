@@ -31,7 +31,7 @@ from bench_tools import interval, machine, silence
 
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.profiling.limits.machine_peaks import measured_peaks
 from ptfast.profiling.limits.operator_replay import cache_bytes
 from ptfast.profiling.limits.step_counting import StepCounter

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,8 @@ def child(words: list[str]) -> None:
                 "seconds": seconds,
                 "loss": loss,
                 "peak_memory_bytes": peak_memory_bytes(run.device.type),
-                "batch_size": run.batch_size,
-                "resolved": run.resolved,
+                "batch_size": run.settings.batch_size,
+                "resolved": asdict(run.resolved),
             }
             print(json.dumps(facts, default=str), file=answers, flush=True)
 

@@ -11,8 +11,8 @@ import torch
 from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK, MachineError
 from ptfast.data.build_data import read_inputs
+from ptfast.training.evaluation.test_time_flip import FlipAveraged
 from ptfast.training.saved_model import load_saved
-from ptfast.training.test_time_flip import FlipAveraged
 from ptfast.training.user_code import naming_user_code
 
 
@@ -38,7 +38,7 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
             saved.info,
             paths,
             device=saved.device,
-            channels_last=saved.channels_last,
+            channels_last=bool(saved.site.resolved.channels_last),
             normalize=config.data.normalize,
         ):
             records = saved.task.predict(model, inputs)

@@ -34,7 +34,7 @@ from ptfast.core.errors import (
     bug_line,
     render,
 )
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.core.units import num_bytes
 from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
 from ptfast.report.panel import build_panel, device_name, left_out
@@ -94,7 +94,7 @@ def train(
                 config, ranks=ranks, folder=folder, display=display, clock=clock, state_folder=state_folder
             )
             signals.run, clock = run, run.clock
-            run.stop_signal = signals.received
+            run.status.stop_signal = signals.received
             if ranks.is_first:
                 _note_environment(folder, run)
                 logger = run.logger = _open_loggers(folder, extra, run.progress.step, display)
@@ -171,7 +171,7 @@ def _out_of_memory(config: Config) -> MachineError:
 def _note_environment(folder: Path, run: Run) -> None:
     """Add what the run computes on, which is known once it is built."""
     path = folder / run_directory.ENVIRONMENT
-    used = {"device": device_name(run), "threads": run.resolved["threads"], "ranks": run.ranks.num_ranks}
+    used = {"device": device_name(run), "threads": run.resolved.threads, "ranks": run.ranks.num_ranks}
     run_directory.write_json(path, run_directory.read_json(path) | used)
 
 
@@ -251,30 +251,30 @@ def summarise(
     summary: dict[str, Any] = {"status": status, "exit_code": exit_code}
     if error is not None:
         summary["error"] = error
-    if run is not None and run.stop_reason is not None:
-        summary["reason"] = run.stop_reason
+    if run is not None and run.status.stop_reason is not None:
+        summary["reason"] = run.status.stop_reason
     if run is not None:
         progress = run.progress
         summary |= {
-            "task": run.resolved["task"],
+            "task": run.resolved.task,
             "steps": progress.step,
             "samples": progress.samples,
             "train_samples_per_s": progress.samples_per_s,
             "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
             **run.figures,
         }
-        if (share := run.resolved["padding_share"]) is not None:
+        if (share := run.resolved.padding_share) is not None:
             summary["padding_share"] = share
         if missing := left_out(run):
             summary["left_out"] = missing
         split = "val" if "val" in run.eval_loaders else "train"
-        summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
+        summary |= {"best_metric": f"{split}.{run.settings.best_metric}", "best_mode": run.settings.best_mode}
         if run.compilation is not None:
             summary["compile"] = run.compilation.report()
         if run.unreadable is not None and (files := run.unreadable()):
             summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
         if progress.best_step is not None:
-            summary["best"] = {"step": progress.best_step, **run.best_figures}
+            summary["best"] = {"step": progress.best_step, **run.status.best_figures}
     budget = clock.ledger()
     summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
     return summary

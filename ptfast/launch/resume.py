@@ -13,6 +13,7 @@ from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config, changed_keys
 from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError, PtfastError, SavedStateError
+from ptfast.core.run import Resolved
 
 Tree = dict[str, Any]
 """A whole config as plain values."""
@@ -111,7 +112,7 @@ def _continue(source: Path, tree: Tree, config: Config, state_folder: Path, fold
     reached = step >= run_directory.read_json(source / run_directory.SUMMARY).get("steps", 0)
     if folder.resolve() == source.resolve() and reached and _is_over(source, before, tree):
         return Place(folder, state_folder, finished=True)
-    _check_length(facts, before, config)
+    _check_length(facts, Resolved.read(source), before, config)
     return Place(folder, state_folder)
 
 
@@ -127,7 +128,7 @@ def _same_length(before: Tree, tree: Tree) -> bool:
     return all(before.get(key) == tree[key] for key in ("epochs", "steps"))
 
 
-def _check_length(facts: dict[str, Any], before: Tree, config: Config) -> None:
+def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, config: Config) -> None:
     """Refuse a length that the saved run cannot take, before anything of it is touched.
 
     Raises:
@@ -135,14 +136,14 @@ def _check_length(facts: dict[str, Any], before: Tree, config: Config) -> None:
     """
     from ptfast.core.saved_state import check_length
 
-    step, old_steps = int(facts["progress"]["step"]), int(facts["resolved"]["total_steps"])
+    step, old_steps = int(facts["progress"]["step"]), resolved.total_steps
     new_steps, old_epochs = config.steps, before.get("epochs")
     if new_steps is None and isinstance(old_epochs, int) and old_epochs and config.epochs:
         new_steps = old_steps * config.epochs // old_epochs
     if new_steps is not None:
         shape, warmup = config.schedule.target.build(), config.schedule.warmup
         extendable = shape.extendable and (warmup.unit != "percent" or not warmup.value)
-        check_length(step, old_steps, new_steps, extendable)
+        check_length(step, old_steps or new_steps, new_steps, extendable)
 
 
 def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from ptfast.config.schema import Config
-from ptfast.core.protocols import TASKS, Run
+from ptfast.core.protocols import TASKS
+from ptfast.core.run import Resolved, Run
 from ptfast.techniques.checkpointing import Checkpointing
 
 
@@ -17,11 +17,11 @@ def build_panel(
     from ptfast.core.machine import spare_cores
 
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
-    num_dropped = len(resolved["dropped_biases"])
+    num_dropped = len(resolved.dropped_biases or ())
     num_parameters = sum(p.numel() for p in run.model.parameters())
-    layout = ", channels last" if resolved["channels_last"] else ""
+    layout = ", channels last" if resolved.channels_last else ""
     processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
-    threads = f"{resolved['threads']} thread" + "s" * (resolved["threads"] > 1) + " each" * (num_ranks > 1)
+    threads = f"{resolved.threads} thread" + "s" * (resolved.threads > 1) + " each" * (num_ranks > 1)
     length = f"epochs={config.epochs}"
     if config.steps is not None:
         epochs = run.train_loader.plan.epoch_at(run.total_steps)
@@ -37,13 +37,13 @@ def build_panel(
         ("precision", run.precision.describe()),
         ("batch", _batch(config, run)),
         ("steps", f"{run.total_steps:,} ({length})"),
-        ("optimizer", f"{type(run.optimizer).__name__}, lr {lr}, {resolved['optimizer']}"),
-        ("schedule", _schedule(config, resolved["momentum"])),
+        ("optimizer", f"{type(run.optimizer).__name__}, lr {lr}, {resolved.optimizer}"),
+        ("schedule", _schedule(config, resolved.momentum)),
         ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
     ]
     switches = {
         "parallel": _parallel(config, run),
-        "checkpointing": checkpointing_row(config.checkpointing, resolved["checkpointed"]),
+        "checkpointing": checkpointing_row(config.checkpointing, resolved.checkpointed),
         "compile": run.compilation.describe() if run.compilation is not None else None,
         "rewrites": f"{num_dropped} biases before a BatchNorm dropped" if num_dropped else None,
         "clip norm": config.gradients.clip_norm,
@@ -54,12 +54,12 @@ def build_panel(
         "gradients": "their norm is logged" if config.gradients.log_norm else None,
         "parameters": run.groups_note,
         "kernels": _kernels(config, resolved),
-        "transfers": "on a side stream, one batch ahead" if resolved["side_stream"] else None,
-        "reading": "by a thread, one batch ahead" if resolved["read_ahead"] else None,
+        "transfers": "on a side stream, one batch ahead" if resolved.side_stream else None,
+        "reading": "by a thread, one batch ahead" if resolved.read_ahead else None,
         "average": run.ema.describe() if run.ema is not None else None,
         "evaluation": _evaluation(run),
-        "padding": resolved["padding"],
-        "curriculum": "; ".join(resolved["curriculum"]) or None,
+        "padding": resolved.padding,
+        "curriculum": "; ".join(resolved.curriculum) or None,
         "shuffling": _shuffling(config),
         **_regularisation(config),
         "decoding": "JPEG by the GPU, other files by the CPU"
@@ -72,14 +72,14 @@ def build_panel(
     loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
     if run.precision.warning is not None:
         loud.append(run.precision.warning)
-    if resolved["workers"] > (cores := spare_cores(most=sys.maxsize)):
-        loud.append(f"dataloader.workers={resolved['workers']} take turns on {cores} of this machine's cores")
+    if resolved.workers > (cores := spare_cores(most=sys.maxsize)):
+        loud.append(f"dataloader.workers={resolved.workers} take turns on {cores} of this machine's cores")
     return config.recipe or "train", table + rows, loud
 
 
 def _task(run: Run) -> str:
     """What is trained for, and what of the labels says so where nobody has named it."""
-    info, name, reason = run.info, run.resolved["task"], run.resolved["task_reason"]
+    info, name, reason = run.info, run.resolved.task, run.resolved.task_reason
     count = info.vocab_size if name == "language_modelling" else info.num_classes
     units = {"language_modelling": "token", "multilabel": "label", "regression": "figure"}
     unit = units.get(name, "class")
@@ -93,11 +93,16 @@ def _batch(config: Config, run: Run) -> str:
     if (budget := config.batching.batch_tokens) is not None:
         sizes = run.train_loader.plan.all_sizes()
         return f"up to {budget:,} tokens: {min(sizes):,} to {max(sizes):,} samples"
-    if run.micro_batches == 1:
-        return str(run.batch_size)
-    num_ranks, per_rank = run.ranks.num_ranks, run.micro_batches // run.ranks.num_ranks
+    batch_size, micro_batches, num_ranks = (
+        run.settings.batch_size,
+        run.settings.micro_batches,
+        run.ranks.num_ranks,
+    )
+    if micro_batches == 1:
+        return str(batch_size)
+    per_rank = micro_batches // num_ranks
     parts = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{per_rank} micro-batches"] * (per_rank > 1)
-    return f"{run.batch_size} = " + " x ".join([*parts, f"{run.batch_size // run.micro_batches} samples"])
+    return f"{batch_size} = " + " x ".join([*parts, f"{batch_size // micro_batches} samples"])
 
 
 def _schedule(config: Config, momentum: str | None) -> str:
@@ -118,9 +123,9 @@ def left_out(run: Run) -> dict[str, int]:
 
 def _evaluation(run: Run) -> str | None:
     """What is particular about evaluations."""
-    words = ["over images and their mirror images"] * run.flip
-    if run.full_size is not None:
-        words.append(f"every batch filled up to {run.full_size:,} samples")
+    words = ["over images and their mirror images"] * run.settings.flip
+    if run.settings.full_size is not None:
+        words.append(f"every batch filled up to {run.settings.full_size:,} samples")
     if missing := left_out(run):
         parts = " and ".join(f"{count:,} of {name}" for name, count in missing.items())
         words.append(f"without the samples of a last, smaller batch ({parts})")
@@ -129,7 +134,8 @@ def _evaluation(run: Run) -> str | None:
 
 def _resumed(run: Run) -> str:
     """Where the run goes on, and what it took to come there."""
-    return f"at step {run.progress.step:,}" + (f"; {run.resumed_note}" if run.resumed_note else "")
+    note = run.status.resumed_note
+    return f"at step {run.progress.step:,}" + (f"; {note}" if note else "")
 
 
 def _shuffling(config: Config) -> str | None:
@@ -138,11 +144,11 @@ def _shuffling(config: Config) -> str | None:
     return None if size is None else f"each sample is drawn out of {size:,} that lie together"
 
 
-def _kernels(config: Config, resolved: dict[str, Any]) -> str | None:
+def _kernels(config: Config, resolved: Resolved) -> str | None:
     """How kernels are chosen, where there is a choice."""
-    if resolved["deterministic"]:
+    if resolved.deterministic:
         return "deterministic"
-    if not resolved["cudnn_benchmark"]:
+    if not resolved.cudnn_benchmark:
         return None
     until = ", while inputs have few shapes" if config.backend.cudnn_benchmark == "auto" else ""
     return f"cuDNN takes the quickest by trying{until}"
@@ -152,7 +158,7 @@ def _rate(run: Run) -> str:
     """The learning rate, and how it came from that of a reference batch."""
     from ptfast.optim.build_optimizer import reference_lr
 
-    scaling = run.resolved["lr_scaling"]
+    scaling = run.resolved.lr_scaling
     return f"{reference_lr(run.optimizer, 'initial_lr'):g}" + (f" ({scaling})" if scaling else "")
 
 
@@ -163,7 +169,7 @@ def _parallel(config: Config, run: Run) -> str | None:
         asked = parallel.strategy
         return None if asked == "single" else f"one process: {asked} has nothing to share out here"
     if run.sharded:
-        words = [f"fsdp, weights in {len(run.resolved['shards']) + 1} parts"]
+        words = [f"fsdp, weights in {len(run.resolved.shards) + 1} parts"]
     else:
         words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]
         words += ["copied gradients"] * (not parallel.gradient_as_bucket_view)

@@ -2,70 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import nn
 
-from ptfast.config.schema import Config
-from ptfast.core.distributed import Ranks
-from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import Task, Watched
-from ptfast.data.build_data import Data
+from ptfast.core.protocols import EvalLoader, Task, Watched
+from ptfast.data.build_data import Data, build_eval_loader
 from ptfast.techniques.ema.weight_averages import Average, Ema, Swa
-from ptfast.techniques.precision.number_formats import Precision
-from ptfast.training.prepare_data import build_statistics_loader, evaluated_at_once
+from ptfast.training.course import Course
+from ptfast.training.prepare_data import evaluated_at_once
+from ptfast.training.prepare_machine import Site
+
+STATISTICS_SAMPLES = 4096
+"""Training samples that BatchNorm's statistics are measured on; more do not change them much."""
 
 
 def build_average(
-    config: Config,
-    model: nn.Module,
-    data: Data,
-    task: Task,
-    precision: Precision,
-    ranks: Ranks,
-    *,
-    micro_batches: int,
-    steps_of: Callable[[str, Duration], int],
-    every: Callable[[str, Duration], Sequence[int]],
-    total_steps: int,
-    **loading: Any,
+    site: Site, model: nn.Module, data: Data, task: Task, course: Course, loading: dict[str, Any]
 ) -> Average | None:
     """The average that is evaluated in place of the weights, or None.
 
     Args:
-        steps_of: a key's duration in optimizer steps.
-        every: the steps after which another of a key's durations is over.
-        total_steps: of the run.
         loading: how samples are read.
 
     Raises:
         ConfigError: C011 when SWA would find no weights to average.
     """
-    section = config.ema
+    section = site.config.ema
     if section.decay is not None:
         return Ema(model, section.decay)
     if section.swa_start is None:
         return None
-    start_step = steps_of("ema.swa_start", section.swa_start)
-    steps = [step for step in every("ema.swa_every", section.swa_every) if step >= start_step]
+    start_step = course.steps("ema.swa_start", section.swa_start)
+    steps = [step for step in course.every("ema.swa_every", section.swa_every) if step >= start_step]
     if not steps:
-        what = f"no step from {start_step:,} to {total_steps:,} is due by ema.swa_every={section.swa_every}"
+        span = f"from {start_step:,} to {course.total_steps:,}"
+        what = f"no step {span} is due by ema.swa_every={section.swa_every}"
         hint = "Start earlier, or average more often, such as ema.swa_every=10steps"
         raise ConfigError("C011", what, key="ema.swa_start", value=section.swa_start, suggestion=hint)
-    samples = build_statistics_loader(
+    samples = _build_statistics_loader(
         data,
-        batch_size=evaluated_at_once(config, data.info, micro_batches),
-        seed=config.seed,
-        rank=ranks.rank,
-        num_ranks=ranks.num_ranks,
+        batch_size=evaluated_at_once(site.config, data.info, site.micro_batches),
+        seed=site.config.seed,
+        rank=site.ranks.rank,
+        num_ranks=site.ranks.num_ranks,
         **loading,
     )
 
     def forward(watched: Watched) -> None:
         assert samples is not None
-        with precision.autocast():
+        with site.precision.autocast():
             for inputs, _ in watched(iter(samples)):
                 task.loss(model, inputs)
 
@@ -73,6 +61,35 @@ def build_average(
         model,
         steps,
         forward if samples is not None else None,
-        ranks=ranks,
+        ranks=site.ranks,
         extendable="percent" not in (section.swa_start.unit, section.swa_every.unit),
+    )
+
+
+def _build_statistics_loader(
+    data: Data, *, batch_size: int, seed: int, rank: int, num_ranks: int, **loading: Any
+) -> EvalLoader | None:
+    """Some thousand training samples in a random order, as many on each rank, as they are evaluated.
+
+    Returns:
+        None where there are too few samples, or iterable data, of which none may be taken.
+    """
+    try:
+        size = len(data.train)
+    except TypeError:
+        return None
+    share = min(STATISTICS_SAMPLES, size) // num_ranks
+    # BatchNorm takes no batch of one sample.
+    share -= share % batch_size == 1
+    if share < 2:
+        return None
+    # In the order of a folder a batch would hold a single class.
+    picked = np.random.default_rng(seed).permutation(size)[: share * num_ranks]
+    return build_eval_loader(
+        data.train.take(picked),
+        data.info,
+        batch_size=batch_size,
+        rank=rank,
+        num_ranks=num_ranks,
+        **loading,
     )

@@ -8,40 +8,35 @@ from typing import Any
 
 import torch
 
-from ptfast.config.checks.parallel_rules import check_ranks
-from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.clock import Clock, for_device
 from ptfast.core.distributed import Ranks, broadcast_object
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import Cadence, Run, Task, hooks
+from ptfast.core.protocols import Callback, Task, hooks
+from ptfast.core.run import Cadence, Display, Freezing, Logger, Resolved, Run, Settings
 from ptfast.core.saved_state import read_state
 from ptfast.core.units import better_mode
-from ptfast.data.build_data import Data, check_same_data, read_info
-from ptfast.optim.build_optimizer import build_optimizer, has_momentum, scale_for_batch, start_momentum
-from ptfast.report.loggers import NoLogger
-from ptfast.tasks.build_task import build_task
-from ptfast.techniques.backend.torch_settings import MOST_SHAPES, apply_backend, resolve_device, watch_shapes
-from ptfast.techniques.gradients.clipping import build_clipper, head_of
-from ptfast.techniques.precision.number_formats import build_precision
-from ptfast.techniques.schedule.lr_schedules import build_schedule
-from ptfast.training.averaging import build_average
-from ptfast.training.pad_batches import check_full_size
-from ptfast.training.prepare_data import (
-    build_choice,
-    build_course,
-    build_loaders,
-    check_last_batch,
-    full_size,
-    load_data,
-    unless_auto,
+from ptfast.data.build_data import Data
+from ptfast.optim.build_optimizer import (
+    Grouping,
+    build_optimizer,
+    has_momentum,
+    scale_for_batch,
+    start_momentum,
 )
-from ptfast.training.prepare_model import build_plain_model, shape_model
-from ptfast.training.seeding import build_seeder, seed_everything
-from ptfast.training.state import build_saver, restore_training
-from ptfast.training.test_time_flip import check_flip
+from ptfast.report.loggers import NoLogger
+from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
+from ptfast.techniques.gradients.clipping import Clipper, build_clipper, head_of
+from ptfast.techniques.schedule.lr_schedules import Schedule, build_schedule
+from ptfast.training.averaging import build_average
+from ptfast.training.course import Course, build_course, check_last_batch
+from ptfast.training.prepare_data import build_loaders, build_run_task, full_size, load_run_data
+from ptfast.training.prepare_machine import Site, prepare_machine
+from ptfast.training.prepare_model import build_plain_model, place_model, shape_model
+from ptfast.training.state import restore_training
+from ptfast.training.step_parts.seeding import build_seeder, seed_everything
 from ptfast.training.user_code import constructing
 
 
@@ -50,231 +45,185 @@ def build(
     *,
     ranks: Ranks,
     folder: Path,
-    display: Any,
-    logger: Any = None,
+    display: Display,
+    logger: Logger | None = None,
     clock: Clock | None = None,
     state_folder: Path | None = None,
     data: Data | None = None,
 ) -> Run:
     """Build a run on this rank.
 
-    The order: data, model, rewrites, device and memory format, checkpointed blocks, compiled model or
-    blocks, parallel wrap, optimizer and averaged weights, schedule; the saved state comes last. An optimizer
-    built before the model has its final place and form would hold parameters that nothing trains, in silence.
+    The order: machine, data, model, its rewrites and place and saved weights, checkpointed blocks, compiled
+    model or blocks, parallel wrap, loaders, optimizer, schedule, averaged weights; the rest of the saved
+    state comes last. An optimizer built before the model has its final place and form would hold parameters
+    that nothing trains, in silence.
 
     What the config leaves to `auto` is resolved here by the first rank, written to `resolved.json`, and
     taken from there when the run is resumed.
 
     Args:
         logger: what takes the figures; nothing does if not given.
-        state_folder: the state to go on from; None starts afresh.
+        state_folder: the state to resume; None starts afresh.
         data: the splits, where they have been loaded already and it is known who loads them.
     """
     device = resolve_device(config.device, ranks)
     clock = for_device(clock or Clock(), device)
-    resolved = broadcast_object(run_directory.read_json(folder / run_directory.RESOLVED), ranks)
-    if resolved.get("num_ranks") != ranks.num_ranks:
-        # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
-        resolved = {name: value for name, value in resolved.items() if name not in ("threads", "workers")}
-    benchmark = config.backend.cudnn_benchmark
-    if benchmark == "auto" and (resolved.get("device"), resolved.get("cudnn_benchmark")) == ("cuda", False):
-        # Shapes had become too many before.
-        benchmark = False
-    backend = apply_backend(
-        threads=unless_auto(config.backend.threads, resolved, "threads"),
-        cudnn_benchmark=benchmark,
-        deterministic=config.backend.deterministic,
-        device=device,
-        num_local_ranks=ranks.num_local_ranks,
-    )
-    wanted = config.precision
-    matmul = unless_auto(wanted.matmul_precision, resolved, "matmul_precision")
-    precision = build_precision(wanted.mode, device, matmul, ranks)
-    # A resumed run keeps its micro-batches, whatever its ranks would give now.
-    known, accumulate = resolved.get("micro_batches"), config.gradients.accumulate
-    micro_batches = check_batch(
-        config.batch_size,
-        known or config.micro_batches,
-        ranks.num_ranks,
-        1 if known else accumulate,
-        config.curriculum.batch_size_from,
-    )
-    check_ranks(config, ranks.num_ranks, micro_batches, scales=precision.scaler is not None)
+    before = broadcast_object(_resolved_before(folder, state_folder), ranks)
     state = read_state(state_folder) if state_folder is not None else None
+    site = prepare_machine(config, device, ranks=ranks, display=display, before=before, state=state)
 
-    with display.status("loading the data"):
-        saved_info = read_info(state.facts["info"]) if state is not None else None
-        measured = saved_info.extra.get("normalize") if saved_info is not None else None
-        data = data or load_data(
-            config,
-            ranks,
-            build_choice(config, micro_batches, device, resolved, ranks.num_ranks),
-            measured=measured,
-        )
-    info = data.info
-    changed = check_same_data(saved_info, info) if saved_info is not None else ""
-    task = build_task(config.task.name, info, **config.task.build_options())
-    check_flip(config.eval.flip, info, task, targets=config.augment.targets)
-    check_full_size(config.eval.last, task)
+    data, changed = load_run_data(site, data)
+    task = build_run_task(site, data.info)
     seed_everything(config.seed)
-    model = build_plain_model(config, info, fresh=state is None, display=display)
-    course = build_course(config, data, model, micro_batches)
-    plan, total_steps = course.plan, course.total_steps
-    shared: dict[str, Any] = {"micro_batches": micro_batches, "ranks": ranks, "device": device}
-    shaped = shape_model(
-        model,
-        config,
-        task=task,
-        data=data,
-        precision=precision,
-        resolved=resolved,
-        state=state,
+    model = build_plain_model(site, data.info)
+    course = build_course(config, data, model, site.micro_batches)
+    place_model(model, site, task, data, data.info)
+    shaped = shape_model(model, site, data)
+    forward = shaped.wrap()
+    loaders = build_loaders(site, data, task, course, clock.to)
+    optimizer = _build_optimizer(site, model, shaped.grouping)
+    check_last_batch(course.plan, model, site.micro_batches)
+    schedule = _build_schedule(site, course, optimizer)
+    callbacks = _build_callbacks(config)
+    freezing = shaped.grouping.freezing(course.steps, course.total_steps)
+    average = build_average(site, model, data, task, course, loaders.loading)
+    run = Run(
+        settings=_settings(site, data, task, course, callbacks, freezing),
+        resolved=site.resolved,
+        folder=folder,
+        device=device,
+        ranks=ranks,
+        clock=clock,
         display=display,
-        **shared,
+        logger=logger or NoLogger(),
+        model=model,
+        forward=forward,
+        wrap=shaped.wrap,
+        task=task,
+        info=data.info,
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=site.precision,
+        clip=_build_clipper(config, model, shaped.grouping),
+        ema=average,
+        compilation=shaped.compilation,
+        freezing=freezing,
+        train_loader=loaders.train,
+        eval_loaders=loaders.evaluation,
+        marks=loaders.marks,
+        unreadable=data.unreadable,
+        seed_step=build_seeder(device),
+        callbacks=callbacks,
+        data_note=data.note,
+        groups_note=shaped.grouping.describe(),
     )
-    forward, grouping = shaped.wrap(), shaped.grouping
-    loaders = build_loaders(
-        config, data, task, course, channels_last=shaped.channels_last, tell=clock.to, **shared
+    if config.backend.cudnn_benchmark == "auto" and site.resolved.cudnn_benchmark:
+        run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
+    if state is not None:
+        restore_training(run, state, site.before.total_steps)
+        notes = run.status.resumed_note, changed and f"other held-out data than before: {changed}"
+        run.status.resumed_note = "; ".join(filter(None, notes))
+    if ranks.is_first:
+        run.resolved.write(folder)
+    return run
+
+
+def _resolved_before(folder: Path, state_folder: Path | None) -> Resolved:
+    """What `auto` became before: in this run, or in the one whose state is resumed in another directory."""
+    elsewhere = state_folder is not None and not (folder / run_directory.RESOLVED).exists()
+    return Resolved.read(state_folder.parent.parent if elsewhere and state_folder else folder)
+
+
+def _build_optimizer(site: Site, model: torch.nn.Module, grouping: Grouping) -> torch.optim.Optimizer:
+    section, resolved = site.config.optimizer, site.resolved
+    groups = None if grouping.trivial else grouping.parts()
+    optimizer, resolved.optimizer = build_optimizer(section.target, model, site.device, groups)
+    resolved.lr_scaling = scale_for_batch(
+        optimizer, section.lr_scaling, site.config.batch_size, section.reference_batch
+    )
+    if site.precision.scaler is not None:
+        start_momentum(optimizer)
+    return optimizer
+
+
+def _build_clipper(config: Config, model: torch.nn.Module, grouping: Grouping) -> Clipper | None:
+    gradients = config.gradients
+    return build_clipper(
+        gradients.clip_norm,
+        gradients.clip_value,
+        model.parameters(),
+        clip_adaptive=gradients.clip_adaptive,
+        head=head_of(model) if gradients.clip_adaptive is not None else (),
+        by_group=grouping.clip_norms(),
     )
 
-    groups = None if grouping.trivial else grouping.parts()
-    optimizer, stepping = build_optimizer(config.optimizer.target, model, device, groups)
-    scaling = scale_for_batch(
-        optimizer, config.optimizer.lr_scaling, config.batch_size, config.optimizer.reference_batch
-    )
-    if precision.scaler is not None:
-        start_momentum(optimizer)
-    check_last_batch(plan, model, micro_batches)
+
+def _build_schedule(site: Site, course: Course, optimizer: torch.optim.Optimizer) -> Schedule:
+    section, resolved = site.config.schedule, site.resolved
     schedule = build_schedule(
-        config.schedule.target.build(),
-        warmup=config.schedule.warmup,
-        total_steps=total_steps,
-        plan=plan,
+        section.target.build(),
+        warmup=section.warmup,
+        total_steps=course.total_steps,
+        plan=course.plan,
         has_momentum=has_momentum(optimizer),
     )
     schedule.extendable = schedule.extendable and not course.spans_run
-    named = config.task.name != "auto"
-    resolved |= {
-        "task": config.task.name if named else info.task,
-        "task_reason": "" if named else info.task_reason,
-        "device": str(device.type),
-        "num_ranks": ranks.num_ranks,
-        "micro_batches": micro_batches,
-        "optimizer": stepping,
-        "lr_scaling": scaling,
-        "momentum": schedule.momentum_note,
-        "precision": precision.describe(),
-        "matmul_precision": precision.matmul,
-        "total_steps": total_steps,
-        "curriculum": course.notes,
-        **shaped.facts,
-        **loaders.facts,
-        **backend,
-    }
+    resolved.momentum, resolved.total_steps = schedule.momentum_note, course.total_steps
+    resolved.curriculum = course.notes
+    return schedule
 
+
+def _build_callbacks(config: Config) -> list[Callback]:
     callbacks: list[Any] = []
     for index, target in enumerate(config.callbacks):
         with constructing(f"callbacks.{index}", target.path):
             callbacks.append(target.build())
-    freezing = grouping.freezing(course.steps, total_steps)
-    average = build_average(
-        config,
-        model,
-        data,
-        task,
-        precision,
-        ranks,
-        micro_batches=micro_batches,
-        steps_of=course.steps,
-        every=course.every,
-        total_steps=total_steps,
-        **loaders.loading,
-    )
-    stop, gradients = config.stop, config.gradients
-    metric = stop.metric or (task.metric if "val" in loaders.evaluation else "loss")
+    return callbacks
+
+
+def _settings(
+    site: Site, data: Data, task: Task, course: Course, callbacks: list[Callback], freezing: Freezing | None
+) -> Settings:
+    """What the config says about the loop, durations as steps.
+
+    Raises:
+        ConfigError: C005 for a figure to follow that no evaluation will give; C011 for a duration that this
+            data cannot be counted in.
+    """
+    config, plan = site.config, course.plan
+    stop = config.stop
     if not hooks(callbacks, "on_evaluation"):
-        _check_metric(stop.metric, task, "val" in loaders.evaluation)
-    run = Run(
-        model=model,
-        forward=forward,
-        task=task,
-        info=info,
-        optimizer=optimizer,
-        schedule=schedule,
-        precision=precision,
-        clip=build_clipper(
-            gradients.clip_norm,
-            gradients.clip_value,
-            model.parameters(),
-            clip_adaptive=gradients.clip_adaptive,
-            head=head_of(model) if gradients.clip_adaptive is not None else (),
-            by_group=grouping.clip_norms(),
-        ),
-        ema=average,
-        train_loader=loaders.train,
-        eval_loaders=loaders.evaluation,
-        device=device,
-        ranks=ranks,
+        _check_metric(stop.metric, task, data.val is not None)
+    metric = stop.metric or (task.metric if data.val is not None else "loss")
+    max_time = config.run.max_time
+    counts_epochs = plan.size is not None and hooks(callbacks, "on_epoch")
+    return Settings(
         seed=config.seed,
-        seed_step=build_seeder(device),
-        total_steps=total_steps,
+        total_steps=course.total_steps,
         batch_size=config.batch_size,
-        micro_batches=micro_batches,
+        micro_batches=site.micro_batches,
         cadence=Cadence(
             course.every("log_every", config.log_every),
             course.every("eval.every", config.eval.every),
             course.every("saving.every", config.saving.every),
             switch_steps=freezing.switch_steps if freezing is not None else (),
-            epoch_steps=plan.every(Duration(1, "epochs"), total_steps)
-            if plan.size is not None and hooks(callbacks, "on_epoch")
-            else (),
+            epoch_steps=plan.every(Duration(1, "epochs"), course.total_steps) if counts_epochs else (),
         ),
         best_metric=metric,
-        best_mode=stop.mode if stop.mode != "auto" else best_mode(metric, task),
+        best_mode=stop.mode if stop.mode != "auto" else _best_mode(metric, task),
         patience=stop.patience,
-        max_time_s=config.run.max_time.seconds if config.run.max_time is not None else None,
+        max_time_s=max_time.seconds if max_time is not None else None,
         keep_best=config.saving.best,
-        folder=folder,
-        callbacks=callbacks,
-        display=display,
-        logger=logger or NoLogger(),
-        save=build_saver(config.saving.keep),
-        wrap=shaped.wrap,
-        compilation=shaped.compilation,
-        freezing=freezing,
-        marks=loaders.marks,
+        keep_states=config.saving.keep,
         debug=config.debug.mode,
-        log_norm=gradients.log_norm,
-        groups_note=grouping.describe(),
-        clock=clock,
-        resolved=resolved,
+        log_norm=config.gradients.log_norm,
         flip=config.eval.flip,
-        full_size=full_size(config, info, micro_batches),
-        data_note=data.note,
-        unreadable=data.unreadable,
+        full_size=full_size(config, data.info, site.micro_batches),
     )
-    if benchmark == "auto" and backend["cudnn_benchmark"]:
-        run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
-    if state is not None:
-        restore_training(run, state)
-        notes = [run.resumed_note, changed and f"other held-out data than before: {changed}"]
-        run.resumed_note = "; ".join(filter(None, notes))
-    if ranks.is_first:
-        run_directory.write_json(folder / run_directory.RESOLVED, resolved)
-    return run
-
-
-def _stop_searching(run: Run) -> None:
-    torch.backends.cudnn.benchmark = run.resolved["cudnn_benchmark"] = False
-    run.display.note(
-        f"cudnn_benchmark is off from step {run.progress.step}: inputs of more than {MOST_SHAPES} shapes"
-    )
-    if run.ranks.is_first:
-        run_directory.write_json(run.folder / run_directory.RESOLVED, run.resolved)
 
 
 def _check_metric(metric: str | None, task: Task, has_val: bool) -> None:
-    """Refuse a figure to follow that no evaluation will give, as far as it can be told before one."""
+    """Refuse a figure to follow that no evaluation will give, as far as that is known before one."""
     names = getattr(task.metrics(), "keys", None) if metric else None
     if names is None:
         return
@@ -284,6 +233,15 @@ def _check_metric(metric: str | None, task: Task, has_val: bool) -> None:
         raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
 
 
-def best_mode(metric: str, task: Task) -> str:
-    """Whether `metric` is better when larger (`max`) or smaller (`min`)."""
+def _best_mode(metric: str, task: Task) -> str:
+    """`max` or `min`: which way `metric` is better."""
     return task.mode if metric == task.metric else better_mode(metric)
+
+
+def _stop_searching(run: Run) -> None:
+    torch.backends.cudnn.benchmark = run.resolved.cudnn_benchmark = False
+    run.display.note(
+        f"cudnn_benchmark is off from step {run.progress.step}: inputs of more than {MOST_SHAPES} shapes"
+    )
+    if run.ranks.is_first:
+        run.resolved.write(run.folder)

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 import signal
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
 
 from ptfast.core import devices
-from ptfast.core.distributed import Ranks, broadcast_buffers, broadcast_object, sum_over_ranks
+from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import EvalLoader, MicroBatch, Run, Task, Watched, hooks
+from ptfast.core.protocols import EvalLoader, MicroBatch, hooks
+from ptfast.core.run import Run
 from ptfast.profiling.limits.step_counting import StepCounter
-from ptfast.techniques.ema.weight_averages import Average
-from ptfast.techniques.precision.number_formats import Precision
-from ptfast.training.pad_batches import FullSize
+from ptfast.training.evaluation.evaluate import Abandoned, evaluate
+from ptfast.training.state import save_training
 from ptfast.training.step import Trainer
-from ptfast.training.step_parts.first_step import fitting
-from ptfast.training.step_parts.loss_window import sum_and_read
 from ptfast.training.step_parts.rehearsal import rehearse
 from ptfast.training.stopping import Stopped, interruptible
-from ptfast.training.test_time_flip import FlipAveraged
 from ptfast.training.user_code import callback_states, check_figures
 
 LOOK_S = 5.0
@@ -49,8 +44,8 @@ def fit(run: Run) -> str:
         NumericsError: N001 when the loss is no longer finite.
         DataError: D006 when iterable data ends before the last step.
     """
-    progress, cadence, clock = run.progress, run.cadence, run.clock
-    run.tell("on_start")
+    progress, cadence, clock = run.progress, run.settings.cadence, run.clock
+    run.call_back("on_start")
     callback_states(run)
     trainer, counter = Trainer(run), StepCounter(run)
     run.counter = counter
@@ -99,7 +94,7 @@ def fit(run: Run) -> str:
             step_s = (clock.elapsed_s() - start_s) / max(1, steps)
             status, look_steps = _look_up(run, step_s)
             if steps and progress.step in cadence.epoch_steps:
-                run.tell("on_epoch", round(run.epoch))
+                run.call_back("on_epoch", round(run.epoch))
             over = progress.step >= run.total_steps
             progress.evaluation_due = steps > 0 and (over or progress.step in cadence.eval_steps)
             if progress.evaluation_due or (steps and progress.step in cadence.log_steps):
@@ -117,7 +112,7 @@ def fit(run: Run) -> str:
                 data_comes = False
             except Exception:
                 if not run.saves_together:
-                    run.save(run, False)
+                    save_training(run, False)
                 raise
             if status == "finished" and step < run.total_steps:
                 status = _judge(run)
@@ -127,116 +122,25 @@ def fit(run: Run) -> str:
             if run.ema is not None and data_comes:
                 with run.uncompiled(), suppress(Stopped):
                     run.ema.settle(partial(interruptible, run))
-            run.save(run, is_best)
+            save_training(run, is_best)
             clock.to(None)
             if run.ranks.is_first:
-                run.tell("on_save", step, run.folder / "saved" / f"step-{step}")
+                run.call_back("on_save", step, run.folder / "saved" / f"step-{step}")
     ended = status in ("finished", "stopped", "paused")
     if ended and "test" in run.eval_loaders and "test" not in run.figures:
         try:
             evaluate_split(run, "test")
         except Abandoned:
             status, _ = _look_up(run)
-    run.tell("on_end", status)
+    run.call_back("on_end", status)
     return status
-
-
-class Abandoned(Exception):  # noqa: N818 - nothing is wrong
-    """An evaluation that a signal has cut short, on all ranks."""
-
-
-def evaluate(
-    model: nn.Module,
-    task: Task,
-    loader: EvalLoader,
-    *,
-    device: torch.device,
-    ranks: Ranks,
-    precision: Precision,
-    average: Average | None = None,
-    flip: bool = False,
-    full_size: int | None = None,
-    stop_asked: Callable[[], bool] = lambda: False,
-    watched: Watched = lambda batches: batches,
-    sharded: bool = False,
-) -> dict[str, float]:
-    """Figures of `model` over a whole split, each sample counted once, sums kept on the device.
-
-    Args:
-        average: averaged weights. Where there are such, the figures are theirs, and those of the model's own
-            weights stand beside them as `raw_loss` and the like.
-        flip: average outputs over each image and its mirror image.
-        full_size: samples that every batch is filled up to with stand-ins, which count for nothing.
-        stop_asked: whether to give up, asked before every batch.
-        watched: goes through the batches, and may give up the wait for one.
-        sharded: whether a forward pass takes all ranks, those too whose share is empty.
-
-    Raises:
-        Abandoned: some rank was asked to give up.
-    """
-    predictor = FlipAveraged(model) if flip else model
-    if full_size is not None:
-        predictor = FullSize(predictor, full_size)
-    figures_of_weights = partial(
-        _evaluate, predictor, model, task, loader, device, ranks, precision, stop_asked, watched, sharded
-    )
-    if average is None or not average.ready:
-        return figures_of_weights()
-    with average.swapped():
-        figures = figures_of_weights()
-    return figures | {f"raw_{name}": value for name, value in figures_of_weights().items()}
-
-
-@torch.inference_mode()
-def _evaluate(
-    predictor: nn.Module,
-    model: nn.Module,
-    task: Task,
-    loader: EvalLoader,
-    device: torch.device,
-    ranks: Ranks,
-    precision: Precision,
-    stop_asked: Callable[[], bool],
-    watched: Watched,
-    sharded: bool,
-) -> dict[str, float]:
-    metrics = task.metrics().to(device)
-    loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
-    num_items: Any = 0
-    abandoned = 1
-    was_training = predictor.training
-    predictor.eval()
-    with precision.autocast(), suppress(Stopped):
-        # BatchNorm's are the same everywhere; a model may have others.
-        broadcast_buffers(list(model.buffers()), ranks)
-        for index, (data, num_samples) in enumerate(watched(iter(loader))):
-            if stop_asked():
-                break
-            if num_samples:
-                looked = predictor if index else fitting(predictor, model, task, data, " in evaluation")
-                loss, count = task.evaluate(looked, data, metrics)
-                loss_sum += loss
-                num_items += count
-            elif sharded:
-                task.evaluate(predictor, data, task.metrics().to(device))
-        else:
-            abandoned = 0
-    predictor.train(was_training)
-    total_loss, total_items, num_abandoned = sum_and_read([loss_sum, num_items, abandoned], device, ranks)
-    if num_abandoned:
-        raise Abandoned
-    with warnings.catch_warnings():
-        # A rank whose share is empty has updated nothing, and gets the sums of the others.
-        warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-        values = {name: float(value) for name, value in metrics.compute().items()}
-    return task.figures(total_loss / max(total_items, 1), values)
 
 
 def try_out(run: Run) -> None:
     """Evaluate one batch of every split and save the state: what a run does beside training."""
     for loader in run.eval_loaders.values():
         _evaluate_on(run, _FirstBatch(loader))
-    run.save(run, False)
+    save_training(run, False)
 
 
 class _FirstBatch:
@@ -267,10 +171,10 @@ def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
             ranks=run.ranks,
             precision=run.precision,
             average=run.ema,
-            flip=run.flip,
-            full_size=run.full_size,
+            flip=run.settings.flip,
+            full_size=run.settings.full_size,
             # Ranks that gather weights together have to go through it together.
-            stop_asked=lambda: run.stop_signal is not None and not run.sharded,
+            stop_asked=lambda: run.status.stop_signal is not None and not run.sharded,
             watched=partial(interruptible, run, together=run.sharded),
             sharded=run.sharded,
         )
@@ -284,7 +188,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
     figures = broadcast_object(figures, run.ranks)
     if hooks(run.callbacks, "on_evaluation"):
-        run.tell("on_evaluation", step, split, figures)
+        run.call_back("on_evaluation", step, split, figures)
         figures = broadcast_object(check_figures(figures, run), run.ranks)
     run.figures[split] = figures
     clock.to("logging")
@@ -307,29 +211,31 @@ def evaluate_and_rank(run: Run) -> bool:
         figures = {"loss": progress.epoch_loss / max(progress.epoch_items, 1)}
     progress.epoch_loss = progress.epoch_items = 0.0
     progress.evaluation_due = False
-    if run.best_metric not in figures:
+    if run.settings.best_metric not in figures:
         hint = f"There are: {', '.join(figures)}"
-        raise ConfigError("C005", "no such figure", key="stop.metric", value=run.best_metric, suggestion=hint)
-    value, previous = figures[run.best_metric], progress.best_value
+        raise ConfigError(
+            "C005", "no such figure", key="stop.metric", value=run.settings.best_metric, suggestion=hint
+        )
+    value, previous = figures[run.settings.best_metric], progress.best_value
     # Not a number is never the best: nothing would beat it.
     is_best = not math.isnan(value) and (
-        previous is None or (value > previous if run.best_mode == "max" else value < previous)
+        previous is None or (value > previous if run.settings.best_mode == "max" else value < previous)
     )
     if is_best:
         progress.best_value, progress.best_step, progress.evaluations_without_gain = value, progress.step, 0
-        run.best_figures = figures
+        run.status.best_figures = figures
     else:
         progress.evaluations_without_gain += 1
     if "val" in run.eval_loaders:
         run.display.evaluation(progress.step, run.epoch, "val", figures, is_best)
-    return is_best and run.keep_best
+    return is_best and run.settings.keep_best
 
 
 def _judge(run: Run) -> str:
     """Whether training ends here because it gains no more."""
-    if run.patience is None or run.progress.evaluations_without_gain < run.patience:
+    if run.settings.patience is None or run.progress.evaluations_without_gain < run.settings.patience:
         return "finished"
-    run.stop_reason = f"no gain in {run.patience} evaluations"
+    run.status.stop_reason = f"no gain in {run.settings.patience} evaluations"
     return "stopped"
 
 
@@ -338,9 +244,9 @@ def _look_up(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
 
     All ranks agree on both, so that none waits for one that has left.
     """
-    late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
+    late = run.settings.max_time_s is not None and run.clock.elapsed_s() > run.settings.max_time_s
     over = run.progress.step >= run.total_steps
-    code = float(run.stop_signal or 0) or (0.5 if late and not over else 0.0)
+    code = float(run.status.stop_signal or 0) or (0.5 if late and not over else 0.0)
     if run.ranks.distributed:
         votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=devices.sum_dtype(run.device))
         votes[run.ranks.rank], votes[-1] = code, seconds_per_step
@@ -349,5 +255,5 @@ def _look_up(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
     look_steps = max(1, int(LOOK_S / max(seconds_per_step, 1e-6)))
     if not code:
         return "finished", look_steps
-    run.stop_reason = "run.max_time is over" if code == 0.5 else signal.Signals(int(code)).name
+    run.status.stop_reason = "run.max_time is over" if code == 0.5 else signal.Signals(int(code)).name
     return {0.5: "paused", float(signal.SIGINT): "interrupted"}.get(code, "preempted"), look_steps

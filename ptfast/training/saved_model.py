@@ -14,20 +14,18 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError
 from ptfast.core.protocols import DataInfo, Task
-from ptfast.core.saved_state import State, read_state
+from ptfast.core.run import Resolved
+from ptfast.core.saved_state import read_state
 from ptfast.data.build_data import check_same_data, read_info
 from ptfast.data.loaders.side_stream import open_side_stream
-from ptfast.models.build_model import build_model
-from ptfast.tasks.build_task import build_task
-from ptfast.techniques.backend.torch_settings import apply_backend, resolve_device
+from ptfast.report.terminal.plain_display import Display as NoDisplay
+from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
-from ptfast.techniques.precision.number_formats import Precision, apply_half_weights, build_precision
-from ptfast.techniques.rewrites.model_rewrites import apply_channels_last, drop_biases
-from ptfast.training.fit import evaluate
-from ptfast.training.pad_batches import check_full_size
-from ptfast.training.prepare_data import build_eval_loaders, full_size, load_data
-from ptfast.training.state import restore_model
-from ptfast.training.test_time_flip import check_flip
+from ptfast.techniques.precision.number_formats import Precision
+from ptfast.training.evaluation.evaluate import evaluate
+from ptfast.training.prepare_data import build_eval_loaders, build_run_task, full_size, load_data, reading
+from ptfast.training.prepare_machine import Site, prepare_machine
+from ptfast.training.prepare_model import build_plain_model, place_model
 from ptfast.training.user_code import naming_user_code
 
 
@@ -40,40 +38,40 @@ class SavedModel:
     """Of its weights, where they were averaged; not in the model yet."""
     task: Task
     info: DataInfo
-    device: torch.device
-    precision: Precision
-    channels_last: bool
-    micro_batches: int
-    """That a batch was cut into in training: what is known to fit into memory."""
+    site: Site
     step: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.site.device
+
+    @property
+    def precision(self) -> Precision:
+        return self.site.precision
 
 
 def load_saved(config: Config, state_folder: Path) -> SavedModel:
     """Build the model of a saved state, and the average of its weights where there is one. Needs no data.
 
+    It goes through those stages of `ptfast.training.build.build` that make a model.
+
     Raises:
         SavedStateError: S001 when the state is damaged, S002 when it is of another model.
     """
-    state: State = read_state(state_folder)
-    device = resolve_device(config.device, Ranks())
-    resolved = state.facts["resolved"]
-    apply_backend(
-        threads=resolved["threads"],
-        cudnn_benchmark=False,
-        deterministic=config.backend.deterministic,
-        device=device,
+    state = read_state(state_folder)
+    site = prepare_machine(
+        config,
+        resolve_device(config.device, Ranks()),
+        ranks=Ranks(),
+        display=NoDisplay(),
+        before=Resolved.read(state_folder.parent.parent),
+        state=state,
+        trains=False,
     )
     info = read_info(state.facts["info"])
-    model = build_model(config.model.target, info)
-    channels_last = bool(resolved["channels_last"])
-    if channels_last:
-        apply_channels_last(model)
-    matmul = resolved.get("matmul_precision", "highest")
-    precision = build_precision(config.precision.mode, device, matmul)
-    if precision.half_weights:
-        apply_half_weights(model)
-    drop_biases(model, resolved["dropped_biases"])
-    restore_model(model.to(device), state)
+    task = build_run_task(site, info)
+    model = build_plain_model(site, info)
+    place_model(model, site, task, None, info)
     average = None
     if "ema" in state.training:
         # What never trained was not averaged.
@@ -82,12 +80,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
             parameter.requires_grad_(name in averaged)
         average = Average(model)
         average.load_state_dict(state.training["ema"])
-    model.eval()
-    task = build_task(config.task.name, info, **config.task.build_options())
-    check_flip(config.eval.flip, info, task, targets=config.augment.targets)
-    check_full_size(config.eval.last, task)
-    micro_batches, step = int(resolved["micro_batches"]), int(state.facts["progress"]["step"])
-    return SavedModel(model, average, task, info, device, precision, channels_last, micro_batches, step)
+    return SavedModel(model.eval(), average, task, info, site, int(state.facts["progress"]["step"]))
 
 
 def evaluate_saved(
@@ -112,16 +105,14 @@ def evaluate_saved(
         if changed := check_same_data(saved.info, data.info, trains=False):
             what = f"has changed since training, which may have seen what is held out now: {changed}"
             print(f"ptfast: warning: data: {what}", file=sys.stderr)
-    task = build_task(config.task.name, data.info, **config.task.build_options())
+    task = build_run_task(saved.site, data.info)
     loaders = build_eval_loaders(
         config,
         data,
-        micro_batches=saved.micro_batches,
+        micro_batches=saved.site.micro_batches,
         rank=0,
         num_ranks=1,
-        normalize=config.data.normalize,
-        device=saved.device,
-        channels_last=saved.channels_last,
+        **reading(saved.site),
         side=open_side_stream(saved.device) if config.dataloader.side_stream else None,
         worker_threads=config.backend.worker_threads,
         **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
@@ -143,7 +134,7 @@ def evaluate_saved(
                 precision=saved.precision,
                 average=saved.average,
                 flip=config.eval.flip,
-                full_size=full_size(config, data.info, saved.micro_batches),
+                full_size=full_size(config, data.info, saved.site.micro_batches),
             )
         left_out = {"left_out": loaders[name].left_out} if loaders[name].left_out else {}
         print(json.dumps({"step": saved.step, "split": name, **figures, **left_out}))

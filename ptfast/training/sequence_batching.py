@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -100,20 +99,22 @@ def check_takes(model: nn.Module, data: Data) -> None:
     raise ConfigError("C011", what, key=key, value=info.context_length, suggestion=hint)
 
 
-def describe_padding(config: Config, data: Data, plan: BatchPlan, micro_batches: int) -> dict[str, Any]:
+def describe_padding(
+    config: Config, data: Data, plan: BatchPlan, micro_batches: int
+) -> tuple[str | None, float | None]:
     """How sequences come to one length, for the panel, and how much of the first epoch is padding."""
     if isinstance(train := data.train, PackedDocuments):
         what = f"{train.num_documents:,} documents packed into {len(train):,} windows"
         share = train.padding_share
-        return {"padding": f"{what}: {share:.1%} of all tokens", "padding_share": round(share, 6)}
+        return f"{what}: {share:.1%} of all tokens", round(share, 6)
     lengths, limit, wanted = data.train.lengths(), data.info.context_length, config.batching
     if lengths is None or limit is None or plan.grows:
-        return {"padding": None, "padding_share": None}
+        return None, None
     share = padding_share(plan, lengths, limit, _padding(config), micro_batches, config.seed)
     longest = "the longest of each batch" if wanted.padding == "longest" else f"{limit} tokens"
     alike = "batches of like length, " if wanted.buckets else ""
     to = f"padded to {longest}" + (f" in steps of {wanted.multiple}" if wanted.multiple > 1 else "")
-    return {"padding": f"{alike}{to}: {share:.1%} of all tokens", "padding_share": round(share, 6)}
+    return f"{alike}{to}: {share:.1%} of all tokens", round(share, 6)
 
 
 def has_many_lengths(data: Data, config: Config) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -12,51 +11,48 @@ from torch import Tensor, nn
 
 from ptfast.core.dtensors import gather_whole
 from ptfast.core.errors import NumericsError, SavedStateError
-from ptfast.core.protocols import Progress, Run
+from ptfast.core.run import Progress, Run
 from ptfast.core.saved_state import State, check_length, point, prune, write_state
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.training.user_code import callback_states
 
 
-def build_saver(keep: int) -> Callable[[Run, bool], None]:
-    """What writes a run's state of now, as the best so far or not, and keeps the newest `keep`.
+def save_training(run: Run, is_best: bool) -> None:
+    """Write the state of now, as the best so far or not, and keep the newest ones that the settings ask for.
+
+    Called on every rank; the first writes.
 
     Raises:
         NumericsError: N001 when the weights are not finite; the state before stays as it is.
     """
-
-    def save(run: Run, is_best: bool) -> None:
-        if not (run.ranks.is_first or run.saves_together):
-            return
-        model = run.model.state_dict()
-        training: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
-        if run.precision.scaler is not None:
-            training["scaler"] = run.precision.scaler.state_dict()
-        if run.ema is not None:
-            training["ema"] = run.ema.state_dict()
-        if run.sharded:
-            model, training = gather_whole([model, training], keep=run.ranks.is_first)
-        elif run.saves_together:
-            training["compression"] = run.forward.compression.gather_state(run.ranks)
-        if not run.ranks.is_first:
-            return
-        _check_finite(model, run)
-        training["callbacks"] = callback_states(run)
-        facts = {
-            "progress": asdict(run.progress),
-            "best_figures": run.best_figures,
-            "figures": run.figures,
-            "info": asdict(run.info),
-            "resolved": run.resolved,
-            "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
-        }
-        saved = run.folder / "saved"
-        state_folder = write_state(saved, run.progress.step, State(model, training, facts))
-        if is_best:
-            point(saved, "best", state_folder)
-        prune(saved, keep)
-
-    return save
+    if not (run.ranks.is_first or run.saves_together):
+        return
+    model = run.model.state_dict()
+    training: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
+    if run.precision.scaler is not None:
+        training["scaler"] = run.precision.scaler.state_dict()
+    if run.ema is not None:
+        training["ema"] = run.ema.state_dict()
+    if run.sharded:
+        model, training = gather_whole([model, training], keep=run.ranks.is_first)
+    elif run.saves_together:
+        training["compression"] = run.forward.compression.gather_state(run.ranks)
+    if not run.ranks.is_first:
+        return
+    _check_finite(model, run)
+    training["callbacks"] = callback_states(run)
+    facts = {
+        "progress": asdict(run.progress),
+        "best_figures": run.status.best_figures,
+        "figures": run.status.figures,
+        "info": asdict(run.info),
+        "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
+    }
+    saved = run.folder / "saved"
+    state_folder = write_state(saved, run.progress.step, State(model, training, facts))
+    if is_best:
+        point(saved, "best", state_folder)
+    prune(saved, run.settings.keep_states)
 
 
 def _check_finite(model: dict[str, Tensor], run: Run) -> None:
@@ -86,12 +82,14 @@ def restore_model(model: nn.Module, state: State) -> None:
         ) from error
 
 
-def restore_training(run: Run, state: State) -> None:
+def restore_training(run: Run, state: State, steps_before: int) -> None:
     """Put everything but the weights back: the run stands where it was saved.
 
+    Args:
+        steps_before: that the run was to have when the state was saved; 0 where nobody knows.
+
     Raises:
-        SavedStateError: S002 when the state is of another model, S003 when it has a length this run cannot go
-            on from.
+        SavedStateError: S002 when the state is of another model, S003 when its length rules this run out.
     """
     load_optimizer(run.optimizer, state.training["optimizer"])
     if run.precision.scaler is not None and "scaler" in state.training:
@@ -107,16 +105,17 @@ def restore_training(run: Run, state: State) -> None:
         if callback_state is not None:
             callback.load_state_dict(callback_state)
     known = {each.name for each in fields(Progress)}
-    run.progress = Progress(**{k: v for k, v in state.facts["progress"].items() if k in known})
+    run.status.progress = Progress(**{k: v for k, v in state.facts["progress"].items() if k in known})
     if run.marks is not None and (stream := state.facts.get("stream")) is not None:
-        run.resumed_note = run.marks.load(stream, run.progress.step)
-    run.best_figures = state.facts["best_figures"]
-    run.figures = {split: figures for split, figures in state.facts["figures"].items() if split != "test"}
+        run.status.resumed_note = run.marks.load(stream, run.progress.step)
+    run.status.best_figures = state.facts["best_figures"]
+    figures = state.facts["figures"].items()
+    run.status.figures = {split: values for split, values in figures if split != "test"}
     parts = (run.schedule, run.freezing, run.ema)
     extendable = all(part is None or part.extendable for part in parts)
-    check_length(run.progress.step, state.facts["resolved"]["total_steps"], run.total_steps, extendable)
+    check_length(run.progress.step, steps_before or run.total_steps, run.total_steps, extendable)
     # A kill between a state and the link to it leaves the link behind.
     saved = run.folder / "saved"
     best = saved / f"step-{run.progress.best_step}"
-    if run.ranks.is_first and run.keep_best and best.is_dir():
+    if run.ranks.is_first and run.settings.keep_best and best.is_dir():
         point(saved, "best", best)

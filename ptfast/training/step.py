@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ptfast.core.errors import DataError
-from ptfast.core.protocols import Run, StepBatch, hooks
+from ptfast.core.protocols import StepBatch, hooks
+from ptfast.core.run import Run
 from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.techniques.parallel.wrapping import unwrap
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
@@ -24,8 +25,10 @@ from ptfast.training.step_parts.rank_sync import RankSync
 
 LossOf = Callable[[Any, Any], tuple[Tensor, Any]]
 """From a model and a batch to the sum of the losses of its items, and their count."""
-Before, After = Callable[[], object], Callable[[int], object]
-"""What is called between backward and the optimizer's step, and after it with the number of steps taken."""
+Before = Callable[[], object]
+"""Called between backward and the optimizer's step."""
+After = Callable[[int], object]
+"""Called after the optimizer's step with the number of steps taken."""
 Rate = tuple[float, float | None]
 """What a step multiplies the base learning rates by, and its momentum where that is scheduled."""
 _nothing = contextlib.nullcontext()
@@ -52,7 +55,7 @@ class Trainer:
         self.sync = RankSync(run) if run.ranks.distributed else None
         self.item_weight = ItemWeight(run, dtype, scaler)
         self.first_step, self.first_look = run.progress.step, FirstStep(run)
-        self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
+        self.first_micro_batch = run.ranks.rank * (run.settings.micro_batches // run.ranks.num_ranks)
         self.loss_of, self.first_loss = (
             self._surrounded(loss) for loss in (run.task.loss, self.first_look.loss)
         )
@@ -85,9 +88,9 @@ class Trainer:
             progress.samples += batch.num_samples
             for follow in after:
                 follow(progress.step)
-            if run.stop_signal is not None and not run.ranks.distributed:
+            if run.status.stop_signal is not None and not run.ranks.distributed:
                 return
-        if progress.step < last_step and run.stop_signal is None:
+        if progress.step < last_step and run.status.stop_signal is None:
             what = f"the data ended after step {progress.step} of {run.total_steps}"
             hint = "Set steps to what the data has"
             raise DataError("D006", what, key="steps", value=run.total_steps, suggestion=hint)
@@ -101,7 +104,7 @@ class Trainer:
             if not num_samples and sync is None:
                 continue
             mark("forward")
-            run.seed_step(run.seed, step, self.first_micro_batch + index)
+            run.seed_step(run.settings.seed, step, self.first_micro_batch + index)
             with _nothing if sync is None else sync.micro_batch(num_samples, exchanges=index == last):
                 loss, num_items = loss_of(run.forward, data)
                 mark("backward")
@@ -146,7 +149,7 @@ class Trainer:
         # The last step of a stretch is that before which the state may be saved.
         return before, [self.inspection, *before] if self.inspection.wanted else before, after
 
-    def _call_back(self, on_step: list[Callable[[Run, int], object]], step: int) -> None:
+    def _call_back(self, on_step: list[Callable[..., None]], step: int) -> None:
         self.run.clock.to("callbacks")
         for method in on_step:
             method(self.run, step)

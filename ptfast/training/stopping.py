@@ -15,7 +15,7 @@ from ptfast.core.distributed import Ranks, all_come_to
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 if TYPE_CHECKING:
-    from ptfast.core.protocols import Run
+    from ptfast.core.run import Run
 
 T = TypeVar("T")
 
@@ -51,23 +51,23 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
 
     Cost: 0.3 us a batch.
     """
-    several, asked = together and run.ranks.distributed, run.stop_signal
+    several, asked = together and run.ranks.distributed, run.status.stop_signal
     waits = "together" if several else "alone"
     for number in count():
-        run.waits = waits
+        run.status.waits = waits
         try:
             # One that came just before the wait was not raised out of it.
-            if run.stop_signal != asked and not several:
+            if run.status.stop_signal != asked and not several:
                 raise Stopped
             batch = next(batches, None)
         except Stopped:
             # From here on it stays ended, whatever else comes.
-            run.waits, step = None, run.progress.step
+            run.status.waits, step = None, run.progress.step
             if several and not all_come_to(f"{step}/{number}", run.ranks, LATE_S):
                 raise Preempted(f"stopped at step {step}, without saving: not all ranks wait there") from None
             raise
         finally:
-            run.waits = None
+            run.status.waits = None
         if batch is None:
             return
         yield batch
@@ -107,7 +107,7 @@ class Signals:
         if first:
             self._first_s = time.monotonic()
         if run is not None:
-            run.stop_signal = number
+            run.status.stop_signal = number
         again = not self._several and time.monotonic() - self._first_s > REPEATED_S
         again = again and (run is None or run.clock.cause != "saving")
         if again and not self._leaves:
@@ -120,7 +120,7 @@ class Signals:
             return
         if self._several and first:
             self._later(LATE_S, self._end_late)
-        if not self._several or (run is not None and run.waits == "alone"):
+        if not self._several or (run is not None and run.status.waits == "alone"):
             self._end_wait()
         if run is not None and first:
             # It may interrupt another line that is being written, which Python's streams refuse.
@@ -137,7 +137,7 @@ class Signals:
     def _end_wait(self) -> None:
         if self.run is None:
             raise Preempted(f"{self._name} before the first step")
-        if self.run.waits:
+        if self.run.status.waits:
             raise Stopped
 
     def _end_late(self) -> None:

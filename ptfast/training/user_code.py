@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ptfast.core.distributed import is_connection_lost
 from ptfast.core.errors import ConfigError, PtfastError, described, name_of, one_line
 from ptfast.core.machine import is_memory_error
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 
 PACKAGE = str(Path(__file__).parents[1])
 INSTALLED = (PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

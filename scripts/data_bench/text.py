@@ -63,9 +63,7 @@ def build(folder: Path) -> list[Row]:
 
 def row(folder: Path, name: str, num_steps: int, words: tuple[str, ...]) -> Row:
     run, lengths = a_run(folder, *words)
-    return Row(
-        name, training(run, lengths, num_steps), "token", f"{run.resolved['padding_share']:.1%} padding"
-    )
+    return Row(name, training(run, lengths, num_steps), "token", f"{run.resolved.padding_share:.1%} padding")
 
 
 def a_run(folder: Path, *words: str) -> tuple[Any, np.ndarray]:
@@ -98,7 +96,7 @@ def training(run: Any, lengths: np.ndarray, num_steps: int) -> Callable[[], int]
         from ptfast.data.sampling.order import permutation
 
         by_length = isinstance(plan, LengthPlan)
-        return plan.order(epoch) if by_length else permutation(run.seed, epoch, len(lengths))
+        return plan.order(epoch) if by_length else permutation(run.settings.seed, epoch, len(lengths))
 
     def work() -> int:
         first = run.progress.step

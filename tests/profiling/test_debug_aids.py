@@ -16,7 +16,7 @@ from running import build_run, same_bits, train, weights
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, MachineError, NumericsError
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.debugging import debugging
 from ptfast.profiling.debug_aids.gradcheck import TOLERANCE, check_gradients
 from ptfast.profiling.debug_aids.step_phases import PHASES, Phases, watched

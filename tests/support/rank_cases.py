@@ -15,7 +15,7 @@ from toys import Lines
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.techniques.parallel.wrapping import apply_sync_batchnorm
 from ptfast.training.fit import evaluate_split, fit

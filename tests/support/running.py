@@ -13,7 +13,7 @@ from conftest import IMPORT_PATHS
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.report.terminal.plain_display import Display
 from ptfast.training.build import build
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import stand_ins
@@ -29,7 +30,8 @@ from ptfast.config.files import paths
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
-from ptfast.core.protocols import Callback, Run
+from ptfast.core.protocols import Callback
+from ptfast.core.run import Run
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.report.terminal.plain_display import Display
@@ -161,9 +163,8 @@ def trained(words: Words, plain_words: Words | None = None) -> Trial:
     """
     trial = Trial()
     with a_run(*words) as run:
-        run.cadence.log_steps = range(1, run.total_steps + 1)
+        run.settings.cadence.log_steps = range(1, run.total_steps + 1)
         run.logger = _Losses(trial)
-        run.save = lambda run, is_best: None
         before = math.nan
         if plain_words is not None:
             with a_run(*plain_words) as plain:
@@ -171,7 +172,8 @@ def trained(words: Words, plain_words: Words | None = None) -> Trial:
             before = plain_loss(run, task)
         # Copied by a callback: the end of a run may put averages in the weights' place.
         run.callbacks.append(_Copy(trial))
-        fit(run)
+        with mock.patch("ptfast.training.fit.save_training"):
+            fit(run)
         trial.as_saved = functools.partial(_loaded_and_saved, run.model)
         if plain_words is not None:
             trial.plain_loss = before, plain_loss(run, task)

@@ -15,9 +15,10 @@ from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError, SavedStateError
 from ptfast.core.protocols import DataInfo
 from ptfast.techniques.ema.weight_averages import Ema, Swa
-from ptfast.training.fit import evaluate, fit
+from ptfast.training.evaluation.evaluate import evaluate
+from ptfast.training.evaluation.test_time_flip import FlipAveraged, check_flip
+from ptfast.training.fit import fit
 from ptfast.training.step import Trainer
-from ptfast.training.test_time_flip import FlipAveraged, check_flip
 
 SMALL = ("model.hidden=[16]", "batch_size=64", "log_every=5")
 CONVOLUTIONS = ("model=resnet_digits", "model.width=4", "batch_size=128", "optimizer.lr=0.05")

@@ -25,9 +25,9 @@ from ptfast.techniques.backend.torch_settings import (
     watch_shapes,
 )
 from ptfast.techniques.rewrites.model_rewrites import apply_channels_last, resolve_channels_last
-from ptfast.training import build
+from ptfast.training import build, prepare_machine
 from ptfast.training.fit import fit
-from ptfast.training.seeding import build_seeder, mix, seed_everything
+from ptfast.training.step_parts.seeding import build_seeder, mix, seed_everything
 
 CPU = torch.device("cpu")
 
@@ -145,7 +145,7 @@ class TestShapes:
             wanted = kwargs["cudnn_benchmark"]
             return {**apply_backend(*args, **kwargs), "cudnn_benchmark": bool(wanted)}
 
-        monkeypatch.setattr(build, "apply_backend", as_on_cuda)
+        monkeypatch.setattr(prepare_machine, "apply_backend", as_on_cuda)
         monkeypatch.setattr(build, "MOST_SHAPES", 1)
         monkeypatch.setattr(build, "watch_shapes", partial(watch_shapes, most=1))
         words = ("model.hidden=[8]", "epochs=1", "batch_size=512", "eval.every=4steps")
@@ -161,7 +161,7 @@ class TestShapes:
     def test_a_resumed_run_does_not_search_again(self, tmp_path, monkeypatch):
         asked = []
         monkeypatch.setattr(
-            build, "apply_backend", lambda **kwargs: asked.append(kwargs) or apply_backend(**kwargs)
+            prepare_machine, "apply_backend", lambda **kwargs: asked.append(kwargs) or apply_backend(**kwargs)
         )
         for device in ("cuda", "cpu"):
             (tmp_path / "resolved.json").write_text(

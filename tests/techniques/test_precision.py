@@ -228,10 +228,10 @@ def test_the_error_is_that_of_the_product():
 def test_a_resumed_run_keeps_its_products(tmp_path, hardware):
     words = ("model.hidden=[8]", "steps=1", "precision.matmul_precision=auto")
     run = build_run(tmp_path, *words)
-    assert run.resolved["matmul_precision"] == "high"
+    assert run.resolved.matmul_precision == "high"
     hardware["high"] = 9.0
-    assert build_run(tmp_path, *words).resolved["matmul_precision"] == "high"
-    assert build_run(tmp_path / "new", *words).resolved["matmul_precision"] == "highest"
+    assert build_run(tmp_path, *words).resolved.matmul_precision == "high"
+    assert build_run(tmp_path / "new", *words).resolved.matmul_precision == "highest"
 
 
 @pytest.mark.gpu

@@ -245,4 +245,4 @@ class TestRun:
 
     def test_iterable_data_is_not_looked_at(self, tmp_path: Path) -> None:
         data = "data=custom", "data._target_=test_iterable.Noise", "data.val=0"
-        assert build_run(tmp_path, *self.on, *data).resolved["dropped_biases"] == {}
+        assert build_run(tmp_path, *self.on, *data).resolved.dropped_biases == {}

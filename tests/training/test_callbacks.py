@@ -29,7 +29,7 @@ class Diary(Callback):
 
     def on_step(self, run: Any, step: int) -> None:
         if step == self.stop:
-            run.stop_signal = 15
+            run.status.stop_signal = 15
 
     def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
         figures["twice"] = 2 * figures["loss"]

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from ptfast.cli.command_line import run
 from ptfast.core.errors import ConfigError, DataError, PtfastError
-from ptfast.core.protocols import Run
-from ptfast.training.fit import evaluate
-from ptfast.training.pad_batches import FullSize
+from ptfast.core.run import Run
+from ptfast.training.evaluation.evaluate import evaluate
+from ptfast.training.evaluation.pad_batches import FullSize
 
 WORDS = ("model.hidden=[8]", "steps=2", "data.val=30samples", "eval.batch_size=8")
 
@@ -39,7 +39,9 @@ def evaluated(built: Run) -> tuple[dict[str, float], list[int]]:
     """Figures of an untrained model, and how many samples each of its forward passes had."""
     model, loader = Seen(built.model), built.eval_loaders["val"]
     shared: dict[str, Any] = {"device": built.device, "ranks": built.ranks, "precision": built.precision}
-    figures = evaluate(model, built.task, loader, **shared, flip=built.flip, full_size=built.full_size)
+    figures = evaluate(
+        model, built.task, loader, **shared, flip=built.settings.flip, full_size=built.settings.full_size
+    )
     return figures, model.sizes
 
 

@@ -17,7 +17,8 @@ from toys import (
 )
 
 from ptfast.core.errors import NumericsError
-from ptfast.core.protocols import Callback, Run
+from ptfast.core.protocols import Callback
+from ptfast.core.run import Run
 from ptfast.optim.build_optimizer import start_momentum
 from ptfast.training.fit import fit
 
@@ -72,7 +73,7 @@ class Rates(Callback):
         (group,) = run.optimizer.param_groups
         self.seen.append((group["lr"] / group["initial_lr"], group["momentum"]))
         if step == self.stop:
-            run.stop_signal = signal.SIGTERM
+            run.status.stop_signal = signal.SIGTERM
 
 
 def test_the_schedule_stands_still_over_steps_that_are_left_out(tmp_path: Path) -> None:

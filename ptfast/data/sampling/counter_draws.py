@@ -5,14 +5,27 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ptfast.core.splitmix import FACTOR_1, FACTOR_2, GOLDEN, finalise
-
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+FACTOR_1 = 0xBF58476D1CE4E5B9
+FACTOR_2 = 0x94D049BB133111EB
 ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX, BATCHES = range(9)
 CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION, ROTATION, SCALING, SHIFT_Y, SHIFT_X = range(16, 25)
 NEARBY = 25
 """Streams: what a draw is for. Draws of different streams are independent."""
 BOX = 64
 """Stream of a box's top; those behind it, up to 85, are for its left and for the sizes that are tried."""
+
+
+def finalise(bits: int) -> int:
+    """64 bits of which each depends on every one of the low 64 of `bits`: the finaliser of SplitMix64.
+
+    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014.
+    """
+    z = bits & MASK
+    z = (z ^ (z >> 30)) * FACTOR_1 & MASK
+    z = (z ^ (z >> 27)) * FACTOR_2 & MASK
+    return z ^ (z >> 31)
 
 
 def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.uint64]:
@@ -30,7 +43,7 @@ def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> ND
     Returns:
         uint64 of the shape of `indices`.
 
-    Source: `ptfast.core.splitmix.finalise` of arrays, keyed by seed, epoch and stream.
+    Source: `finalise` of arrays, keyed by seed, epoch and stream.
     """
     z = np.asarray(indices).astype(np.uint64)
     z *= np.uint64(GOLDEN)

@@ -13,7 +13,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import DataError
 from ptfast.core.machine import peak_memory_bytes
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.measure.trials.child_process import write_trial
 from ptfast.measure.trials.memory_guard import memory_to_spare, telling_of_no_room
 from ptfast.measure.trials.train_timing import time_steps
@@ -93,5 +93,5 @@ def _time(run: Run, seconds: float) -> dict[str, Any]:
     figures = time_steps(run, seconds)
     return figures | {
         "memory_bytes": peak_memory_bytes(run.device.type),
-        "micro_batches": run.micro_batches,
+        "micro_batches": run.settings.micro_batches,
     }

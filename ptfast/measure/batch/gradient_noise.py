@@ -15,7 +15,8 @@ from ptfast.config.schema import Config
 from ptfast.core import devices
 from ptfast.core.distributed import Ranks, sum_over_ranks
 from ptfast.core.errors import DataError
-from ptfast.core.protocols import Run, StepBatch
+from ptfast.core.protocols import StepBatch
+from ptfast.core.run import Run
 from ptfast.measure.batch.batch_throughput import with_mode
 from ptfast.measure.trials.child_process import write_trial
 from ptfast.measure.trials.memory_guard import telling_of_no_room
@@ -122,7 +123,7 @@ class NoiseTrainer(Trainer):
         for index, (data, num_samples) in enumerate(batch.micro_batches):
             if not num_samples and sync is None:
                 continue
-            run.seed_step(run.seed, step, self.first_micro_batch + index)
+            run.seed_step(run.settings.seed, step, self.first_micro_batch + index)
             with _nothing if sync is None else sync.micro_batch(num_samples, exchanges=False):
                 loss, count = self.loss_of(run.forward, data)
                 loss.backward(weight if num_samples else weight * 0)

@@ -17,7 +17,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, sum_over_ranks
 from ptfast.core.errors import DataError, PtfastError
 from ptfast.core.machine import memory_of
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.data.build_data import Data, Source
 from ptfast.data.loaders.loader_choice import Choice, look_at
 from ptfast.data.streams.iterable import IterableSource
@@ -84,7 +84,7 @@ def _load(changed: Config, config: Config, ranks: Ranks, facts: dict[str, Any] |
     )
 
     def chooser(config: Config) -> Any:
-        return build_choice(config, micro_batches, device, {}, ranks.num_ranks)
+        return build_choice(config, micro_batches, device, num_ranks=ranks.num_ranks)
 
     def noting(train: Source, others: Sequence[Source]) -> Choice:
         if facts is None:
@@ -121,7 +121,7 @@ def _facts(train: Source) -> dict[str, Any]:
 
 def _time(run: Run, loader: Loader, seconds: float) -> dict[str, Any]:
     # Workers begin together, and their batches keep coming in bursts: each has one in a round.
-    per_rank = max(1, run.micro_batches // run.ranks.num_ranks)
+    per_rank = max(1, run.settings.micro_batches // run.ranks.num_ranks)
     try:
         figures = time_steps(run, seconds, max(1, -(-loader.workers // per_rank)), lambda: _memory(run))
     except DataError as error:

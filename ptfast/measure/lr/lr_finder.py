@@ -136,7 +136,7 @@ def measure_here(
         "chosen": min(finite, key=finite.__getitem__) if finite else None,
         "lr": actual,
         "lr_scale": actual / given,
-        "batch_size": run.batch_size,
+        "batch_size": run.settings.batch_size,
         "trial_steps": trial_steps,
     }
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable
 
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.measure.lr.lr_suggestion import CAME_APART
 from ptfast.measure.lr.range_test import train_at
 

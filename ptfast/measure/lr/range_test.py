@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.measure.lr.lr_suggestion import CAME_APART, has_diverged, running_mean
 from ptfast.measure.trials.state_guard import untouched
 from ptfast.optim.build_optimizer import reference_lr
@@ -107,4 +107,4 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
 
 def _first_step(run: Run, num_steps: int) -> int:
     """Where in the run's data to test: where all has grown to full size, if anything grows."""
-    return max(run.total_steps - num_steps, 0) if run.resolved["curriculum"] else 0
+    return max(run.total_steps - num_steps, 0) if run.resolved.curriculum else 0

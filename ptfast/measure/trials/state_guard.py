@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.optim.build_optimizer import load_optimizer
 
-HIDDEN = ("schedule", "ema", "callbacks", "watchers", "stop_signal", "figures", "best_figures")
+HIDDEN = ("schedule", "ema", "callbacks", "watchers", "status")
 """What of a run may be replaced for the time of a trial."""
 
 
@@ -33,10 +33,12 @@ def untouched(run: Run) -> Iterator[None]:
     scaler = run.precision.scaler
     scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
     kept = {name: getattr(run, name) for name in HIDDEN}
-    progress, random_state = run.progress, _random_state(run.device)
-    run.progress = replace(progress)
+    random_state, status = _random_state(run.device), run.status
+    figures, best_figures = dict(status.figures), dict(status.best_figures)
+    run.status = replace(
+        status, progress=replace(status.progress), figures=figures, best_figures=best_figures
+    )
     run.ema, run.callbacks, run.watchers = None, [], []
-    run.figures, run.best_figures = dict(run.figures), dict(run.best_figures)
     was_training = run.model.training
     try:
         yield
@@ -51,7 +53,6 @@ def untouched(run: Run) -> Iterator[None]:
             scaler.load_state_dict(scaling)
         for name, value in kept.items():
             setattr(run, name, value)
-        run.progress = progress
         run.model.train(was_training)
         _restore_random(random_state, run.device)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ptfast.core.distributed import sum_over_ranks
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.rehearsal import rehearse
 
@@ -33,7 +33,7 @@ def time_steps(
         the share of the time that ranks spent `waiting` for their next batch.
     """
     trainer, progress, clock = Trainer(run), run.progress, run.clock
-    run.total_steps = ENDLESS
+    run.settings.total_steps = ENDLESS
     batches = rehearse(trainer, clock.waiting(run.train_loader.steps(progress.step, ENDLESS)))
 
     def take(num_steps: int) -> tuple[int, float]:

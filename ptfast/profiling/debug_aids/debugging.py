@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from ptfast.core.errors import ConfigError, NumericsError
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 
 __all__ = ["debugging"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ptfast.core.errors import NumericsError
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 
 NUM_SAMPLES = 4
 NUM_DIRECTIONS = 3
@@ -49,12 +49,12 @@ def check_gradients(run: Run) -> float:
     def loss() -> Tensor:
         for buffer, before in buffers:
             buffer.copy_(before)
-        run.seed_step(run.seed, step, 0)
+        run.seed_step(run.settings.seed, step, 0)
         return run.task.loss(model, data)[0]
 
     grads = torch.autograd.grad(loss(), parameters, allow_unused=True)
     slopes = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
-    draws = torch.Generator().manual_seed(run.seed)
+    draws = torch.Generator().manual_seed(run.settings.seed)
     errors = [_error(loss, parameters, slopes, _direction(parameters, draws)) for _ in range(NUM_DIRECTIONS)]
     if max(errors) <= TOLERANCE:
         return max(errors)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.step_phases import PHASES, Phases
 
 MEMORY, SNAPSHOT = "memory.txt", "memory.pickle"

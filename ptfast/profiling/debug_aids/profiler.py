@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.step_phases import PHASES, Phases, watched
 
 TRACE, PROFILE = "trace.json", "profile.txt"

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ptfast.core.protocols import Callback, Run
+from ptfast.core.protocols import Callback
+from ptfast.core.run import Run
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """Of what the clock of a run tells, that which is watched."""

@@ -8,7 +8,7 @@ from ptfast.config.applicability import ThisMachine
 from ptfast.config.schema import Config
 from ptfast.core.clock import STEP
 from ptfast.core.machine import is_memory_error
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.profiling.limits import advice, roofline
 from ptfast.profiling.limits.machine_peaks import COST_S, Peaks, known_peaks, measured_peaks
 from ptfast.profiling.limits.step_counting import StepCounter
@@ -57,7 +57,7 @@ def speed_of_light(run: Run, config: Config, *, may_measure: bool) -> dict[str, 
             why = f"this machine's peaks are not known yet: a run that trains for {enough} measures them"
             return roofline.unmeasured(work, seconds, steps, why) | cost
         step = roofline.weigh(work, peaks, seconds, steps)
-        facts = roofline.describe(step) | cost | {"padding_share": run.resolved["padding_share"]}
+        facts = roofline.describe(step) | cost | {"padding_share": run.resolved.padding_share}
         found = advice.suggest(situation(run, config, step))
         return facts | advice.describe(found, step.seconds)
     finally:
@@ -72,11 +72,11 @@ def situation(run: Run, config: Config, step: roofline.Step) -> advice.Situation
         config=config,
         device=run.device.type,
         data_kind=run.info.kind,
-        loader=resolved["dataloader"],
-        stepping=resolved["optimizer"],
+        loader=resolved.dataloader,
+        stepping=resolved.optimizer,
         lacks=ThisMachine().lacks,
         num_ranks=run.ranks.num_ranks,
-        padding_share=resolved["padding_share"],
+        padding_share=resolved.padding_share,
         has_documents=config.data.target.kwargs.get("documents") not in (None, "none", False),
     )
 

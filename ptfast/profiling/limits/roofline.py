@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ptfast.core.clock import STEP
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.profiling.limits.machine_peaks import Peaks
 from ptfast.profiling.limits.operators import Operator, flops
 from ptfast.profiling.limits.step_counting import Counted
@@ -170,7 +170,7 @@ def _format(run: Run, operator: Operator) -> str:
     dtype = operator.dtype or torch.float32
     if dtype in TYPES:
         return TYPES[dtype]
-    setting, convolves = run.resolved["matmul_precision"], "conv" in operator.name
+    setting, convolves = run.resolved.matmul_precision, "conv" in operator.name
     if run.device.type == "cuda":
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Please use the new API")

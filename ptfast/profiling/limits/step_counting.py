@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.machine import available_memory, peak_memory_bytes
-from ptfast.core.protocols import Run, StepBatch
+from ptfast.core.protocols import StepBatch
+from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.step_phases import Phases, watched
 from ptfast.profiling.limits.operators import Operator, Operators, tensors_in
 
@@ -54,9 +55,9 @@ class StepCounter:
         self.why_not: str | None = None
         self.compiled = run.compilation is not None
         self.first_counted = run.progress.step + 1
-        self._last = self.first_counted + (MANY_LENGTHS if run.resolved["padding_share"] is not None else 1)
+        self._last = self.first_counted + (MANY_LENGTHS if run.resolved.padding_share is not None else 1)
         self._graphs = _num_graphs()
-        if run.resolved["curriculum"]:
+        if run.resolved.curriculum:
             self.why_not = "its batches grow"
 
     def due(self, step: int) -> bool:

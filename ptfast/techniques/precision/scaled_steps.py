@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptfast.core.protocols import Progress
+from ptfast.core.run import Progress
 
 
 class ScaledSteps:
@@ -43,7 +43,7 @@ class ScaledSteps:
         zero = torch.zeros((), dtype=torch.int64, device=device)
         self.in_a_row = zero
         self.skipped = zero > 0
-        """True if the last step was left out: read off the scale, which falls then, it stays on the device."""
+        """True if the last step was left out: read off the scale, which falls then; on the device."""
         self._skipped = zero + progress.skipped_steps
         # The counts after the last step but one and after the last.
         counts = (progress.skipped_before, progress.skipped_steps)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ptfast.core.errors import DataError, PtfastError, described, name_of
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.training.user_code import INSTALLED, MODEL, Part, failure, naming_user_code, parts_of
 
 
@@ -195,7 +195,7 @@ class SlowSwitches:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._told = run, {run.debug}
+        self._run, self._told = run, {run.settings.debug}
 
     def look(self) -> None:
         """Warn of what is on now. Cost: two calls."""

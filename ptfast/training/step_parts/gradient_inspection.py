@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
 
@@ -33,14 +33,14 @@ class GradientInspection:
     @property
     def wanted(self) -> bool:
         """True if there is something left to look for."""
-        return not self._reported or self._run.log_norm or self._run.ranks.distributed
+        return not self._reported or self._run.settings.log_norm or self._run.ranks.distributed
 
     def __call__(self) -> None:
         """Look at the gradients that there are now."""
         run = self._run
         if run.ranks.distributed:
             run.forward.check_gradients()
-        if run.log_norm:
+        if run.settings.log_norm:
             norm = global_norm([p.grad for p in self._parameters if p.grad is not None])
             self.norm = norm if self._scaled is None else norm / self._scaled.scale
         if not self._reported:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ptfast.core.distributed import sum_over_ranks
-from ptfast.core.protocols import Run, StepBatch
+from ptfast.core.protocols import StepBatch
+from ptfast.core.run import Run
 
 
 class ItemWeight:

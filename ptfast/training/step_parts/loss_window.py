@@ -12,7 +12,7 @@ from ptfast.core import devices
 from ptfast.core.distributed import Ranks, sum_over_ranks
 from ptfast.core.errors import NumericsError
 from ptfast.core.machine import peak_memory_bytes
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.optim.build_optimizer import reference_lr
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
 from ptfast.training.step_parts.first_step import FirstStep
@@ -146,7 +146,7 @@ class LossWindow:
         if steps and seconds > 0:
             resources |= {"samples_per_s": samples / seconds, "step_s": seconds / steps}
         resources["peak_memory_bytes"] = peak_memory_bytes(self._run.device.type)
-        if (share := self._run.resolved["padding_share"]) is not None:
+        if (share := self._run.resolved.padding_share) is not None:
             resources["padding_share"] = share
         return resources
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Variable
 
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.techniques.parallel.wrapping import RunningStatistics
 
 _nothing = nullcontext()

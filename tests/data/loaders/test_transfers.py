@@ -116,7 +116,7 @@ def test_a_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(prepare_data, "open_side_stream", lambda device: Recorder())
     run = build_run(tmp_path, *ALL, "dataloader.side_stream=false")
     assert not isinstance(run.train_loader, PrefetchedLoader)
-    assert run.resolved["side_stream"] is False
+    assert run.resolved.side_stream is False
 
 
 def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert warnings == []
     run.precision = dataclasses.replace(run.precision, warning="it is slow here")
     assert build_panel(config, run, [])[2] == ["it is slow here"]
-    run.resolved["cudnn_benchmark"] = True
+    run.resolved.cudnn_benchmark = True
     kernels = dict(build_panel(config, run, [])[1])["kernels"]
     assert kernels == "cuDNN takes the quickest by trying, while inputs have few shapes"
 

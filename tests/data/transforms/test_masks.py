@@ -27,7 +27,7 @@ from ptfast.data.sources.arrays import Arrays
 from ptfast.data.transforms.augment import Augment, build_augment, moved
 from ptfast.data.transforms.mixup_cutmix import Mix
 from ptfast.tasks.build_task import build_task
-from ptfast.training.test_time_flip import FlipAveraged, check_flip
+from ptfast.training.evaluation.test_time_flip import FlipAveraged, check_flip
 
 SIDE, STEP = 24, 10
 """Of the images, and between the grey values of pixels beside each other."""

@@ -12,7 +12,7 @@ from rank_cases import MIXED, OPTIMIZERS, SMALL
 from running import build_run, records, same_bits, training_state, weights
 from test_ddp import a_run
 
-from ptfast.training.fit import evaluate
+from ptfast.training.evaluation.evaluate import evaluate
 
 FSDP: Tree = {"strategy": "fsdp", "nproc": 2}
 

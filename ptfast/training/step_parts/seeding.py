@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ptfast.core.splitmix import GOLDEN, finalise
+from ptfast.data.sampling.counter_draws import GOLDEN, finalise
 
 Seeder = Callable[[int, int, int], None]
 

@@ -1,0 +1,372 @@
+"""A run as the loop takes it: what was built, its settings, what `auto` became, and how it stands."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ptfast.core import run_directory
+from ptfast.core.clock import Clock
+from ptfast.core.distributed import Ranks
+from ptfast.core.protocols import Callback, DataInfo, EvalLoader, StepBatch, Task, TrainLoader, Watched, hooks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+LEAST_STEPS, LEAST_S = 5, 2.0
+"""Fewer steps or seconds after the warm-up give no throughput: a neighbour's burst would make it."""
+
+
+@dataclass(kw_only=True)
+class Resolved:
+    """What `auto` became, and what else of building a resumed run or the panel goes by: `resolved.json`.
+
+    Resolved once, by the first rank, and taken from the file when the run is resumed. A field at its default
+    is not resolved yet.
+    """
+
+    task: str = ""
+    task_reason: str = ""
+    """What of the labels says so; empty where the config names the task."""
+    device: str = ""
+    """Its type."""
+    num_ranks: int = 0
+    micro_batches: int = 0
+    threads: int = 0
+    interop_threads: int = 0
+    cudnn_benchmark: bool | None = None
+    deterministic: bool = False
+    precision: str = ""
+    matmul_precision: str = ""
+    channels_last: bool | None = None
+    dropped_biases: dict[str, str] | None = None
+    """Layers whose bias was dropped, and the BatchNorm that subtracts it."""
+    checkpointed: list[str] = field(default_factory=list)
+    compile_dynamic: bool | None = None
+    shards: list[str] = field(default_factory=list)
+    dataloader: str = ""
+    dataloader_reason: str = ""
+    workers: int = 0
+    worker_threads: int = 0
+    side_stream: bool = False
+    read_ahead: bool = False
+    padding: str | None = None
+    padding_share: float | None = None
+    """Of the tokens of an epoch, in [0, 1]; None where nothing is padded."""
+    optimizer: str = ""
+    """Which kernels take its step."""
+    lr_scaling: str | None = None
+    momentum: str | None = None
+    """What the schedule does to it."""
+    curriculum: list[str] = field(default_factory=list)
+    """What grows."""
+    total_steps: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> Resolved:
+        """What a run directory holds; nothing resolved where it holds none. Other versions' keys are left."""
+        known = {each.name for each in fields(cls)}
+        found = run_directory.read_json(folder / run_directory.RESOLVED)
+        return cls(**{name: value for name, value in found.items() if name in known})
+
+    def write(self, folder: Path) -> None:
+        """Keep it in a run directory; called on the first rank."""
+        run_directory.write_json(folder / run_directory.RESOLVED, asdict(self))
+
+
+def unless_resolved(wanted: Any, before: Any) -> Any:
+    """What the config wants, or what its `auto` was resolved to before."""
+    return before or wanted if wanted == "auto" else wanted
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with the weights and restored with them."""
+
+    step: int = 0
+    samples: int = 0
+    best_value: float | None = None
+    best_step: int | None = None
+    evaluations_without_gain: int = 0
+    timed_steps: int = 0
+    """Steps that tell how fast the run trains, over all attempts: none that warm up or that are measured."""
+    timed_samples: int = 0
+    timed_s: float = 0.0
+    """Seconds that those steps took."""
+    window_loss: float = 0.0
+    """Sum of the item losses since the last log line, so that a resumed run logs the same figure."""
+    window_items: float = 0.0
+    epoch_loss: float = 0.0
+    """Sum of the item losses since the last evaluation, without the open window."""
+    epoch_items: float = 0.0
+    evaluation_due: bool = False
+    """The evaluation of this step is still to be made."""
+    skipped_steps: int = 0
+    """Steps that were left out because fp16 gradients overflowed."""
+    skipped_before: int = 0
+    """The same before the last step: how far the schedule is behind in the next one."""
+    skipped_logged: int = 0
+    """The same at the last log line."""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Training samples a second, warm-up left out; None where the run was too short to tell."""
+        enough = self.timed_steps >= LEAST_STEPS and self.timed_s >= LEAST_S
+        return self.timed_samples / self.timed_s if enough else None
+
+
+@dataclass
+class Cadence:
+    """After which optimizer steps, rising, the host looks up from training."""
+
+    log_steps: Sequence[int]
+    eval_steps: Sequence[int]
+    save_steps: Sequence[int]
+    switch_steps: Sequence[int] = ()
+    """Steps before which parameters freeze or thaw."""
+    epoch_steps: Sequence[int] = ()
+    """Steps that end an epoch, where a callback asks for them."""
+
+    def next_stop(self, step: int, total_steps: int) -> int:
+        """The first step after `step` at which something is due."""
+        all_steps = self.log_steps, self.eval_steps, self.save_steps, self.switch_steps, self.epoch_steps
+        later = (steps[bisect_right(steps, step) :] for steps in all_steps)
+        return min([total_steps, *(steps[0] for steps in later if steps)])
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What the config says about the loop, in steps and samples."""
+
+    seed: int
+    total_steps: int
+    batch_size: int
+    micro_batches: int
+    """Of a step, over all ranks."""
+    cadence: Cadence
+    best_metric: str
+    best_mode: str
+    patience: int | None
+    """Evaluations without gain after which training stops."""
+    max_time_s: float | None
+    keep_best: bool
+    keep_states: int
+    """Newest states that are kept on disk."""
+    debug: str = "none"
+    """The debugging aid that was asked for."""
+    log_norm: bool = False
+    """Log the norm of the gradients."""
+    flip: bool = False
+    """Average over each image and its mirror image in evaluations."""
+    full_size: int | None = None
+    """Samples that smaller batches of an evaluation are filled up to; None where they stay as they are."""
+
+
+@dataclass
+class Status:
+    """How a run stands while it trains; `progress` is saved."""
+
+    progress: Progress = field(default_factory=Progress)
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The newest figures of each split."""
+    best_figures: dict[str, float] = field(default_factory=dict)
+    resumed_note: str = ""
+    """What resuming took, for the panel."""
+    stop_reason: str | None = None
+    """Why training ended before its last step."""
+    stop_signal: int | None = None
+    """Set by a signal handler; the loop ends after the step it is in."""
+    waits: Literal["alone", "together"] | None = None
+    """In a wait for data that a signal may end: by this rank's own decision, or by that of all."""
+
+
+class Schedule(Protocol):
+    """Learning-rate factors and momenta, by step."""
+
+    extendable: bool
+
+    def lr_factors(self, first: int, last: int) -> list[float]: ...
+    def momenta(self, first: int, last: int) -> list[float] | None: ...
+
+
+class Precision(Protocol):
+    """What is computed in which number format."""
+
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None: ...
+    @property
+    def warning(self) -> str | None: ...
+    def autocast(self) -> AbstractContextManager[object]: ...
+    def describe(self) -> str: ...
+
+
+class Average(Protocol):
+    """The average of the weights."""
+
+    extendable: bool
+
+    @property
+    def ready(self) -> bool: ...
+    def update(self, step: int, skipped: Tensor | None = None) -> None: ...
+    def settle(self, watched: Watched = ...) -> None: ...
+    def swapped(self) -> AbstractContextManager[None]: ...
+    def copy_to_model(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def describe(self) -> str: ...
+
+
+class Compilation(Protocol):
+    """What torch.compile does."""
+
+    def plain(self) -> AbstractContextManager[Any]: ...
+    def booking(self, clock: Clock) -> AbstractContextManager[None]: ...
+    def start(self, seconds: float) -> tuple[str, bool]: ...
+    def complaint(self, step_s: float, num_steps: int) -> str | None: ...
+    def describe(self) -> str: ...
+    def report(self) -> dict[str, Any]: ...
+
+
+class Freezing(Protocol):
+    """When which parameters train."""
+
+    extendable: bool
+    switch_steps: tuple[int, ...]
+
+    def apply(self, step: int) -> bool: ...
+
+
+class Marks(Protocol):
+    """Where the passes over iterable data began."""
+
+    def state(self, step: int) -> dict[str, int]: ...
+    def load(self, state: dict[str, int], step: int) -> str: ...
+
+
+class Display(Protocol):
+    """What the terminal shows."""
+
+    def status(self, text: str) -> AbstractContextManager[None]: ...
+    def start(
+        self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
+    ) -> None: ...
+    def progress(self, step: int, epoch: float, figures: dict[str, Any]) -> None: ...
+    def evaluation(
+        self, step: int, epoch: float, split: str, figures: dict[str, Any], is_best: bool = False
+    ) -> None: ...
+    def note(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
+
+
+class Logger(Protocol):
+    """What takes the figures."""
+
+    def log(self, record: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything the loop needs: the parts that `build` has made, and how it is to use them."""
+
+    settings: Settings
+    resolved: Resolved
+    status: Status = field(default_factory=Status)
+
+    folder: Path
+    device: torch.device
+    ranks: Ranks
+    clock: Clock
+    display: Display
+    logger: Logger
+
+    model: nn.Module
+    """The plain model; its parameter names are the saved ones."""
+    forward: Any
+    """What the loop calls: the model, wrapped for its ranks where there are several."""
+    wrap: Callable[[], Any]
+    """Wraps the model for its ranks; anew where parameters freeze or thaw, which wrappers do not notice."""
+    task: Task
+    info: DataInfo
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    precision: Precision
+    clip: Callable[[], Any] | None
+    ema: Average | None
+    compilation: Compilation | None
+    """None where nothing is compiled."""
+    freezing: Freezing | None
+    """None where the same parameters train throughout."""
+    train_loader: TrainLoader
+    eval_loaders: dict[str, EvalLoader]
+    marks: Marks | None
+    """None for data that is not iterable."""
+    unreadable: Callable[[], list[str]] | None
+    """Names the files that were left out so far; None where one that cannot be read ends the run."""
+    seed_step: Callable[[int, int, int], None]
+    """Seeds dropout and its like from (seed, step, micro-batch)."""
+    callbacks: list[Callback]
+    watchers: list[Callback] = field(default_factory=list, init=False)
+    """Debugging aids: called after the callbacks' `on_step`, and never saved."""
+    watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
+    """What looks at the training batches as they go by."""
+    counter: Any = None
+    """What has counted the operators of a step."""
+    data_note: str = ""
+    """The data in one line, for the panel."""
+    groups_note: str | None = None
+    """What is asked of single parameters, for the panel."""
+
+    @property
+    def progress(self) -> Progress:
+        """Where it stands."""
+        return self.status.progress
+
+    @property
+    def figures(self) -> dict[str, dict[str, float]]:
+        """The newest figures of each split."""
+        return self.status.figures
+
+    @property
+    def epoch(self) -> float:
+        """Epochs trained so far; 0 where the data has no length."""
+        return self.train_loader.plan.epoch_at(self.progress.step)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps from its start to its end."""
+        return self.settings.total_steps
+
+    @property
+    def sharded(self) -> bool:
+        """True if a rank has a part of the weights only: all have to be there when the model is used."""
+        return getattr(self.forward, "sharded", False)
+
+    @property
+    def saves_together(self) -> bool:
+        """True if every rank has something that is saved, and so has to take part in saving."""
+        return self.sharded or getattr(self.forward, "compression", None) is not None
+
+    def uncompiled(self) -> AbstractContextManager[Any]:
+        """A context in which the model runs as it was written: forward passes that train nothing."""
+        return nullcontext() if self.compilation is None else self.compilation.plain()
+
+    def call_back(self, hook: str, *facts: Any) -> None:
+        """Call the method `hook` of its callbacks."""
+        if methods := hooks(self.callbacks, hook):
+            self.clock.to("callbacks")
+            for method in methods:
+                method(self, *facts)
+            self.clock.to(None)
+
+    def close(self) -> None:
+        """Stop the processes that load its data."""
+        for loader in (self.train_loader, *self.eval_loaders.values()):
+            loader.close()

@@ -1,0 +1,143 @@
+"""How a run goes through its data: the steps, what grows on the way, and durations in steps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ptfast.config.schema import Config
+from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError, DataError
+from ptfast.data.build_data import Data
+from ptfast.data.loaders.transformed_batches import Change
+from ptfast.data.sampling.sampler import smallest_micro_batch
+from ptfast.techniques.curriculum.growing_sizes import (
+    build_batch_sizes,
+    build_cut,
+    build_resize,
+    describe_batch_sizes,
+)
+from ptfast.training.sequence_batching import build_length_plan, check_takes
+
+
+@dataclass
+class Course:
+    """How a run goes through its data, and what grows on the way."""
+
+    plan: BatchPlan
+    """Which samples make up each step."""
+    total_steps: int
+    changes: list[Change] = field(default_factory=list)
+    """What is made of each micro-batch on the device."""
+    notes: list[str] = field(default_factory=list)
+    """What grows, for the panel."""
+    spans_run: bool = False
+    """Whether a longer run would begin with other sizes."""
+
+    def steps(self, key: str, duration: Duration) -> int:
+        """How many steps `duration`, the value of `key`, takes.
+
+        Raises:
+            ConfigError: C011 for a unit that this data cannot be counted in.
+        """
+        with _naming(key, duration):
+            return self.plan.steps(duration, self.total_steps)
+
+    def every(self, key: str, duration: Duration) -> Sequence[int]:
+        """The steps at which something recurs that happens every `duration`, the value of `key`.
+
+        Raises:
+            ConfigError: C011 for a unit that this data cannot be counted in.
+        """
+        if self.plan.size is None and duration == Duration(1, "epochs"):
+            # The default, where there are no epochs: ten times a run.
+            duration = Duration(math.ceil(self.total_steps / 10), "steps")
+        with _naming(key, duration):
+            return self.plan.every(duration, self.total_steps)
+
+
+def build_course(config: Config, data: Data, model: nn.Module, micro_batches: int) -> Course:
+    """Count the steps of the run, and set out what is small at first.
+
+    Args:
+        model: as built, on the CPU; where images are to grow it is tried on small ones.
+
+    Raises:
+        ConfigError: C011 for what this data or model cannot have, C016 when only epochs are given and the
+            data has no length.
+    """
+    info = data.info
+    check_takes(model, data)
+    wanted, sizes = config.curriculum, constant(config.batch_size)
+    if wanted.batch_size_from is not None:
+        sizes = build_batch_sizes(
+            wanted.batch_size_from,
+            config.batch_size,
+            wanted.over,
+            micro_batches=micro_batches,
+            num_samples=info.num_train,
+            epochs=config.epochs,
+            steps=config.steps,
+        )
+    plan = build_length_plan(config, data) or BatchPlan(info.num_train, sizes, config.dataloader.last)
+    course = Course(plan, count_steps(config, plan))
+    # All that grows has grown by the same step.
+    over_steps = sizes.starts[-1]
+    if plan.grows:
+        course.notes.append(describe_batch_sizes(sizes))
+    elif (wanted.image_size_from, wanted.length_from) != (None, None):
+        over_steps = course.steps("curriculum.over", wanted.over)
+    if wanted.image_size_from is not None:
+        resize = build_resize(wanted.image_size_from, wanted.image_size_multiple, over_steps, info, model)
+        course.changes.append(resize)
+        course.notes.append(resize.describe())
+    if wanted.length_from is not None:
+        cut = build_cut(wanted.length_from, wanted.length_multiple, over_steps, info)
+        course.changes.append(cut)
+        course.notes.append(cut.describe())
+    course.spans_run = bool(course.notes) and wanted.over.unit == "percent"
+    return course
+
+
+@contextlib.contextmanager
+def _naming(key: str, duration: Duration) -> Iterator[None]:
+    """Say of a duration that cannot be counted which key it belongs to."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError("C011", str(error), key=key, value=duration) from error
+
+
+def count_steps(config: Config, plan: BatchPlan) -> int:
+    """Optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: C016 when only epochs are given and the data has no length.
+    """
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None
+    if plan.size is None:
+        hint = "Iterable data has no epochs: set steps=1000, say"
+        raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
+    return plan.steps(Duration(config.epochs, "epochs"), None)
+
+
+def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> None:
+    """Refuse an epoch whose last micro-batch is one sample, where BatchNorm would take its statistics.
+
+    Raises:
+        DataError: D006.
+    """
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if normed and plan.size is not None and smallest_micro_batch(plan.all_sizes(), micro_batches) == 1:
+        what = (
+            f"{plan.size:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
+        )
+        hint = "Set dataloader.last=drop or another batch_size"
+        raise DataError("D006", what, key="batch_size", value=plan.batch_size, suggestion=hint)

@@ -1,0 +1,112 @@
+"""From a config to what a run computes on: device, threads, kernels, number format, parts of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ptfast.config.checks.parallel_rules import check_ranks
+from ptfast.config.checks.rules import check_batch
+from ptfast.config.schema import Config
+from ptfast.core.distributed import Ranks
+from ptfast.core.run import Display, Resolved, unless_resolved
+from ptfast.core.saved_state import State
+from ptfast.techniques.backend.torch_settings import apply_backend
+from ptfast.techniques.precision.number_formats import Precision, build_precision
+
+
+@dataclass(kw_only=True)
+class Site:
+    """What every stage of building goes by."""
+
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    precision: Precision
+    display: Display
+    before: Resolved
+    """What `auto` became when the run was begun; nothing for a new one."""
+    resolved: Resolved = field(default_factory=Resolved)
+    """What it becomes now: each stage adds its own."""
+    state: State | None = None
+    """The saved state that the run resumes."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts of a step's batch, over all ranks."""
+        return self.resolved.micro_batches
+
+
+def prepare_machine(
+    config: Config,
+    device: torch.device,
+    *,
+    ranks: Ranks,
+    display: Display,
+    before: Resolved,
+    state: State | None = None,
+    trains: bool = True,
+) -> Site:
+    """Set torch's process-wide switches, before anything runs on the device.
+
+    Args:
+        before: as in `Site`.
+        trains: False leaves cuDNN's search for kernels off, which a single evaluation does not repay.
+
+    Raises:
+        MachineError: E005 for what this machine cannot run.
+    """
+    if trains and before.num_ranks != ranks.num_ranks:
+        # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
+        before = replace(before, threads=0, workers=0)
+    benchmark = config.backend.cudnn_benchmark if trains else False
+    if benchmark == "auto" and (before.device, before.cudnn_benchmark) == ("cuda", False):
+        # Shapes had become too many before.
+        benchmark = False
+    switches = apply_backend(
+        threads=unless_resolved(config.backend.threads, before.threads),
+        cudnn_benchmark=benchmark,
+        deterministic=config.backend.deterministic,
+        device=device,
+        num_local_ranks=ranks.num_local_ranks,
+    )
+    matmul = unless_resolved(config.precision.matmul_precision, before.matmul_precision)
+    precision = build_precision(config.precision.mode, device, matmul, ranks)
+    site = Site(
+        config=config,
+        ranks=ranks,
+        device=device,
+        precision=precision,
+        display=display,
+        before=before,
+        resolved=Resolved(
+            device=str(device.type),
+            num_ranks=ranks.num_ranks,
+            micro_batches=before.micro_batches,
+            precision=precision.describe(),
+            matmul_precision=precision.matmul,
+            **switches,
+        ),
+        state=state,
+    )
+    if trains:
+        _cut_batch(site)
+    return site
+
+
+def _cut_batch(site: Site) -> None:
+    """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would give now.
+
+    Raises:
+        ConfigError: C010 or C011 for parts that cannot be, or that the ranks or the precision rule out.
+    """
+    config, ranks, known = site.config, site.ranks, site.before.micro_batches
+    site.resolved.micro_batches = check_batch(
+        config.batch_size,
+        known or config.micro_batches,
+        ranks.num_ranks,
+        1 if known else config.gradients.accumulate,
+        config.curriculum.batch_size_from,
+    )
+    check_ranks(config, ranks.num_ranks, site.micro_batches, scales=site.precision.scaler is not None)
