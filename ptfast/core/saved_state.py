@@ -134,8 +134,11 @@ def find_state(path: Path) -> Path:
     )
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
+def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
     """The JSON part of a state, after checking every file of it against the manifest.
+
+    Args:
+        check: False where the files have been hashed already for this load.
 
     Raises:
         SavedStateError: S001, naming the file that is missing or changed, or the format that is too new.
@@ -153,7 +156,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         path = folder / Path(name).name
         if not path.is_file():
             raise damaged(path, "the file is missing")
-        if _sha256(path) != digest:
+        if check and _sha256(path) != digest:
             raise damaged(path, "the file has changed since it was written (truncated, or bits flipped)")
     try:
         return json.loads((folder / "state.json").read_text())
@@ -161,26 +164,27 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise damaged(folder / "state.json", "the file cannot be read") from error
 
 
-def read_state(folder: Path, device: torch.device | str = "cpu") -> State:
-    """Read and check one state folder. Nothing in it can run code (`weights_only=True`).
+def read_state(folder: Path, *, check: bool = True) -> State:
+    """Read and check one state folder, onto the CPU. Nothing in it can run code (`weights_only=True`).
+
+    Args:
+        check: as for `read_facts`.
 
     Raises:
         SavedStateError: S001 when it is damaged.
     """
-    facts = read_facts(folder)
-    return State(
-        load_tensors(folder / "model.pt", device), load_tensors(folder / "training.pt", device), facts
-    )
+    facts = read_facts(folder, check=check)
+    return State(load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt"), facts)
 
 
-def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """A file of tensors and plain values.
+def load_tensors(path: Path) -> dict[str, Any]:
+    """A file of tensors and plain values, onto the CPU.
 
     Raises:
         SavedStateError: S001 when it cannot be read or holds a pickled object.
     """
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = (
             "it holds a pickled object, which could run code"

@@ -60,7 +60,7 @@ def train(
     """Train on this rank and return its exit code; the first rank writes summary, figures and report.
 
     Args:
-        state_folder: the state to go on from.
+        state_folder: the state to resume, whose files `find_place` has checked.
         panel: rows that the caller adds to the panel, e.g. where the run directory is.
 
     Raises:
@@ -91,7 +91,14 @@ def train(
                 with constructing("logger", target.path):
                     extra = target.build()
             run = build(
-                config, ranks=ranks, folder=folder, display=display, clock=clock, state_folder=state_folder
+                config,
+                ranks=ranks,
+                folder=folder,
+                display=display,
+                clock=clock,
+                state_folder=state_folder,
+                # The first machine has done so to choose the state; of each other, one rank does.
+                check_state=ranks.local_rank == 0 and not ranks.is_first,
             )
             signals.run, clock = run, run.clock
             run.status.stop_signal = signals.received

@@ -59,17 +59,15 @@ def find_place(composed: Composed, config: Config) -> Place:
             folder = _newest_unfinished(Path(config.run.root) / run_name(config), tree)
         if folder is None:
             return fresh
-        state_folder = _newest_intact(folder)
-        return _continue(folder, tree, config, state_folder, folder)
+        return _continue(folder, tree, config, *_newest_intact(folder), folder)
     state_folder = find_state(Path(resume))
-    source = state_folder.parent.parent
-    read_facts(state_folder)
+    source, facts = state_folder.parent.parent, read_facts(state_folder)
     if not (source / run_directory.CONFIG).is_file():
         hint = "Give a state inside a run directory, or start afresh with model.weights=PATH"
         raise SavedStateError("S004", "the run that it belongs to is not there", key=resume, suggestion=hint)
     if given and given.resolve() != source.resolve() and _holds_run(given):
         raise ConfigError("C011", "holds another run already", key="run.dir", value=given)
-    return _continue(source, tree, config, state_folder, given or source)
+    return _continue(source, tree, config, state_folder, facts, given or source)
 
 
 def run_name(config: Config) -> str:
@@ -97,10 +95,15 @@ def _check_lost(folder: Path) -> None:
         raise SavedStateError("S004", what, key="run.dir", value=folder, suggestion=hint)
 
 
-def _continue(source: Path, tree: Tree, config: Config, state_folder: Path, folder: Path) -> Place:
-    """Go on in `folder` from a state of the run in `source`, if the config allows it."""
+def _continue(
+    source: Path, tree: Tree, config: Config, state_folder: Path, facts: Tree, folder: Path
+) -> Place:
+    """Resume in `folder` from a state of the run in `source`, if the config allows it.
+
+    Args:
+        facts: the JSON part of the state.
+    """
     before = read_yaml(source / run_directory.CONFIG).data
-    facts = run_directory.read_json(state_folder / "state.json")
     # What data holds is compared when it has been read, if the state says what that was.
     changed = changed_keys(before, tree, moves=bool(facts["info"]["extra"].get("contents")))
     if changed:
@@ -164,8 +167,8 @@ def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
     return None
 
 
-def _newest_intact(folder: Path) -> Path:
-    """The newest state that is whole: a damaged one is told of and passed over.
+def _newest_intact(folder: Path) -> tuple[Path, Tree]:
+    """The newest state that is whole, with its JSON part: a damaged one is reported and passed over.
 
     Args:
         folder: of a run that has saved.
@@ -178,10 +181,7 @@ def _newest_intact(folder: Path) -> Path:
     states = list_states(folder / "saved")
     for state_folder in states[:-1]:
         try:
-            read_facts(state_folder)
+            return state_folder, read_facts(state_folder)
         except SavedStateError as error:
             print(f"ptfast: warning: {error} Going on from an older state.", file=sys.stderr)
-            continue
-        return state_folder
-    read_facts(states[-1])
-    return states[-1]
+    return states[-1], read_facts(states[-1])

@@ -49,6 +49,7 @@ def build(
     logger: Logger | None = None,
     clock: Clock | None = None,
     state_folder: Path | None = None,
+    check_state: bool = True,
     data: Data | None = None,
 ) -> Run:
     """Build a run on this rank.
@@ -64,12 +65,13 @@ def build(
     Args:
         logger: what takes the figures; nothing does if not given.
         state_folder: the state to resume; None starts afresh.
+        check_state: hash its files; False where this machine has done so for this load.
         data: the splits, where they have been loaded already and it is known who loads them.
     """
     device = resolve_device(config.device, ranks)
     clock = for_device(clock or Clock(), device)
     before = broadcast_object(_resolved_before(folder, state_folder), ranks)
-    state = read_state(state_folder) if state_folder is not None else None
+    state = read_state(state_folder, check=check_state) if state_folder is not None else None
     site = prepare_machine(config, device, ranks=ranks, display=display, before=before, state=state)
 
     data, changed = load_run_data(site, data)

@@ -18,7 +18,7 @@ from resuming import (
 )
 from running import build_run, records, same_bits, summary, train, weights
 
-from ptfast.core import run_directory
+from ptfast.core import run_directory, saved_state
 from ptfast.core.saved_state import list_states, point
 
 
@@ -61,6 +61,22 @@ def test_a_damaged_state_is_passed_over(in_tmp: Path, capsys: pytest.CaptureFixt
     assert "step-17" in line
     assert_same_run(Path("whole"), Path("a"))
     assert "step-17" not in [path.name for path in Path("a/saved").iterdir()]
+
+
+def test_a_state_is_hashed_once_to_be_resumed(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arm("SIGTERM")
+    assert train(*BASE, "run.dir=a") == 75
+    hashed: list[str] = []
+
+    def noting(path: Path) -> str:
+        hashed.append(f"{path.parent.name}/{path.name}")
+        return sha256(path)
+
+    sha256 = saved_state._sha256
+    monkeypatch.setattr(saved_state, "_sha256", noting)
+    assert train(*BASE, "run.dir=a") == 0
+    of_state = sorted(name for name in hashed if name.startswith("step-17/"))
+    assert of_state == ["step-17/model.pt", "step-17/state.json", "step-17/training.pt"]
 
 
 def test_a_run_whose_every_state_is_damaged_says_so(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -172,10 +173,10 @@ class WorkerLoader:
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` up to, not including, `last_step`."""
-        plan = (share for step in range(first_step, last_step) for share in self._sampler.step(step)[0])
-        raw_batches = self._pool.fetch(plan)
-        for step in range(first_step, last_step):
-            shares, num_samples = self._sampler.step(step)
+        # The workers are ahead: what their steps consist of is kept until it is due here.
+        ahead, due = tee(map(self._sampler.step, range(first_step, last_step)))
+        raw_batches = self._pool.fetch(share for shares, _ in ahead for share in shares)
+        for shares, num_samples in due:
             micro_batches = [self._prepare.micro_batch(next(raw_batches), share) for share in shares]
             yield StepBatch(tuple(micro_batches), num_samples)
 
