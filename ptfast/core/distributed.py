@@ -269,7 +269,7 @@ def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
     return broadcast_object(compute() if ranks.is_first else None, ranks)
 
 
-def tell_ranks(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> str:
+def broadcast_text(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> str:
     """The first rank's `word`, on every rank, over their store: needs no process group yet.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What parts are held to: the facts about the data, the batches, loaders, tasks and callbacks."""
+"""Contracts between parts: the facts about the data, batches, loaders, tasks and callbacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What the data says about the model and the task; models take these as keywords of the same name.
+    """Facts about the data for the model and the task; models take these as keywords of the same name.
 
     A model's constructor keyword that has the name of a field here and is not set in the config is filled
     from it.
@@ -48,34 +48,34 @@ class DataInfo:
     context_length: int | None = None
     """Longest sequence the data yields, in tokens."""
     ignores_labels: bool = False
-    """Whether there may be labels that do not count (`IGNORE_INDEX`): items then have to be counted."""
+    """True if there may be labels that do not count (`IGNORE_INDEX`): items then have to be counted."""
     token_bytes: float | None = None
     """Mean bytes of text per token; turns nats per token into bits per byte or character."""
     num_train: int | None = None
     """Training samples; None for data of unknown length."""
     task_reason: str = ""
-    """What of the labels tells the task, in words for the panel; empty where nothing was guessed."""
+    """The labels' trait that implies the task, in words for the panel; empty where nothing was guessed."""
     target_kind: Literal["whole", "mask", "map", "unknown"] = "whole"
-    """What a target speaks of: the input as a whole (a class, a figure), each pixel of an image (a `mask` of
+    """The extent of a target: the input as a whole (a class, a figure), each pixel of an image (a `mask` of
     classes, a `map` of figures), or who knows what, such as boxes, which would move with the pixels."""
     ignore_index: int = IGNORE_INDEX
     """The label of pixels that do not count, in masks."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What `predict` needs to read new inputs the same way (vocabulary, normalisation), JSON-serialisable."""
+    """Facts by which `predict` reads new inputs the same way (vocabulary, normalisation), for JSON."""
 
 
 class MicroBatch(NamedTuple):
     """One forward and backward of one rank."""
 
     data: Any
-    """What the task understands, on the device: `(inputs, targets)` for the built-in tasks, where mixed
+    """In the form that the task takes, on the device: `(inputs, targets)` for the built-in tasks, where mixed
     samples have `Mixed` for targets."""
     num_samples: int
     """Samples that count; 0 for an empty share, whose one stand-in sample keeps the ranks in step."""
 
 
 Watched = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
-"""What goes through batches, and may break off the wait for one."""
+"""Passes batches on, and may break off the wait for one."""
 
 
 class Mixed(NamedTuple):
@@ -99,7 +99,7 @@ class Packed(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """What one rank trains on in one optimizer step."""
+    """The data of one rank in one optimizer step."""
 
     micro_batches: tuple[MicroBatch, ...]
     num_samples: int
@@ -113,7 +113,7 @@ class TrainLoader(Protocol):
     plan: BatchPlan
     """Which samples make up each step."""
     kind: str
-    """What `auto` was resolved to."""
+    """As `auto` was resolved."""
     reason: str
     """Why, in a few words for the panel."""
 
@@ -156,14 +156,14 @@ class Metrics(Protocol):
 
 
 class Task(Protocol):
-    """What a batch is and what its loss means."""
+    """Meaning of a batch: its loss, its metrics and its predictions."""
 
     metric: str
     """The figure that `best` follows when none is named, e.g. `accuracy`."""
     mode: str
     """`max` or `min`: which way `metric` is better."""
     counts_samples: bool
-    """Whether every sample is one item of the loss, so that no rank needs to hear of another's count."""
+    """True if every sample is one item of the loss, so that no rank needs another's count."""
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
         """How many items the loss of a micro-batch is averaged over (samples, or tokens that count)."""
@@ -199,7 +199,7 @@ class Callback:
     """
 
     def on_start(self, run: Any) -> None:
-        """Before the first step of this process: `run.progress.step` is above 0 where a run goes on."""
+        """Before the first step of this process: `run.progress.step` is above 0 where a run is resumed."""
 
     def on_epoch(self, run: Any, epoch: int) -> None:
         """After the last step of epoch `epoch` (the first is 1), before what is due then is evaluated.

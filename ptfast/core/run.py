@@ -24,7 +24,7 @@ LEAST_STEPS, LEAST_S = 5, 2.0
 
 @dataclass(kw_only=True)
 class Resolved:
-    """What `auto` became, and what else of building a resumed run or the panel goes by: `resolved.json`.
+    """The content of `resolved.json`: what `auto` became, and other facts for a resumed run and the panel.
 
     Resolved once, by the first rank, and taken from the file when the run is resumed. A field at its default
     is not resolved yet.
@@ -32,7 +32,7 @@ class Resolved:
 
     task: str = ""
     task_reason: str = ""
-    """What of the labels says so; empty where the config names the task."""
+    """The labels' trait that implies it; empty where the config names the task."""
     device: str = ""
     """Its type."""
     num_ranks: int = 0
@@ -62,14 +62,14 @@ class Resolved:
     """Which kernels take its step."""
     lr_scaling: str | None = None
     momentum: str | None = None
-    """What the schedule does to it."""
+    """Its treatment by the schedule, in words."""
     curriculum: list[str] = field(default_factory=list)
-    """What grows."""
+    """A line for each thing that grows."""
     total_steps: int = 0
 
     @classmethod
     def read(cls, folder: Path) -> Resolved:
-        """What a run directory holds; nothing resolved where it holds none. Other versions' keys are left."""
+        """Read from a run directory; nothing is resolved without a file, and unknown keys are passed over."""
         known = {each.name for each in fields(cls)}
         found = run_directory.read_json(folder / run_directory.RESOLVED)
         return cls(**{name: value for name, value in found.items() if name in known})
@@ -80,7 +80,7 @@ class Resolved:
 
 
 def unless_resolved(wanted: Any, before: Any) -> Any:
-    """What the config wants, or what its `auto` was resolved to before."""
+    """The value in the config, or what its `auto` was resolved to before."""
     return before or wanted if wanted == "auto" else wanted
 
 
@@ -94,7 +94,7 @@ class Progress:
     best_step: int | None = None
     evaluations_without_gain: int = 0
     timed_steps: int = 0
-    """Steps that tell how fast the run trains, over all attempts: none that warm up or that are measured."""
+    """Steps that its speed is computed from, over all attempts: none that warm up or that are measured."""
     timed_samples: int = 0
     timed_s: float = 0.0
     """Seconds that those steps took."""
@@ -115,7 +115,7 @@ class Progress:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Training samples a second, warm-up left out; None where the run was too short to tell."""
+        """Training samples a second, warm-up left out; None where the run was too short."""
         enough = self.timed_steps >= LEAST_STEPS and self.timed_s >= LEAST_S
         return self.timed_samples / self.timed_s if enough else None
 
@@ -141,7 +141,7 @@ class Cadence:
 
 @dataclass(kw_only=True)
 class Settings:
-    """What the config says about the loop, in steps and samples."""
+    """The config's settings of the loop, in steps and samples."""
 
     seed: int
     total_steps: int
@@ -176,7 +176,7 @@ class Status:
     """The newest figures of each split."""
     best_figures: dict[str, float] = field(default_factory=dict)
     resumed_note: str = ""
-    """What resuming took, for the panel."""
+    """Notes on resuming, for the panel."""
     stop_reason: str | None = None
     """Why training ended before its last step."""
     stop_signal: int | None = None
@@ -195,7 +195,7 @@ class Schedule(Protocol):
 
 
 class Precision(Protocol):
-    """What is computed in which number format."""
+    """The number formats of a run."""
 
     @property
     def enabled(self) -> bool: ...
@@ -224,7 +224,7 @@ class Average(Protocol):
 
 
 class Compilation(Protocol):
-    """What torch.compile does."""
+    """The part of torch.compile."""
 
     def plain(self) -> AbstractContextManager[Any]: ...
     def booking(self, clock: Clock) -> AbstractContextManager[None]: ...
@@ -251,7 +251,7 @@ class Marks(Protocol):
 
 
 class Display(Protocol):
-    """What the terminal shows."""
+    """The terminal."""
 
     def status(self, text: str) -> AbstractContextManager[None]: ...
     def start(
@@ -266,7 +266,7 @@ class Display(Protocol):
 
 
 class Logger(Protocol):
-    """What takes the figures."""
+    """A sink for figures."""
 
     def log(self, record: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -290,7 +290,7 @@ class Run:
     model: nn.Module
     """The plain model; its parameter names are the saved ones."""
     forward: Any
-    """What the loop calls: the model, wrapped for its ranks where there are several."""
+    """The model as the loop calls it, wrapped for its ranks where there are several."""
     wrap: Callable[[], Any]
     """Wraps the model for its ranks; anew where parameters freeze or thaw, which wrappers do not notice."""
     task: Task
@@ -316,17 +316,17 @@ class Run:
     watchers: list[Callback] = field(default_factory=list, init=False)
     """Debugging aids: called after the callbacks' `on_step`, and never saved."""
     watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
-    """What looks at the training batches as they go by."""
+    """Looks at the training batches as they pass."""
     counter: Any = None
-    """What has counted the operators of a step."""
+    """Has counted the operators of a step."""
     data_note: str = ""
     """The data in one line, for the panel."""
     groups_note: str | None = None
-    """What is asked of single parameters, for the panel."""
+    """The demands on single parameters, for the panel."""
 
     @property
     def progress(self) -> Progress:
-        """Where it stands."""
+        """Its progress, which is saved."""
         return self.status.progress
 
     @property

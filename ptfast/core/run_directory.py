@@ -149,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def environment(command_line: list[str]) -> dict[str, Any]:
-    """What has to be the same for the same bits: versions, device, cores, threads, commit, command line."""
+    """The conditions of the same bits: versions, device, cores, threads, commit, command line."""
     import numpy as np
     import torch
 

@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class State:
-    """What one state folder holds.
+    """The content of one state folder.
 
     Args:
         model: the plain model's state dict.
@@ -245,7 +245,7 @@ def _flush(path: Path) -> None:
 
 
 def _is_torch_write_error(error: RuntimeError) -> bool:
-    """Whether torch's writer failed, rather than the device whose tensors it was given."""
+    """Return True if torch's writer failed, rather than the device whose tensors it was given."""
     return any(sign in str(error) for sign in ("PytorchStreamWriter", "inline_container", "unexpected pos"))
 
 

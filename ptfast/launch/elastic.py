@@ -12,9 +12,9 @@ from typing import Any
 from ptfast.core.distributed import THREADS_VARIABLE
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-"""What the launcher passes on to the ranks."""
+"""Signals that the launcher passes on to the ranks."""
 SHUTDOWN_S = 600
-"""How long ranks that were sent a signal may take to end their step and save, where torchrun can be told."""
+"""How long ranks that were sent a signal may take to end their step and save, where torchrun takes it."""
 
 
 def run_elastic(module: str, arguments: Sequence[str], num_ranks: int) -> tuple[dict[int, Any], int | None]:
@@ -34,7 +34,7 @@ def run_elastic(module: str, arguments: Sequence[str], num_ranks: int) -> tuple[
     elastic_log = logging.getLogger("torch.distributed.elastic")
     elastic_log.addHandler(logging.NullHandler())
     elastic_log.propagate = False
-    # Under nohup, which ignores SIGHUP, the run goes on when the terminal is closed.
+    # Under nohup, which ignores SIGHUP, the run continues when the terminal is closed.
     names = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     signals = ",".join(names)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals

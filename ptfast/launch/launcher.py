@@ -18,7 +18,7 @@ from ptfast.config.files.frozen import check_no_secrets, freeze, redact
 from ptfast.config.read import load_config
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.distributed import Ranks, count_neighbours, tell_ranks, under_torchrun
+from ptfast.core.distributed import Ranks, broadcast_text, count_neighbours, under_torchrun
 from ptfast.core.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -39,7 +39,7 @@ from ptfast.launch.resume import Place, find_place
 NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
 """Exit codes of what is wrong before training begins, if it is wrong at all."""
 FOUND = "found.json"
-"""What the ranks of a search have found, in the folder of its config."""
+"""Findings of the ranks of a search, in the folder of its config."""
 
 
 def start(composed: Composed, config: Config, arguments: list[str]) -> int:
@@ -99,7 +99,7 @@ def _start_rank(
         die_with_parent()
     ranks = count_neighbours(ranks)
     if not ranks.is_first:
-        word = json.loads(tell_ranks(None, ranks))
+        word = json.loads(broadcast_text(None, ranks))
         return int(word["exit_code"]) if "exit_code" in word else _train_rank(word, ranks)
     with contextlib.ExitStack() as stack:
         try:
@@ -110,16 +110,16 @@ def _start_rank(
             place = find_place(composed, config)
             if place.finished:
                 _say_finished(place)
-                tell_ranks(json.dumps({"exit_code": EXIT_OK}), ranks)
+                broadcast_text(json.dumps({"exit_code": EXIT_OK}), ranks)
                 return EXIT_OK
             stack.enter_context(_prepared(place, composed, arguments))
         except Exception as error:
             exit_code = error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
-            tell_ranks(json.dumps({"exit_code": exit_code}), ranks)
+            broadcast_text(json.dumps({"exit_code": exit_code}), ranks)
             raise
         state = str(place.state_folder) if place.state_folder is not None else None
         word = {"folder": str(place.folder.absolute()), "state": state, "places": composed.places}
-        tell_ranks(json.dumps(word), ranks)
+        broadcast_text(json.dumps(word), ranks)
         return _train_rank(word, ranks)
 
 
@@ -304,7 +304,7 @@ def _raise_failure(folder: Path, composed: Composed, failures: dict[int, Any]) -
 
 
 def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
-    """What a process has left word of in `folder`, with the places of keys as the user gave them."""
+    """The failure that a process has reported in `folder`, with the places of keys as the user gave them."""
     failure = run_directory.read_json(folder / run_directory.FAILURE)
     if not failure:
         return None

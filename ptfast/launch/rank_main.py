@@ -136,9 +136,9 @@ def train(
             if run is not None:
                 from ptfast.training.user_code import failure
 
-                if (told := failure(error, run)) is not None:
-                    exit_code, error_line = told.exit_code, str(told)
-                    raise told from error
+                if (named := failure(error, run)) is not None:
+                    exit_code, error_line = named.exit_code, str(named)
+                    raise named from error
             if not is_lost:
                 raise
             # Another rank was sent the signal too, and has left its wait for data.
@@ -183,7 +183,7 @@ def _note_environment(folder: Path, run: Run) -> None:
 
 
 def _open_loggers(folder: Path, extra: Any, step: int, display: Display) -> Any:
-    """What takes the figures, once what the run will log again is cut off its earlier records."""
+    """Open the run's loggers, once what it will log again is cut off its earlier records."""
     truncate_after(folder / METRICS_FILE, step)
     loggers: list[Any] = [JsonlLogger(folder / METRICS_FILE)]
     if extra is not None:
@@ -254,7 +254,7 @@ def _close(
 def summarise(
     run: Run | None, clock: Clock, status: str, exit_code: int, error: str | None
 ) -> dict[str, Any]:
-    """What `summary.json` holds: the outcome, the figures, and every second of wall time by cause."""
+    """The content of `summary.json`: the outcome, the figures, and every second of wall time by cause."""
     summary: dict[str, Any] = {"status": status, "exit_code": exit_code}
     if error is not None:
         summary["error"] = error
@@ -288,7 +288,7 @@ def summarise(
 
 
 def report_failure(folder: Path, error: BaseException) -> bool:
-    """Leave word of this rank's failure for the launcher; False when another rank was first."""
+    """Report this rank's failure to the launcher; False when another rank was first."""
     if isinstance(error, PtfastError):
         word: dict[str, Any] = {"line": render(error), "exit_code": error.exit_code, "parts": error.parts}
     else:

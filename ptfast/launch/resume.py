@@ -1,4 +1,4 @@
-"""Where a run goes and what it goes on from: decided before anything is created."""
+"""The directory of a run and the state that it resumes: decided before anything is created."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run goes and what it goes on from."""
+    """The directory of a run, and the state that it resumes."""
 
     folder: Path
     state_folder: Path | None = None
@@ -30,7 +30,7 @@ class Place:
 
 
 def find_place(composed: Composed, config: Config) -> Place:
-    """Decide on the run directory and the state to go on from; creates nothing.
+    """Decide on the run directory and the state to resume; creates nothing.
 
     Of a run that is there already only the text of its config is compared: nothing that it names is imported.
 
@@ -111,7 +111,7 @@ def _continue(
         what = f"the config has changed since: {', '.join(changed)}"
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
     step = int(facts["progress"]["step"])
-    # What a run has come to is lost with its last state: it goes on from the one before.
+    # What a run has come to is lost with its last state: the one before is resumed.
     reached = step >= run_directory.read_json(source / run_directory.SUMMARY).get("steps", 0)
     if folder.resolve() == source.resolve() and reached and _is_over(source, before, tree):
         return Place(folder, state_folder, finished=True)
@@ -120,7 +120,7 @@ def _continue(
 
 
 def _is_over(folder: Path, before: Tree, tree: Tree) -> bool:
-    """Whether the run in `folder` has nothing left to train: it came to its end, or to one by `stop`."""
+    """Return True if the run in `folder` came to its end, or to one by `stop`: nothing is left to train."""
     status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
     if not _same_length(before, tree):
         return False

@@ -131,7 +131,7 @@ def build(
 
 
 def _resolved_before(folder: Path, state_folder: Path | None) -> Resolved:
-    """What `auto` became before: in this run, or in the one whose state is resumed in another directory."""
+    """Read what `auto` became before: in this run, or in the one whose state is resumed elsewhere."""
     elsewhere = state_folder is not None and not (folder / run_directory.RESOLVED).exists()
     return Resolved.read(state_folder.parent.parent if elsewhere and state_folder else folder)
 
@@ -186,7 +186,7 @@ def _build_callbacks(config: Config) -> list[Callback]:
 def _settings(
     site: Site, data: Data, task: Task, course: Course, callbacks: list[Callback], freezing: Freezing | None
 ) -> Settings:
-    """What the config says about the loop, durations as steps.
+    """The config's settings of the loop, durations as steps.
 
     Raises:
         ConfigError: C005 for a figure to follow that no evaluation will give; C011 for a duration that this

@@ -33,11 +33,11 @@ class Course:
     """Which samples make up each step."""
     total_steps: int
     changes: list[Change] = field(default_factory=list)
-    """What is made of each micro-batch on the device."""
+    """Applied to each micro-batch, on the device."""
     notes: list[str] = field(default_factory=list)
-    """What grows, for the panel."""
+    """A line for each thing that grows, for the panel."""
     spans_run: bool = False
-    """Whether a longer run would begin with other sizes."""
+    """True if a longer run would begin with other sizes."""
 
     def steps(self, key: str, duration: Duration) -> int:
         """How many steps `duration`, the value of `key`, takes.

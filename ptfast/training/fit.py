@@ -1,4 +1,4 @@
-"""The loop of a run: train for so many steps, look up, evaluate, save, go on."""
+"""The loop of a run: train for some steps, look up, evaluate, save, repeat."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fit(run: Run) -> str:
     Returns:
         `finished`; `stopped` (no more gain); `paused` (`run.max_time` is over); `preempted` or `interrupted`
         (by a signal). The state is saved in every case; an evaluation that a signal has cut short, or that
-        fails, is due again when the run goes on.
+        fails, is due again when the run is resumed.
 
     Raises:
         NumericsError: N001 when the loss is no longer finite.
@@ -118,7 +118,7 @@ def fit(run: Run) -> str:
                 status = _judge(run)
         if is_best or step >= run.total_steps or status != "finished" or step in cadence.save_steps:
             clock.to("saving")
-            # Averages that are not settled are so when the run goes on.
+            # Averages that are not settled are so when the run is resumed.
             if run.ema is not None and data_comes:
                 with run.uncompiled(), suppress(Stopped):
                     run.ema.settle(partial(interruptible, run))
@@ -181,7 +181,7 @@ def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
 
 
 def evaluate_split(run: Run, split: str) -> dict[str, float]:
-    """Evaluate a split, tell the callbacks, log it."""
+    """Evaluate a split, call the callbacks, log it."""
     step, clock = run.progress.step, run.clock
     clock.to("evaluation")
     figures = _evaluate_on(run, run.eval_loaders[split])
@@ -199,7 +199,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
 
 
 def evaluate_and_rank(run: Run) -> bool:
-    """Evaluate `val`, or take the training loss where nothing is held out; say whether it is the best so far.
+    """Evaluate `val`, or take the training loss where nothing is held out; True if it is the best so far.
 
     Raises:
         ConfigError: C005 when the figure that `best` should follow does not exist.
@@ -232,7 +232,7 @@ def evaluate_and_rank(run: Run) -> bool:
 
 
 def _judge(run: Run) -> str:
-    """Whether training ends here because it gains no more."""
+    """`stopped` if training ends here because it gains no more, else `finished`."""
     if run.settings.patience is None or run.progress.evaluations_without_gain < run.settings.patience:
         return "finished"
     run.status.stop_reason = f"no gain in {run.settings.patience} evaluations"

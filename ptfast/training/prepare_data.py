@@ -119,7 +119,7 @@ def build_choice(
     before: Resolved | None = None,
     num_ranks: int = 1,
 ) -> Callable[..., Choice]:
-    """What chooses the loader, for `load_data`.
+    """Build the function that chooses the loader, for `load_data`.
 
     Args:
         before: what `auto` became when the run was begun; None for a new one.

@@ -18,7 +18,7 @@ from ptfast.techniques.precision.number_formats import Precision, build_precisio
 
 @dataclass(kw_only=True)
 class Site:
-    """What every stage of building goes by."""
+    """Where a run is built, for every stage: config, ranks, device, and what `auto` becomes."""
 
     config: Config
     ranks: Ranks
@@ -26,9 +26,9 @@ class Site:
     precision: Precision
     display: Display
     before: Resolved
-    """What `auto` became when the run was begun; nothing for a new one."""
+    """As resolved when the run was begun; nothing for a new one."""
     resolved: Resolved = field(default_factory=Resolved)
-    """What it becomes now: each stage adds its own."""
+    """As resolved now: each stage adds its own."""
     state: State | None = None
     """The saved state that the run resumes."""
 

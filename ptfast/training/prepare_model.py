@@ -41,7 +41,7 @@ class Shaped:
     wrap: Callable[[], Any]
     """Makes of it what the loop calls; again where freezing changes what ranks exchange."""
     grouping: Grouping
-    """What the config asks of its parameters."""
+    """The config's demands on its parameters."""
     compilation: Compilation | None
 
 

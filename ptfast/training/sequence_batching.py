@@ -118,7 +118,7 @@ def describe_padding(
 
 
 def has_many_lengths(data: Data, config: Config) -> bool:
-    """Whether batches come in more lengths than are worth compiled code of their own."""
+    """Return True if batches come in more lengths than are worth compiled code of their own."""
     lengths, limit = data.train.lengths(), data.info.context_length
     if lengths is None or limit is None:
         return data.info.kind == "text"

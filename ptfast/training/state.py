@@ -1,4 +1,4 @@
-"""What is saved of a run, and how it is put back."""
+"""The saved state of a run: written, and restored."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Before = Callable[[], object]
 After = Callable[[int], object]
 """Called after the optimizer's step with the number of steps taken."""
 Rate = tuple[float, float | None]
-"""What a step multiplies the base learning rates by, and its momentum where that is scheduled."""
+"""Factor of a step on the base learning rates, and its momentum where that is scheduled."""
 _nothing = contextlib.nullcontext()
 
 
@@ -114,7 +114,7 @@ class Trainer:
                 self.window.add(loss.detach(), num_items)
 
     def switch(self) -> bool:
-        """Freeze and thaw what the step to come asks for; say whether anything changed."""
+        """Freeze and thaw what the next step asks for; return True if anything changed."""
         run = self.run
         if run.freezing is None or not run.freezing.apply(run.progress.step):
             return False
@@ -123,7 +123,7 @@ class Trainer:
         return True
 
     def _surrounded(self, loss_of: LossOf) -> LossOf:
-        """The loss as this run takes it: under autocast, and with word of when the ranks have exchanged."""
+        """The loss as this run takes it: under autocast, and the exchange between ranks booked."""
         precision = self.run.precision
 
         def under_autocast(model: Any, data: Any) -> tuple[Tensor, Any]:
@@ -134,7 +134,7 @@ class Trainer:
         return surrounded if self.sync is None else self.sync.booking(surrounded)
 
     def _around(self) -> tuple[list[Before], list[Before], list[After]]:
-        """What this run does between backward and the optimizer's step, at the last step, and after each."""
+        """Hooks between backward and the optimizer's step, those at the last step, and those after each."""
         run, scaled, window, ema = self.run, self.scaled, self.window, self.run.ema
         before: list[Before] = [] if run.clip is None else [run.clip]
         if before and scaled is not None:
@@ -155,7 +155,7 @@ class Trainer:
             method(self.run, step)
 
     def _rates(self, last_step: int) -> Iterator[Rate]:
-        """What the schedule says of each step to come; it stands still over steps that fp16 leaves out."""
+        """The schedule of the steps to come; it stands still over steps that fp16 leaves out."""
         schedule, scaled, first_step = self.run.schedule, self.scaled, self.run.progress.step
         held_steps = 0 if scaled is None else scaled.held_steps
         factors = schedule.lr_factors(first_step - held_steps, last_step)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LATE_S = 5.0
-"""How long several ranks go on waiting for data, so that all end after one step if it comes; then, how long
+"""How long several ranks keep waiting for data, so that all end after one step if it comes; then, how long
 they wait for each other."""
 REPEATED_S = 1.0
 """Signals within this time are one: a scheduler and a script between may both have sent it."""
@@ -77,7 +77,7 @@ class Signals:
     """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the step it is in, with its state saved.
 
     A run that waits for data is in no step: it ends at once. Before the run is built there is nothing to
-    save: it ends at once, too. Several ranks first build it and go on waiting for data for `LATE_S`, so that
+    save: it ends at once, too. Several ranks first build it and keep waiting for data for `LATE_S`, so that
     none waits for one that has left.
 
     A second signal ends a run at once and unsaved, unless it is being saved. Several ranks are sent it by
@@ -88,7 +88,7 @@ class Signals:
         self.run: Run | None = None
         self.received: int | None = None
         self.closing = False
-        """What came of the run is being written down, and nothing else is left to do."""
+        """The outcome of the run is being written, and nothing else is left to do."""
         self._display, self._several, self._pid = display, ranks.distributed, os.getpid()
         self._first_s, self._leaves = 0.0, False
 

@@ -1,4 +1,4 @@
-"""What a user's model, loss, task and callbacks give or raise, told in a line that names them."""
+"""Errors of a user's model, loss, task and callbacks, in a line that names them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Part(NamedTuple):
     made: Any
 
     def error(self, what: str, suggestion: str | None = None) -> ConfigError:
-        """What is wrong with it, in a line that names it."""
+        """An error that names it."""
         return ConfigError("C017", what, key=self.key, value=name_of(self.made), suggestion=suggestion)
 
 
 def parts_of(run: Any, *, ours: bool = False) -> list[Part]:
-    """What of a run may be of a user's making, the model first.
+    """The parts of a run that may be of a user's making, the model first.
 
     Args:
         run: a run, or anything else with a `model` and a `task`.
@@ -59,7 +59,7 @@ def parts_of(run: Any, *, ours: bool = False) -> list[Part]:
 
 
 def failure(error: BaseException, run: Any, *, ours: bool = False, given: str = "") -> ConfigError | None:
-    """What to tell of an error that came out of a part of `run`; None where it came from elsewhere.
+    """The error to report for one that came out of a part of `run`; None where it came from elsewhere.
 
     Args:
         run: as `parts_of` takes it.
@@ -83,7 +83,9 @@ def failure(error: BaseException, run: Any, *, ours: bool = False, given: str = 
     if found is None:
         return None
     part, method, depth = found
-    return part.error(f"{method}raises {_told(error, depth)}{given if part.key == MODEL else ''}", TRACEBACK)
+    return part.error(
+        f"{method}raises {_summary_of(error, depth)}{given if part.key == MODEL else ''}", TRACEBACK
+    )
 
 
 @contextlib.contextmanager
@@ -96,9 +98,9 @@ def naming_user_code(run: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (told := failure(error, run)) is None:
+        if (named := failure(error, run)) is None:
             raise
-        raise told from error
+        raise named from error
 
 
 @contextlib.contextmanager
@@ -113,11 +115,11 @@ def constructing(key: str, path: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, PtfastError) or is_memory_error(error) or path.startswith("ptfast."):
             raise
-        what = f"its constructor raises {_told(error)}"
+        what = f"its constructor raises {_summary_of(error)}"
         raise ConfigError("C017", what, key=f"{key}._target_", value=path, suggestion=TRACEBACK) from error
 
 
-def _told(error: BaseException, depth: int = 0) -> str:
+def _summary_of(error: BaseException, depth: int = 0) -> str:
     """An error's type and text, and where in a user's code it came up below `depth`, if in any."""
     stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     places = [
@@ -141,7 +143,7 @@ def _method(part: Part, code: CodeType) -> str:
 
 
 def callback_states(run: Run) -> list[Any]:
-    """What the callbacks want to have saved, of which each has to be such that it can be read again.
+    """The states that callbacks want to have saved, each of which can be read again.
 
     Raises:
         ConfigError: C017 for anything but tensors and plain values.
@@ -157,7 +159,7 @@ def callback_states(run: Run) -> list[Any]:
 
 
 def _unsavable(value: Any) -> Any:
-    """What in a nest is neither a tensor nor a plain value; None where all is."""
+    """The first value in a nest that is neither a tensor nor plain; None without one."""
     if isinstance(value, (dict, list, tuple)):
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         return next((odd for item in inner if (odd := _unsavable(item)) is not None), None)

@@ -32,7 +32,7 @@ class FullSize(nn.Module):
         self.model, self.training, self._batch_size = model, model.training, batch_size
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """What the model says of the samples that there are.
+        """The model's outputs for the samples that there are.
 
         Raises:
             ConfigError: C011 for an output that is not one for each sample.

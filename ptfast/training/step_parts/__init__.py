@@ -1,1 +1,1 @@
-"""What a run puts around its optimizer steps: sums, weights, ranks, looks at batches and gradients."""
+"""Small objects around the optimizer steps of a run: sums, weights, ranks, looks at batches and gradients."""

@@ -1,4 +1,4 @@
-"""What model and loss give in the first step of a process, held against what the task needs."""
+"""A check of what model and loss return in the first step of a process against what the task needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Switch(NamedTuple):
     what: str
     is_on: Callable[[], bool]
     turns_on: tuple[Any, str]
-    """What every way to turn it on calls, and in which module."""
+    """The function that every way to turn it on calls: its module and name."""
     pattern: str
     """How code turns it on."""
 
@@ -86,8 +86,8 @@ def fitting(forward: Any, model: Any, task: Any, data: Any, where: str = "") -> 
 class FirstStep:
     """Looks over what model and loss give in the first step of a process, where looking costs little.
 
-    What is wrong there is told before anything is saved, and in the user's terms: later it would be an error
-    deep inside torch, or none at all.
+    What is wrong there is reported before anything is saved, and in the user's terms: later it would be an
+    error deep inside torch, or none at all.
 
     Args:
         run: about to be trained, on every rank.
@@ -99,14 +99,14 @@ class FirstStep:
     def __init__(self, run: Run) -> None:
         self._run, self._fresh = run, run.progress.step == 0
         theirs = not name_of(run.model).startswith("ptfast.")
-        can_tell = getattr(run.task, "misfit", None) is not None
-        self._evaluates = self._fresh and theirs and can_tell and bool(run.eval_loaders)
+        checks = getattr(run.task, "misfit", None) is not None
+        self._evaluates = self._fresh and theirs and checks and bool(run.eval_loaders)
         self._data: Any = None
         self._finite: list[tuple[str, Tensor]] = []
         self.switches = SlowSwitches(run)
 
     def loss(self, model: Any, data: Any) -> tuple[Tensor, Any]:
-        """What the task's `loss` gives, if that is a loss.
+        """The result of the task's `loss`, if that is a loss.
 
         Raises:
             ConfigError: C017 for outputs that the task cannot compare with the targets, for what is no loss
@@ -119,9 +119,9 @@ class FirstStep:
                 given = run.task.loss(seen, data)
         except Exception as error:
             shape = f", given {described(data[0])}" if isinstance(data, (tuple, list)) else ""
-            if (told := failure(error, run, ours=True, given=shape)) is None:
+            if (named := failure(error, run, ours=True, given=shape)) is None:
                 raise
-            raise told from error
+            raise named from error
         outputs = seen.outputs if isinstance(seen, Fitting) else None
         self._check_loss(given, outputs)
         self._note_finite("data", data)
@@ -146,7 +146,7 @@ class FirstStep:
         run.forward.train()
 
     def not_finite(self) -> PtfastError | None:
-        """What made the first loss not finite; None where that cannot be told. Waits for the device."""
+        """The cause of a first loss that is not finite; None where it is not known. Waits for the device."""
         if not self._fresh:
             return None
         source = next((name for name, finite in self._finite if not finite), None)
@@ -195,7 +195,7 @@ class SlowSwitches:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._told = run, {run.settings.debug}
+        self._run, self._warned = run, {run.settings.debug}
 
     def look(self) -> None:
         """Warn of what is on now. Cost: two calls."""
@@ -223,9 +223,9 @@ class SlowSwitches:
                 setattr(module, name, turn_on)
 
     def _warn(self, debug: str, places_of: Callable[[], list[str]]) -> None:
-        if debug in self._told:
+        if debug in self._warned:
             return
-        self._told.add(debug)
+        self._warned.add(debug)
         place = f" ({', '.join(places)})" if (places := places_of()) else ""
         what = f"{SWITCHES[debug].what} is on{place}, which slows every step down"
         self._run.display.warn(f"{what}: leave it out and ask for debug={debug} where it is wanted")

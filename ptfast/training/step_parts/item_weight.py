@@ -1,4 +1,4 @@
-"""What the loss of one item counts for in the gradient of a step."""
+"""The weight of one item's loss in the gradient of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training has come to since the last log line: summed on the device, and read by the host to log it."""
+"""Training figures since the last log line: summed on the device, and read by the host to log them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LossWindow:
     """Sums of the item losses since the last log line, and the line itself.
 
     Args:
-        run: on every rank; a window that it was saved in the middle of goes on.
+        run: on every rank; a window that it was saved in the middle of is resumed.
         dtype: of the sums.
         scaled: takes the steps of a run whose gradients are scaled, of which some are left out.
         inspection: of the gradients, whose norm is logged.
@@ -139,7 +139,7 @@ class LossWindow:
         return progress.timed_steps, progress.timed_samples, progress.timed_s
 
     def _resources(self) -> dict[str, float]:
-        """What training takes of the machine: speed since the last log line, warm-up left out, and memory."""
+        """Speed since the last log line, warm-up left out, and memory."""
         now, then = self._pace(), self._logged_pace
         steps, samples, seconds = (b - a for a, b in zip(then, now, strict=True))
         resources: dict[str, float] = {}

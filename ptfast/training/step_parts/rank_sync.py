@@ -1,4 +1,4 @@
-"""What several ranks need around a micro-batch: one exchange of gradients a step, and like statistics."""
+"""Synchronisation of several ranks: gradients exchanged once a step, and BatchNorm's statistics."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class RankSync:
     def booking(self, loss_of: Callable[[Any, Any], tuple[Tensor, Any]]) -> Callable[[Any, Any], Any]:
         """`loss_of`, after whose backward pass the wait for the other ranks is booked as `gradient_sync`.
 
-        What autograd is asked to call at the end it calls in that order, and the ranks' wait for each other's
-        gradients, DDP's and FSDP's, is asked for after this. Sending that goes on beside backward is not in
-        it; nor is the gathering of FSDP's weights, which is part of forward and backward.
+        Autograd calls what it is asked to call at the end in the order of asking, and DDP and FSDP ask for
+        their wait after this. Sending beside backward is not in it; nor is the gathering of FSDP's weights,
+        which is part of forward and backward.
         """
 
         def call_at_end(grad: Tensor) -> None:

@@ -16,7 +16,7 @@ def rehearse(trainer: Trainer, batches: Iterator[StepBatch]) -> Iterator[StepBat
 
     A compiler is at work in the first backward of a process, which is no training. And
     DistributedDataParallel regroups its buckets after the first backward of a process. Among three ranks
-    or more that changes the order of sums, which would tell a resumed run from one never killed.
+    or more that changes the order of sums, and a resumed run would differ from one never killed.
 
     Returns:
         All batches, the rehearsed one included.

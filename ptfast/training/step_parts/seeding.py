@@ -21,7 +21,7 @@ def seed_everything(seed: int) -> None:
 
 
 def build_seeder(device: torch.device) -> Seeder:
-    """What reseeds the generators that dropout on `device` draws from.
+    """Build the function that reseeds the generators that dropout on `device` draws from.
 
     Returns:
         `seed_micro_batch(seed, step, micro_batch)`, to be called before each forward pass in training.
