@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ptfast.core import devices
 from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import EvalLoader, MicroBatch, hooks
+from ptfast.core.protocols import EvalLoader, MicroBatch, StepBatch, hooks
 from ptfast.core.run import Run
 from ptfast.profiling.limits.step_counting import StepCounter
 from ptfast.training.evaluation.evaluate import Abandoned, evaluate
@@ -44,66 +44,22 @@ def fit(run: Run) -> str:
         NumericsError: N001 when the loss is no longer finite.
         DataError: D006 when iterable data ends before the last step.
     """
-    progress, cadence, clock = run.progress, run.settings.cadence, run.clock
+    progress, cadence = run.progress, run.settings.cadence
     run.call_back("on_start")
     callback_states(run)
-    trainer, counter = Trainer(run), StepCounter(run)
-    run.counter = counter
-    if run.compilation is not None:
-        run.display.note("compiling the first step ...")
-    batches = clock.waiting(run.train_loader.steps(progress.step, run.total_steps))
-    batches = interruptible(run, batches)
-    with clock.gathering("warm_up"):
-        batches = rehearse(trainer, batches)
-    if run.compilation is not None:
-        text, is_warning = run.compilation.start(clock.seconds["warm_up"])
-        (run.display.warn if is_warning else run.display.note)(text)
-        with counter.uncompiled(batches) as counted:
-            batches = batches if counted is None else rehearse(trainer, counted)
-    if run.watch is not None:
-        batches = run.watch(batches)
+    trainer, run.counter = Trainer(run), StepCounter(run)
+    batches = _start(run, trainer)
     status, look_steps, first_step, data_comes = _judge(run), 1, progress.step, True
     while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):
         if not progress.evaluation_due:
             if trainer.switch():
-                with clock.gathering("warm_up"):
+                with run.clock.gathering("warm_up"):
                     batches = rehearse(trainer, batches)
-            start, start_s = progress.step, clock.elapsed_s()
-            samples, paced_s = progress.samples, clock.pace_s()
-            stop = min(cadence.next_stop(start, run.total_steps), start + look_steps)
-            # Workers start, caches fill and kernels are chosen in a process's first step, which is one alone.
-            aside: AbstractContextManager[Any] | None = None
-            if start == first_step:
-                aside = clock.gathering("warm_up")
-            elif counter.due(start):
-                stop, aside = start + 1, counter.counting(batches)
-            with aside or nullcontext() as given:
-                try:
-                    trainer.train(given or batches, stop)
-                except Stopped:
-                    data_comes = False
-                loss = trainer.window.read()
-                steps = progress.step - start
-                if start == first_step and steps:
-                    trainer.first_look.look_at_evaluation()
-            trainer.first_look.switches.look()
-            if aside is None:
-                progress.timed_steps += steps
-                progress.timed_samples += progress.samples - samples
-                progress.timed_s += clock.pace_s() - paced_s
-            step_s = (clock.elapsed_s() - start_s) / max(1, steps)
-            status, look_steps = _look_up(run, step_s)
-            if steps and progress.step in cadence.epoch_steps:
-                run.call_back("on_epoch", round(run.epoch))
-            over = progress.step >= run.total_steps
-            progress.evaluation_due = steps > 0 and (over or progress.step in cadence.eval_steps)
-            if progress.evaluation_due or (steps and progress.step in cadence.log_steps):
-                trainer.window.log(loss)
-                if run.compilation is not None:
-                    advice = run.compilation.complaint(step_s, run.total_steps - first_step)
-                    if advice:
-                        run.display.warn(advice)
-        step, is_best = progress.step, False
+            stretch = _train_stretch(run, trainer, batches, first_step, look_steps)
+            data_comes = stretch.data_comes
+            status, look_steps = _look_up(run, stretch.step_s)
+            _report(run, trainer, stretch, run.total_steps - first_step)
+        is_best = False
         if progress.evaluation_due and status in ("finished", "paused"):
             try:
                 is_best = evaluate_and_rank(run)
@@ -114,18 +70,11 @@ def fit(run: Run) -> str:
                 if not run.saves_together:
                     save_training(run, False)
                 raise
-            if status == "finished" and step < run.total_steps:
+            if status == "finished" and progress.step < run.total_steps:
                 status = _judge(run)
-        if is_best or step >= run.total_steps or status != "finished" or step in cadence.save_steps:
-            clock.to("saving")
-            # Averages that are not settled are so when the run is resumed.
-            if run.ema is not None and data_comes:
-                with run.uncompiled(), suppress(Stopped):
-                    run.ema.settle(partial(interruptible, run))
-            save_training(run, is_best)
-            clock.to(None)
-            if run.ranks.is_first:
-                run.call_back("on_save", step, run.folder / "saved" / f"step-{step}")
+        ends = progress.step >= run.total_steps or status != "finished"
+        if is_best or ends or progress.step in cadence.save_steps:
+            _save(run, is_best, settles=data_comes)
     ended = status in ("finished", "stopped", "paused")
     if ended and "test" in run.eval_loaders and "test" not in run.figures:
         try:
@@ -134,6 +83,100 @@ def fit(run: Run) -> str:
             status, _ = _look_up(run)
     run.call_back("on_end", status)
     return status
+
+
+def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
+    """The batches to come, once a model that is compiled has been."""
+    clock, compilation, counter = run.clock, run.compilation, run.counter
+    if compilation is not None:
+        run.display.note("compiling the first step ...")
+    batches = clock.waiting(run.train_loader.steps(run.progress.step, run.total_steps))
+    batches = interruptible(run, batches)
+    with clock.gathering("warm_up"):
+        batches = rehearse(trainer, batches)
+    if compilation is not None:
+        text, is_warning = compilation.start(clock.seconds["warm_up"])
+        (run.display.warn if is_warning else run.display.note)(text)
+        with counter.uncompiled(batches) as counted:
+            batches = batches if counted is None else rehearse(trainer, counted)
+    return batches if run.watch is None else run.watch(batches)
+
+
+class Stretch(NamedTuple):
+    """Steps that were taken back to back."""
+
+    steps: int
+    loss: float
+    """Mean since the last log line."""
+    step_s: float
+    data_comes: bool
+    """False where a signal has ended the wait for a batch."""
+
+
+def _train_stretch(
+    run: Run, trainer: Trainer, batches: Iterator[StepBatch], first_step: int, look_steps: int
+) -> Stretch:
+    """Train up to the next moment at which something is due, for `look_steps` steps at most.
+
+    Workers start, caches fill and kernels are chosen in a process's first step, which is one alone; so is one
+    whose operators are counted. Neither says how fast the run trains.
+    """
+    progress, clock, counter, data_comes = run.progress, run.clock, run.counter, True
+    start, start_s, samples, paced_s = progress.step, clock.elapsed_s(), progress.samples, clock.pace_s()
+    stop = min(run.settings.cadence.next_stop(start, run.total_steps), start + look_steps)
+    aside: AbstractContextManager[Any] | None = None
+    if start == first_step:
+        aside = clock.gathering("warm_up")
+    elif counter.due(start):
+        stop, aside = start + 1, counter.counting(batches)
+    with aside or nullcontext() as given:
+        try:
+            trainer.train(given or batches, stop)
+        except Stopped:
+            data_comes = False
+        loss = trainer.window.read()
+        steps = progress.step - start
+        if start == first_step and steps:
+            trainer.first_look.look_at_evaluation()
+    trainer.first_look.switches.look()
+    if aside is None:
+        progress.timed_steps += steps
+        progress.timed_samples += progress.samples - samples
+        progress.timed_s += clock.pace_s() - paced_s
+    return Stretch(steps, loss, (clock.elapsed_s() - start_s) / max(1, steps), data_comes)
+
+
+def _report(run: Run, trainer: Trainer, stretch: Stretch, steps_of_process: int) -> None:
+    """Call back at the end of an epoch, note whether an evaluation is due, and log what is to be logged."""
+    progress, cadence = run.progress, run.settings.cadence
+    step, took_any = progress.step, stretch.steps > 0
+    if took_any and step in cadence.epoch_steps:
+        run.call_back("on_epoch", round(run.epoch))
+    progress.evaluation_due = took_any and (step >= run.total_steps or step in cadence.eval_steps)
+    if not progress.evaluation_due and not (took_any and step in cadence.log_steps):
+        return
+    trainer.window.log(stretch.loss)
+    if run.compilation is not None and (
+        advice := run.compilation.complaint(stretch.step_s, steps_of_process)
+    ):
+        run.display.warn(advice)
+
+
+def _save(run: Run, is_best: bool, *, settles: bool) -> None:
+    """Save the state of now.
+
+    Args:
+        settles: bring the averages up to date before; else that is done when the run is resumed.
+    """
+    run.clock.to("saving")
+    if run.ema is not None and settles:
+        with run.uncompiled(), suppress(Stopped):
+            run.ema.settle(partial(interruptible, run))
+    save_training(run, is_best)
+    run.clock.to(None)
+    if run.ranks.is_first:
+        step = run.progress.step
+        run.call_back("on_save", step, run.folder / "saved" / f"step-{step}")
 
 
 def try_out(run: Run) -> None:
@@ -204,22 +247,21 @@ def evaluate_and_rank(run: Run) -> bool:
     Raises:
         ConfigError: C005 when the figure that `best` should follow does not exist.
     """
-    progress = run.progress
+    progress, settings = run.progress, run.settings
     if "val" in run.eval_loaders:
         figures = evaluate_split(run, "val")
     else:
         figures = {"loss": progress.epoch_loss / max(progress.epoch_items, 1)}
     progress.epoch_loss = progress.epoch_items = 0.0
     progress.evaluation_due = False
-    if run.settings.best_metric not in figures:
+    metric = settings.best_metric
+    if metric not in figures:
         hint = f"There are: {', '.join(figures)}"
-        raise ConfigError(
-            "C005", "no such figure", key="stop.metric", value=run.settings.best_metric, suggestion=hint
-        )
-    value, previous = figures[run.settings.best_metric], progress.best_value
+        raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
+    value, previous = figures[metric], progress.best_value
     # Not a number is never the best: nothing would beat it.
     is_best = not math.isnan(value) and (
-        previous is None or (value > previous if run.settings.best_mode == "max" else value < previous)
+        previous is None or (value > previous if settings.best_mode == "max" else value < previous)
     )
     if is_best:
         progress.best_value, progress.best_step, progress.evaluations_without_gain = value, progress.step, 0
@@ -228,14 +270,15 @@ def evaluate_and_rank(run: Run) -> bool:
         progress.evaluations_without_gain += 1
     if "val" in run.eval_loaders:
         run.display.evaluation(progress.step, run.epoch, "val", figures, is_best)
-    return is_best and run.settings.keep_best
+    return is_best and settings.keep_best
 
 
 def _judge(run: Run) -> str:
     """`stopped` if training ends here because it gains no more, else `finished`."""
-    if run.settings.patience is None or run.progress.evaluations_without_gain < run.settings.patience:
+    patience = run.settings.patience
+    if patience is None or run.progress.evaluations_without_gain < patience:
         return "finished"
-    run.status.stop_reason = f"no gain in {run.settings.patience} evaluations"
+    run.status.stop_reason = f"no gain in {patience} evaluations"
     return "stopped"
 
 
@@ -244,7 +287,8 @@ def _look_up(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
 
     All ranks agree on both, so that none waits for one that has left.
     """
-    late = run.settings.max_time_s is not None and run.clock.elapsed_s() > run.settings.max_time_s
+    max_time_s = run.settings.max_time_s
+    late = max_time_s is not None and run.clock.elapsed_s() > max_time_s
     over = run.progress.step >= run.total_steps
     code = float(run.status.stop_signal or 0) or (0.5 if late and not over else 0.0)
     if run.ranks.distributed:

@@ -61,7 +61,7 @@ class LossWindow:
         loss_before, items_before = self._before
         self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
         self.num_items = torch.where(skipped, items_before, self.num_items)
-        self._before = self.sums()
+        self._before = self.loss_sum.clone(), self.num_items
 
     def sums(self) -> tuple[Tensor, Tensor | int]:
         """Loss and items of this rank as they stand."""
