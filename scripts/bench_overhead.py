@@ -121,14 +121,16 @@ def tutorial(bench: Bench) -> Mlp:
 
 def by_hand(bench: Bench) -> Mlp:
     """The leanest loop that torch's documented interfaces allow, on ptfast's batches."""
+    from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.durations import Duration
     from ptfast.data.build_data import build_data, build_train_loader
+    from ptfast.data.loaders.loading import Loading
+    from ptfast.data.sampling.sampler import Sharding
 
     data = build_data(bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)
-    one_rank = {"batch_size": BATCH_SIZE, "micro_batches": 1, "rank": 0, "num_ranks": 1, "seed": 0}
-    in_memory = {"kind": "memory", "workers": 0, "prefetch": 2, "pin": False, "last": "keep"}
-    as_they_are = {"augment": {}, "normalize": False, "channels_last": False, "device": torch.device("cpu")}
-    batches = build_train_loader(data, task_name="classification", **one_rank, **in_memory, **as_they_are)
+    sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
+    in_memory = Loading(torch.device("cpu"), normalize=False, kind="memory")
+    batches = build_train_loader(data, sharding, in_memory, seed=0)
     model = Mlp()
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, fused=True)

@@ -6,9 +6,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ptfast.core.durations import Duration
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Stages(NamedTuple):
@@ -59,7 +63,7 @@ class BatchPlan:
 
     def __init__(self, size: int | None, sizes: Stages, last: str = "keep") -> None:
         self.size, self.sizes, self.batch_size = size, sizes, sizes.values[-1]
-        self._drops, self._pads = last == "drop", last == "pad"
+        self.last, self._drops, self._pads = last, last == "drop", last == "pad"
         stages = zip(sizes.values, pairwise(sizes.starts), strict=False)
         self._before = [0]
         for value, (start, stop) in stages:
@@ -73,6 +77,10 @@ class BatchPlan:
     @property
     def grows(self) -> bool:
         return len(self.sizes.values) > 1
+
+    def order(self, epoch: int) -> NDArray[np.int64] | None:
+        """The order of an epoch's samples that `batch` refers to; None where any will do."""
+        return None
 
     def batch(self, step: int) -> tuple[int, int, int]:
         """Epoch of a step, and where its samples begin and end in the order of that epoch.

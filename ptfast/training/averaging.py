@@ -10,6 +10,7 @@ from torch import nn
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import EvalLoader, Task, Watched
 from ptfast.data.build_data import Data, build_eval_loader
+from ptfast.data.loaders.loading import Loading
 from ptfast.techniques.ema.weight_averages import Average, Ema, Swa
 from ptfast.training.course import Course
 from ptfast.training.prepare_data import evaluated_at_once
@@ -20,12 +21,11 @@ STATISTICS_SAMPLES = 4096
 
 
 def build_average(
-    site: Site, model: nn.Module, data: Data, task: Task, course: Course, loading: dict[str, Any]
+    site: Site, model: nn.Module, data: Data, task: Task, course: Course, loading: Loading
 ) -> Average | None:
     """The average that is evaluated in place of the weights, or None.
 
     Args:
-        loading: how samples are read.
 
     Raises:
         ConfigError: C011 when SWA would find no weights to average.
@@ -44,11 +44,11 @@ def build_average(
         raise ConfigError("C011", what, key="ema.swa_start", value=section.swa_start, suggestion=hint)
     samples = _build_statistics_loader(
         data,
+        loading,
         batch_size=evaluated_at_once(site.config, data.info, site.micro_batches),
         seed=site.config.seed,
         rank=site.ranks.rank,
         num_ranks=site.ranks.num_ranks,
-        **loading,
     )
 
     def forward(watched: Watched) -> None:
@@ -67,7 +67,7 @@ def build_average(
 
 
 def _build_statistics_loader(
-    data: Data, *, batch_size: int, seed: int, rank: int, num_ranks: int, **loading: Any
+    data: Data, loading: Loading, *, batch_size: int, seed: int, rank: int, num_ranks: int
 ) -> EvalLoader | None:
     """Some thousand training samples in a random order, as many on each rank, as they are evaluated.
 
@@ -88,8 +88,8 @@ def _build_statistics_loader(
     return build_eval_loader(
         data.train.take(picked),
         data.info,
+        loading,
         batch_size=batch_size,
         rank=rank,
         num_ranks=num_ranks,
-        **loading,
     )

@@ -14,7 +14,7 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.build_data import Data
-from ptfast.data.loaders.transformed_batches import Change
+from ptfast.data.loaders.train_loader import Transform
 from ptfast.data.sampling.sampler import smallest_micro_batch
 from ptfast.techniques.curriculum.growing_sizes import (
     build_batch_sizes,
@@ -32,7 +32,7 @@ class Course:
     plan: BatchPlan
     """Which samples make up each step."""
     total_steps: int
-    changes: list[Change] = field(default_factory=list)
+    transforms: list[Transform] = field(default_factory=list)
     """Applied to each micro-batch, on the device."""
     notes: list[str] = field(default_factory=list)
     """A line for each thing that grows, for the panel."""
@@ -94,11 +94,11 @@ def build_course(config: Config, data: Data, model: nn.Module, micro_batches: in
         over_steps = course.steps("curriculum.over", wanted.over)
     if wanted.image_size_from is not None:
         resize = build_resize(wanted.image_size_from, wanted.image_size_multiple, over_steps, info, model)
-        course.changes.append(resize)
+        course.transforms.append(resize)
         course.notes.append(resize.describe())
     if wanted.length_from is not None:
         cut = build_cut(wanted.length_from, wanted.length_multiple, over_steps, info)
-        course.changes.append(cut)
+        course.transforms.append(cut)
         course.notes.append(cut.describe())
     course.spans_run = bool(course.notes) and wanted.over.unit == "percent"
     return course

@@ -25,14 +25,13 @@ from ptfast.data.build_data import (
     read_info,
 )
 from ptfast.data.loaders.loader_choice import Choice, choose
-from ptfast.data.loaders.read_ahead import build_ahead
+from ptfast.data.loaders.loading import Loading
 from ptfast.data.loaders.shared_memory import build_holder
-from ptfast.data.loaders.side_stream import PrefetchedEvaluation, PrefetchedLoader, Side, open_side_stream
-from ptfast.data.loaders.transformed_batches import Change, ChangedLoader
+from ptfast.data.loaders.side_stream import Side, open_side_stream
 from ptfast.data.loaders.worker_processes import RAISED, failed
-from ptfast.data.sampling.length_buckets import LengthPlan
+from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.stream_loaders import Marks
-from ptfast.data.transforms.augment import Augment
+from ptfast.data.transforms.augment import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
 from ptfast.tasks.build_task import build_task
 from ptfast.training.course import Course
@@ -145,12 +144,12 @@ def build_choice(
 def build_eval_loaders(
     config: Config,
     data: Data,
+    loading: Loading,
     *,
     micro_batches: int | None = None,
-    rank: int,
-    num_ranks: int,
+    rank: int = 0,
+    num_ranks: int = 1,
     side: Side | None = None,
-    **loading: Any,
 ) -> dict[str, EvalLoader]:
     """Loaders of the splits that the data has besides `train`, by name.
 
@@ -161,22 +160,20 @@ def build_eval_loaders(
     micro_batches = micro_batches or config.micro_batches or num_ranks * config.gradients.accumulate
     batch_size = evaluated_at_once(config, data.info, micro_batches)
     splits = {"val": data.val, "test": data.test}
-    loaders = {
+    return {
         split: build_eval_loader(
             source,
             data.info,
+            loading,
             batch_size=batch_size,
             rank=rank,
             num_ranks=num_ranks,
             drop_last=config.eval.last == "drop",
-            **loading,
+            side=side,
         )
         for split, source in splits.items()
         if source is not None
     }
-    if side is None:
-        return loaders
-    return {split: PrefetchedEvaluation(loader, side) for split, loader in loaders.items()}
 
 
 def evaluated_at_once(config: Config, info: DataInfo, micro_batches: int) -> int:
@@ -189,14 +186,14 @@ def full_size(config: Config, info: DataInfo, micro_batches: int) -> int | None:
     return evaluated_at_once(config, info, micro_batches) if config.eval.last == "pad" else None
 
 
-def first_samples(data: Data, num_samples: int = 2, **loading: Any) -> Any:
+def first_samples(data: Data, loading: Loading, num_samples: int = 2) -> Any:
     """The first training samples as a task takes them, for a look at what the model does with them.
 
     Raises:
         TypeError: the data is iterable; looking at it would use it up.
     """
     few = data.train.take(np.arange(min(num_samples, len(data.train))))
-    loader = build_eval_loader(few, data.info, batch_size=num_samples, rank=0, num_ranks=1, **loading)
+    loader = build_eval_loader(few, data.info, loading, batch_size=num_samples)
     return next(iter(loader)).data
 
 
@@ -218,8 +215,7 @@ class Loaders:
     train: TrainLoader
     evaluation: dict[str, EvalLoader]
     """By split."""
-    loading: dict[str, Any]
-    """Keywords that all loaders share."""
+    loading: Loading
     marks: Marks | None
     """Where the passes over iterable data began, for a run that is resumed."""
 
@@ -234,55 +230,53 @@ def build_loaders(site: Site, data: Data, task: Task, course: Course, mark: Call
     config, ranks, device, resolved = site.config, site.ranks, site.device, site.resolved
     loader, info, micro_batches = config.dataloader, data.info, site.micro_batches
     choice: Choice = data.choice
-    loading = {
-        **reading(site),
-        "kind": choice.kind,
-        "workers": choice.workers,
-        "prefetch": loader.prefetch,
-        "pin": loader.pin,
-        "worker_threads": config.backend.worker_threads,
-    }
+    loading = reading(
+        site,
+        kind=choice.kind,
+        reason=choice.reason,
+        workers=choice.workers,
+        prefetch=loader.prefetch,
+        worker_threads=config.backend.worker_threads,
+        pin=loader.pin,
+        read_ahead=loader.read_ahead,
+    )
     side = open_side_stream(device) if loader.side_stream else None
-    sharding = {"rank": ranks.rank, "num_ranks": ranks.num_ranks}
+    augment = build_augment(
+        config.augment.model_dump(exclude={"mixup", "cutmix"}),
+        info,
+        images=data.train.images,
+        task_name=config.task.name,
+        normalize=config.data.normalize,
+    )
+    mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
     train_loader = build_train_loader(
         data,
-        task_name=config.task.name,
-        batch_size=config.batch_size,
-        micro_batches=micro_batches,
+        Sharding(course.plan, micro_batches, ranks.rank, ranks.num_ranks),
+        loading,
         seed=config.seed,
-        augment=config.augment.model_dump(exclude={"mixup", "cutmix"}),
-        last=loader.last,
-        sizes=course.plan.sizes,
-        by_length=course.plan if isinstance(course.plan, LengthPlan) else None,
-        reason=choice.reason,
-        **sharding,
-        **loading,
+        augment=augment,
+        transforms=[*course.transforms, *([mix] if mix is not None else [])],
+        side=side,
+        report=mark,
     )
-    marks: Marks | None = getattr(train_loader, "marks", None)
-    if loader.read_ahead:
-        train_loader = build_ahead(train_loader, data.train)
-    if side is not None:
-        train_loader = PrefetchedLoader(train_loader, side, mark)
-    mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
-    changes: list[Change] = [*course.changes, *([mix] if mix is not None else [])]
-    if changes:
-        first_micro_batch = ranks.rank * (micro_batches // ranks.num_ranks)
-        train_loader = ChangedLoader(train_loader, changes, first_micro_batch)
     eval_loaders = build_eval_loaders(
-        config, data, micro_batches=micro_batches, side=side, **sharding, **loading
+        config,
+        data,
+        loading,
+        micro_batches=micro_batches,
+        rank=ranks.rank,
+        num_ranks=ranks.num_ranks,
+        side=side,
     )
     resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
-    resolved.workers = getattr(train_loader, "workers", 0)
+    resolved.workers = train_loader.workers
     resolved.worker_threads = config.backend.worker_threads
     resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
     resolved.padding, resolved.padding_share = describe_padding(config, data, course.plan, micro_batches)
+    marks: Marks | None = getattr(train_loader.batches, "marks", None)
     return Loaders(train_loader, eval_loaders, loading, marks)
 
 
-def reading(site: Site) -> dict[str, Any]:
-    """Keywords of how any loader makes samples ready for the model."""
-    return {
-        "normalize": site.config.data.normalize,
-        "device": site.device,
-        "channels_last": bool(site.resolved.channels_last),
-    }
+def reading(site: Site, **how: Any) -> Loading:
+    """How samples are made ready for the model; keywords say who reads them, by default this process."""
+    return Loading(site.device, site.config.data.normalize, bool(site.resolved.channels_last), **how)

@@ -138,7 +138,7 @@ def _cancelled_biases(model: nn.Module, site: Site, task: Task, data: Data) -> d
 
     def forward() -> object:
         with site.precision.autocast():
-            return task.loss(model, first_samples(data, **reading(site)))
+            return task.loss(model, first_samples(data, reading(site)))
 
     try:
         return find_cancelled_biases(model, forward)

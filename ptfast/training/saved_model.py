@@ -109,13 +109,13 @@ def evaluate_saved(
     loaders = build_eval_loaders(
         config,
         data,
+        reading(
+            saved.site,
+            worker_threads=config.backend.worker_threads,
+            **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
+        ),
         micro_batches=saved.site.micro_batches,
-        rank=0,
-        num_ranks=1,
-        **reading(saved.site),
         side=open_side_stream(saved.device) if config.dataloader.side_stream else None,
-        worker_threads=config.backend.worker_threads,
-        **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
     )
     if not loaders:
         hint = "Hold some out with data.val=10%"

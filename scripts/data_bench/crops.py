@@ -18,24 +18,16 @@ ONE_BY_ONE = 4 * BATCH_SIZE
 MEAN, STD = [125.3, 123.0, 113.9], [63.0, 62.1, 66.7]
 
 
-SHARED: dict[str, Any] = {
-    "batch_size": BATCH_SIZE,
-    "micro_batches": 1,
-    "rank": 0,
-    "num_ranks": 1,
-    "seed": 0,
-    "last": "keep",
-}
-
-
 def build(folder: Path) -> list[Row]:
+    from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.data.loaders.fetch import MemoryBatches
-    from ptfast.data.sampling.sampler import Sampler
+    from ptfast.data.sampling.sampler import Sampler, Sharding
     from ptfast.data.transforms.augment import build_augment
 
     data, crop_flip = noise(), {"crop_padding": 4, "flip": True}
     augment = build_augment(crop_flip, data.info, images=True, task_name="auto", normalize=True)
-    raw, sampler, epoch = MemoryBatches(data.train, augment, 0), Sampler(NUM_IMAGES, **SHARED), 0
+    sharding = Sharding(BatchPlan(NUM_IMAGES, constant(BATCH_SIZE)), 1)
+    raw, sampler, epoch = MemoryBatches(data.train, augment, 0), Sampler(sharding, seed=0), 0
 
     def bytes_only() -> int:
         nonlocal epoch
@@ -78,11 +70,16 @@ def noise() -> Any:
 
 def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
     """Whole epochs as the training loop takes them, one a call."""
+    from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.data.build_data import build_train_loader
+    from ptfast.data.loaders.loading import Loading
+    from ptfast.data.sampling.sampler import Sharding
+    from ptfast.data.transforms.augment import build_augment
 
-    words: dict[str, Any] = {"task_name": "auto", "workers": 0, "prefetch": 2, "pin": False}
-    words |= {"normalize": True, "channels_last": True, "device": torch.device("cpu"), **SHARED}
-    built = build_train_loader(data, kind=kind, augment=augment, **words)
+    sharding = Sharding(BatchPlan(NUM_IMAGES, constant(BATCH_SIZE)), 1)
+    loading = Loading(torch.device("cpu"), channels_last=True, kind=kind)
+    changes = build_augment(augment, data.info, images=True, task_name="auto", normalize=True)
+    built = build_train_loader(data, sharding, loading, seed=0, augment=changes)
     steps, epoch = built.plan.steps_per_epoch or 1, 0
 
     def work() -> int:

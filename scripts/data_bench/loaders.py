@@ -16,18 +16,16 @@ CROP_FLIP = {"crop_padding": 4, "flip": True}
 
 
 def build(folder: Path) -> list[Row]:
-    from ptfast.data.loaders.read_ahead import build_ahead
     from ptfast.data.packs.pack_image_tree import plan_images
     from ptfast.data.packs.pack_writer import make
 
     write(folder / "files")
     make(plan_images(folder / "files", size=None, jpeg=False, skip_corrupt=False), folder / "pack", 1)
     files, held, pack = (opened(folder / name, hold) for name, hold in WAYS)
-    ahead = build_ahead(loader(files, "plain"), files.train)
     return [
         Row("DataLoader, torchvision's ImageFolder and v1", one_by_one(folder / "files")),
         Row("plain", epochs(loader(files, "plain"))),
-        Row("plain, read ahead by a thread", epochs(ahead)),
+        Row("plain, read ahead by a thread", epochs(loader(files, "plain", read_ahead=True))),
         Row("workers, one process", epochs(loader(files, "workers"))),
         Row("packed", epochs(loader(pack, "packed"))),
         Row("memory", epochs(loader(held, "memory"))),
@@ -61,28 +59,18 @@ def opened(root: Path, hold: bool) -> Any:
     return build_data(ImageFolder(str(root)), val=nothing, seed=0, task="auto", choose=lambda *splits: choice)
 
 
-def loader(data: Any, kind: str) -> Any:
+def loader(data: Any, kind: str, read_ahead: bool = False) -> Any:
     """The training loader of one kind."""
+    from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.data.build_data import build_train_loader
+    from ptfast.data.loaders.loading import Loading
+    from ptfast.data.sampling.sampler import Sharding
+    from ptfast.data.transforms.augment import build_augment
 
-    return build_train_loader(
-        data,
-        task_name="auto",
-        batch_size=BATCH_SIZE,
-        micro_batches=1,
-        rank=0,
-        num_ranks=1,
-        seed=0,
-        augment=CROP_FLIP,
-        normalize=True,
-        kind=kind,
-        workers=1,
-        prefetch=2,
-        pin=False,
-        last="keep",
-        device=torch.device("cpu"),
-        channels_last=True,
-    )
+    sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
+    loading = Loading(torch.device("cpu"), channels_last=True, kind=kind, workers=1, read_ahead=read_ahead)
+    augment = build_augment(CROP_FLIP, data.info, images=True, task_name="auto", normalize=True)
+    return build_train_loader(data, sharding, loading, seed=0, augment=augment)
 
 
 def epochs(loader: Any) -> Callable[[], int]:

@@ -15,9 +15,11 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import StepBatch
 from ptfast.data.build_data import build_data
+from ptfast.data.loaders.loading import Loading
 from ptfast.data.loaders.to_device import build_prepare
+from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.streams.stream_loaders import PartsLoader, build_stream_loader, share_out
+from ptfast.data.streams.stream_loaders import PartBatches, build_stream_batches, share_out
 
 SIZES = (7, 2, 11, 1, 5, 3, 4)
 """Samples in each shard of the data sets below."""
@@ -114,22 +116,19 @@ def load(dataset: Any, **options: Any) -> Any:
 
 
 def build(dataset: Any, sums: Any = None, **options: Any) -> Any:
-    """A loader of steps of six samples; `sums` in place of a process group."""
+    """The batches of steps of six samples; `sums` in place of a process group."""
     source = IterableSource(dataset, 0) if isinstance(dataset, IterableDataset) else dataset
-    data = load(Plain())
-    prepare = build_prepare(
-        source, data.info, device=torch.device("cpu"), normalize=False, channels_last=False, pin=False
+    info, how = load(Plain()).info, ("kind", "workers")
+    given = {"micro_batches": 2, "last": "keep", **options}
+    loading = Loading(
+        torch.device("cpu"), normalize=False, **{name: given.pop(name) for name in how if name in given}
     )
-    given: dict[str, Any] = {"kind": "plain", "workers": 0, "rank": 0, "num_ranks": 1}
-    given |= {"micro_batches": 2, "prefetch": 2, "threads": 1, "last": "keep", **options}
-    plan = BatchPlan(None, constant(6))
+    sharding = Sharding(BatchPlan(None, constant(6), given.pop("last")), **given)
+    prepare = build_prepare(source, info, loading)
     if sums is None:
-        return build_stream_loader(source, prepare, plan, **given)
-    hands = share_out(source, **{k: given[k] for k in ("kind", "workers", "rank", "num_ranks")})
-    pools = {"prefetch": 2, "pin": False, "threads": 1}
-    return PartsLoader(
-        source, prepare, hands, plan, given["micro_batches"], last=given["last"], sums=sums, **pools
-    )
+        return build_stream_batches(source, prepare, sharding, loading)
+    layout = share_out(source, sharding, loading)
+    return PartBatches(source, prepare, layout, sharding, loading, sums=sums)
 
 
 def values(batch: StepBatch) -> list[float]:

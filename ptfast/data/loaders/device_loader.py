@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.core.units import num_bytes
 from ptfast.data.dataset import Source, TensorSource, as_tensor
 from ptfast.data.decoding.original_images import HeldImages
+from ptfast.data.loaders.step_batches import ChunkedBatches
 from ptfast.data.loaders.to_device import Prepare
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sampler import Sampler
@@ -30,7 +31,7 @@ MOST_OF_MEMORY = 0.5
 """Share of the device's free memory that the data may take; the rest is for training."""
 
 
-class DeviceLoader:
+class DeviceBatches(ChunkedBatches):
     """Batches of data that lives on the training device.
 
     At the beginning of an epoch the order of its samples and all that is drawn for them go to the device,
@@ -42,15 +43,11 @@ class DeviceLoader:
     Args:
         sampler: of this rank's shares.
         source: the samples, on the host; images are uint8 (samples, height, width, channels).
-        reason: for this kind, for the panel.
         sizes: heights and widths of samples as they were before they were stored, for resized crops.
 
     Cost: the memory of the samples as they are stored (images with their padding), and that of some batches.
     Source: as in Keller Jordan's airbench, which has CIFAR-10 on the device.
     """
-
-    kind = "device"
-    workers = 0
 
     def __init__(
         self,
@@ -58,11 +55,10 @@ class DeviceLoader:
         prepare: Prepare,
         source: TensorSource,
         augment: Augment,
-        reason: str,
         sizes: Callable[[Indices], tuple[Sizes, Sizes]],
     ) -> None:
-        self.plan, self.reason = sampler.plan, reason
-        self._sampler, self._prepare, self._augment = sampler, prepare, augment
+        super().__init__(sampler)
+        self._prepare, self._augment = prepare, augment
         inputs = prepare.move(source.inputs)
         targets = prepare.move(source.targets)
         self._targets: Tensor | None = targets
@@ -80,20 +76,8 @@ class DeviceLoader:
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
         self._sizes = sizes
         width = 4 if source.images else inputs.element_size()
-        step_bytes = max(1, sampler.batch_size * inputs[0].numel() * width)
-        self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
+        self._set_chunk(inputs[0].numel() * width, CHUNK_BYTES)
         self._epoch: tuple[int, int] | None = None
-
-    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
-        step = first_step
-        while step < last_step:
-            start, batches = self._chunk(step)
-            yield from batches[step - start : last_step - start]
-            step = start + len(batches)
-
-    def close(self) -> None:
-        """Nothing to stop."""
 
     def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
         """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
@@ -113,7 +97,7 @@ class DeviceLoader:
 
     def _begin(self, epoch: int, first: int, end: int) -> None:
         """Send the order of an epoch and its draws to the device."""
-        plan = [self._sampler.step(step) for step in range(first, end)]
+        plan = [self.sampler.step(step) for step in range(first, end)]
         index = np.concatenate([share.indices for shares, _ in plan for share in shares])
         self._plan = [
             ([(len(share.indices), share.num_samples) for share in shares], num_samples)
@@ -121,7 +105,7 @@ class DeviceLoader:
         ]
         lengths = [sum(size for size, _ in share_sizes) for share_sizes, _ in self._plan]
         self._begins = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        augment, seed = self._augment, self._sampler.seed
+        augment, seed = self._augment, self.sampler.seed
         self._index = self._sent(index)
         self._corners = [self._sent(each) for each in self._draw(seed, epoch, index)]
         shape = self._shape if augment.resized_crop is None else (augment.size, augment.size)
@@ -174,10 +158,10 @@ class DeviceLoader:
         return masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
 
 
-def build_device_loader(
-    sampler: Sampler, prepare: Prepare, source: Source, augment: Augment, device: torch.device, reason: str
-) -> DeviceLoader:
-    """The loader of `source` once it is on `device`.
+def build_device_batches(
+    sampler: Sampler, prepare: Prepare, source: Source, augment: Augment, device: torch.device
+) -> DeviceBatches:
+    """The batches of `source` once it is on `device`.
 
     Raises:
         ConfigError: C011 for samples that are no tensors of one shape, or images stored in several sizes.
@@ -196,7 +180,7 @@ def build_device_loader(
     if needed > MOST_OF_MEMORY * free:
         what = f"the data takes {num_bytes(needed)} on {device.type}, which has {num_bytes(free)} free"
         raise MachineError("E005", what, key="dataloader.kind", value="device", suggestion=hint)
-    return DeviceLoader(sampler, prepare, source, augment, reason, sizes)
+    return DeviceBatches(sampler, prepare, source, augment, sizes)
 
 
 def resident_bytes(source: TensorSource, augment: Augment) -> int:

@@ -9,71 +9,87 @@ import numpy as np
 import torch
 
 from ptfast.core.errors import ConfigError, DataError
-from ptfast.core.protocols import DataInfo, EvalLoader, MicroBatch
+from ptfast.core.protocols import DataInfo, MicroBatch
 from ptfast.data.dataset import Source, TensorSource
 from ptfast.data.loaders.fetch import RawBatches
 from ptfast.data.loaders.loader_choice import count_workers
-from ptfast.data.loaders.to_device import build_prepare
+from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.side_stream import Side, prefetched
+from ptfast.data.loaders.to_device import Prepare, build_prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.streams.stream_loaders import build_stream_evaluation
+from ptfast.data.streams.stream_loaders import StreamEvaluation, build_stream_evaluation
 from ptfast.data.transforms.augment import Augment
 
 KEEP_LIMIT_BYTES = 128 * 2**20
 """Splits in memory that take no more than this once normalised are prepared once and kept."""
 
 
+class EvaluationLoader:
+    """One rank's share of an evaluation split.
+
+    Args:
+        batches: of the split.
+        num_samples: that are evaluated over all ranks; None for data of unknown length.
+        left_out: samples of the split that are not.
+        side: stream on which batches are copied while others are evaluated.
+    """
+
+    def __init__(
+        self,
+        batches: SplitBatches | StreamEvaluation,
+        num_samples: int | None,
+        left_out: int,
+        side: Side | None,
+    ) -> None:
+        self.batches, self.num_samples, self.left_out, self.side = batches, num_samples, left_out, side
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        batches = iter(self.batches)
+        return batches if self.side is None else prefetched(batches, self.side)
+
+    def close(self) -> None:
+        """Stop the worker processes of an evaluation that was broken off."""
+        self.batches.close()
+
+
 def build_eval_loader(
     source: Source,
     info: DataInfo,
+    loading: Loading,
     *,
     batch_size: int,
-    rank: int,
-    num_ranks: int,
-    device: torch.device,
-    normalize: bool,
-    channels_last: bool,
-    kind: str = "plain",
-    workers: int | str = 0,
-    prefetch: int = 2,
-    pin: bool | str = "auto",
-    worker_threads: int = 1,
+    rank: int = 0,
+    num_ranks: int = 1,
     drop_last: bool = False,
-) -> EvalLoader:
+    side: Side | None = None,
+) -> EvaluationLoader:
     """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
 
     Ranks yield the same number of batches; where one has fewer samples, the last is a stand-in of no samples.
 
     Args:
+        loading: as for training. Samples that are not in memory are read by worker processes for the kinds
+            `auto` and `workers`.
         batch_size: samples of one forward pass on this rank.
         drop_last: leave out the samples at the split's end that make no whole batch. Ranks then share out
             batches, so that the same samples are left out for any number of them.
-        kind, workers, prefetch, pin, worker_threads: as for the training loader. Samples that are not in
-            memory are read by worker processes for the kinds `auto` and `workers`.
+        side: as of `EvaluationLoader`.
 
     Raises:
         ConfigError: C011 for a last batch to be left out of a stream, whose end nobody knows.
         DataError: D006 where nothing would be left.
     """
-    prepare = build_prepare(
-        source, info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
-    )
+    prepare = build_prepare(source, info, loading)
     if isinstance(source, IterableSource):
         if drop_last:
             what, hint = "the last batch of a stream is not known beforehand", "Set eval.last=keep"
             raise ConfigError("C011", what, key="eval.last", value="drop", suggestion=hint)
-        return build_stream_evaluation(
-            source,
-            prepare,
-            batch_size=batch_size,
-            kind=kind if kind == "workers" else "plain",
-            workers=count_workers(workers),
-            rank=rank,
-            num_ranks=num_ranks,
-            prefetch=prefetch,
-            threads=worker_threads,
+        batches = build_stream_evaluation(
+            source, prepare, loading, batch_size=batch_size, rank=rank, num_ranks=num_ranks
         )
+        return EvaluationLoader(batches, None, 0, side)
     size = len(source)
     counted = size // batch_size * batch_size if drop_last else size
     if not counted and size:
@@ -83,76 +99,56 @@ def build_eval_loader(
     # What ranks share out: samples, or whole batches.
     unit = batch_size if drop_last else 1
     start, stop = (r * (counted // unit) // num_ranks * unit for r in (rank, rank + 1))
-    most = -(-counted // unit // num_ranks) * unit
-    return _EvalLoader(
-        source,
-        prepare,
-        counted,
-        size - counted,
-        start,
-        stop,
-        batch_size,
-        -(-most // batch_size) if num_ranks > 1 else 0,
-        count_workers(workers) if kind in ("auto", "workers") and not source.in_memory else 0,
-        prefetch,
-        worker_threads,
-    )
+    shares = [
+        Share(0, np.arange(i, min(i + batch_size, stop)), min(batch_size, stop - i))
+        for i in range(start, stop, batch_size)
+    ]
+    if num_ranks > 1:
+        # Ranks that have to go through a model together all go through it as often.
+        most = -(-counted // unit // num_ranks) * unit
+        shares += [Share(0, np.arange(1), 0)] * (-(-most // batch_size) - len(shares))
+    workers = 0
+    if loading.kind in ("auto", "workers") and not source.in_memory:
+        workers = count_workers(loading.workers)
+    pool = loading.pool(RawBatches(source, Augment(), 0), workers) if workers else None
+    return EvaluationLoader(SplitBatches(source, prepare, shares, pool), counted, size - counted, side)
 
 
-class _EvalLoader:
+class SplitBatches:
+    """The batches of a split that is read by index.
+
+    Args:
+        shares: of this rank.
+        pool: processes that fetch; None for this one.
+    """
+
     def __init__(
-        self,
-        source: Source,
-        prepare: Any,
-        num_samples: int,
-        left_out: int,
-        start: int,
-        stop: int,
-        batch_size: int,
-        num_batches: int,
-        workers: int,
-        prefetch: int,
-        worker_threads: int,
+        self, source: Source, prepare: Prepare, shares: list[Share], pool: WorkerPool | None
     ) -> None:
-        self.num_samples, self.left_out = num_samples, left_out
-        self._source, self._prepare = source, prepare
-        self._shares = [
-            Share(0, np.arange(i, min(i + batch_size, stop)), min(batch_size, stop - i))
-            for i in range(start, stop, batch_size)
-        ]
-        # Where ranks have to go through a model together, all go through it as often.
-        self._shares += [Share(0, np.arange(1), 0)] * (num_batches - len(self._shares))
-        self._pool: WorkerPool | None = None
-        if workers:
-            self._pool = WorkerPool(
-                RawBatches(source, Augment(), 0), workers, prefetch, pin=prepare.pin, threads=worker_threads
-            )
-        self._keep = isinstance(source, TensorSource) and source.prepared_bytes <= KEEP_LIMIT_BYTES
-        self._kept: list[MicroBatch] | None = None
+        self._source, self._prepare, self._shares, self.pool = source, prepare, shares, pool
+        self._caches = isinstance(source, TensorSource) and source.prepared_bytes <= KEEP_LIMIT_BYTES
+        self._cached: list[MicroBatch] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        if self._kept is not None:
-            return iter(self._kept)
-        if self._keep:
+        if self._caches and self._cached is None:
             # Tensors made under inference mode would be refused by any later use that needs gradients.
             with torch.inference_mode(False):
-                self._kept = list(self._batches())
-            return iter(self._kept)
-        return self._batches()
+                self._cached = list(self._prepared())
+        return self._prepared() if self._cached is None else iter(self._cached)
 
     def close(self) -> None:
-        """Stop the worker processes of an evaluation that was broken off."""
-        if self._pool is not None:
-            self._pool.close()
+        """Stop the worker processes."""
+        if self.pool is not None:
+            self.pool.close()
 
-    def _batches(self) -> Iterator[MicroBatch]:
+    def _prepared(self) -> Iterator[MicroBatch]:
         source = self._source
         if isinstance(source, TensorSource):
             raw: Iterator[Any] = (
                 source.slice(int(s.indices[0]), int(s.indices[-1]) + 1) for s in self._shares
             )
-        elif self._pool is not None:
-            raw = self._pool.fetch(self._shares)
+        elif self.pool is not None:
+            raw = self.pool.fetch(self._shares)
         else:
             raw = (source.fetch(share.indices) for share in self._shares)
         for batch, share in zip(raw, self._shares, strict=True):

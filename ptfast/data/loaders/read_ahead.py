@@ -6,10 +6,9 @@ import threading
 import time
 from collections.abc import Iterator
 from queue import Empty, Full, Queue
-from typing import Any
 
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import StepBatch, TrainLoader
+from ptfast.core.protocols import StepBatch
 from ptfast.data.dataset import Source
 
 _LOOK_S = 0.1
@@ -66,35 +65,9 @@ def read_ahead(batches: Iterator[StepBatch], depth: int = 1) -> Iterator[StepBat
                 continue
 
 
-class AheadLoader:
-    """A training loader whose batches come by `read_ahead`."""
-
-    def __init__(self, loader: TrainLoader) -> None:
-        self.plan, self.kind, self.reason = loader.plan, loader.kind, loader.reason
-        self.workers = getattr(loader, "workers", 0)
-        self._loader = loader
-        self._batches: Any = None
-
-    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
-        self._batches = read_ahead(self._loader.steps(first_step, last_step))
-        return self._batches
-
-    def close(self) -> None:
-        """Stop the thread and worker processes."""
-        if self._batches is not None:
-            self._batches.close()
-        self._loader.close()
-
-
-def build_ahead(loader: TrainLoader, source: Source) -> AheadLoader:
-    """`loader` with a thread of its own.
-
-    Raises:
-        ConfigError: C011 for samples that draw from the global generators, as the training does.
-    """
+def check_read_ahead(source: Source) -> None:
+    """Raise ConfigError C011 for samples that draw from the global generators, as the training does."""
     if not (source.repeatable or source.in_memory):
         what = "samples may draw from the generators that the training draws from, and a thread shares them"
         hint = "Use dataloader=workers, whose generators are their own"
         raise ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
-    return AheadLoader(loader)

@@ -9,8 +9,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ptfast.core.protocols import EvalLoader, MicroBatch, StepBatch, TrainLoader
-
 T = TypeVar("T")
 
 
@@ -67,7 +65,7 @@ def open_side_stream(device: torch.device) -> Side | None:
 
 
 def prefetched(
-    batches: Iterator[T], side: Side, tell: Callable[[str], None] = lambda cause: None
+    batches: Iterator[T], side: Side, report: Callable[[str], None] = lambda cause: None
 ) -> Iterator[T]:
     """The same batches, each filled on `side` while the one before it trains.
 
@@ -75,53 +73,20 @@ def prefetched(
     copy. One batch ahead, the next is there even when the host has waited for the device to read a figure.
 
     Args:
-        tell: hears what time goes to: `transfer` while the training waits for a batch on its way, and `data`.
+        report: receives what time goes to: `transfer` while the training waits for a batch on its way, else
+            `data`.
 
     Cost: the memory of one more batch. Source: apex's data_prefetcher; DALI does the same.
     """
     side.catch_up()
-    ahead = _fill(batches, side)
-    while ahead is not None:
-        batch, mark = ahead
-        ahead = _fill(batches, side)
-        tell("transfer")
+    following = _fill(batches, side)
+    while following is not None:
+        batch, mark = following
+        following = _fill(batches, side)
+        report("transfer")
         side.hand_over(batch, mark)
-        tell("data")
+        report("data")
         yield batch
-
-
-class PrefetchedLoader:
-    """A training loader whose batches are filled on a side stream, by `prefetched`."""
-
-    def __init__(
-        self, loader: TrainLoader, side: Side, tell: Callable[[str], None] = lambda cause: None
-    ) -> None:
-        self.plan, self.kind, self.reason = loader.plan, loader.kind, loader.reason
-        self.workers = getattr(loader, "workers", 0)
-        self._loader, self._side, self._tell = loader, side, tell
-
-    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
-        return prefetched(self._loader.steps(first_step, last_step), self._side, self._tell)
-
-    def close(self) -> None:
-        """Stop worker processes."""
-        self._loader.close()
-
-
-class PrefetchedEvaluation:
-    """An evaluation loader whose batches are filled on a side stream, by `prefetched`."""
-
-    def __init__(self, loader: EvalLoader, side: Side) -> None:
-        self.num_samples, self.left_out = loader.num_samples, loader.left_out
-        self._loader, self._side = loader, side
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return prefetched(iter(self._loader), self._side)
-
-    def close(self) -> None:
-        """Stop worker processes."""
-        self._loader.close()
 
 
 def _fill(batches: Iterator[T], side: Side) -> tuple[T, Any] | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ptfast.core.protocols import DataInfo, MicroBatch
 from ptfast.data.dataset import Source
+from ptfast.data.loaders.loading import Loading
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.transforms.normalize import Normalizer
@@ -82,22 +83,14 @@ class Prepare:
         return value
 
 
-def build_prepare(
-    source: Source,
-    info: DataInfo,
-    *,
-    device: torch.device,
-    normalize: bool,
-    channels_last: bool,
-    pin: bool | str,
-) -> Prepare:
+def build_prepare(source: Source, info: DataInfo, loading: Loading) -> Prepare:
     """The preparation of `source`'s batches, with the statistics that `info` holds."""
     return Prepare(
-        device=device,
+        device=loading.device,
         images=source.images,
-        normalizer=build_normalizer(info, device, normalize, images=source.images),
-        channels_last=channels_last,
-        pin=device.type == "cuda" and pin in (True, "auto"),
+        normalizer=build_normalizer(info, loading.device, loading.normalize, images=source.images),
+        channels_last=loading.channels_last,
+        pin=loading.pins,
         see=source.see if source.skips else None,
     )
 

@@ -1,259 +1,170 @@
-"""Training loaders: batches as a pure function of (seed, step), the same bits from every kind."""
+"""The training loader: step batches, the same bits from every kind, and what they go through."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import tee
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
-from ptfast.core.batch_plan import BatchPlan, Stages, constant
 from ptfast.core.machine import available_memory
-from ptfast.core.protocols import MicroBatch, StepBatch, TrainLoader
-from ptfast.data.dataset import Data, TensorSource, as_tensor
-from ptfast.data.loaders.device_loader import build_device_loader
+from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
+from ptfast.data.dataset import Data, TensorSource
+from ptfast.data.loaders.device_loader import build_device_batches
 from ptfast.data.loaders.fetch import AugmentedStream, MemoryBatches, RawBatches
-from ptfast.data.loaders.loader_choice import HELD, choose, count_workers
+from ptfast.data.loaders.loader_choice import HELD, count_workers
+from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.read_ahead import check_read_ahead, read_ahead
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.loaders.to_device import Prepare, build_prepare
-from ptfast.data.loaders.worker_processes import WorkerPool
-from ptfast.data.sampling.length_buckets import LengthPlan
-from ptfast.data.sampling.sampler import Sampler, Share
+from ptfast.data.loaders.side_stream import Side, prefetched
+from ptfast.data.loaders.step_batches import SampledBatches, StaticBatches, StepBatches
+from ptfast.data.loaders.to_device import build_prepare
+from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.streams.stream_loaders import build_stream_loader
-from ptfast.data.transforms.augment import build_augment
+from ptfast.data.streams.stream_loaders import build_stream_batches
+from ptfast.data.transforms.augment import Augment
 
 STATIC_LIMIT_BYTES = 512 * 2**20
 """Data that takes no more than this once normalised is normalised up front."""
-CHUNK_BYTES = 64 * 2**20
+
+Transform = Callable[[Any, int, int], Any]
+"""Makes something of a micro-batch's data at (step, number of the micro-batch in the whole step)."""
+
+
+class Read(NamedTuple):
+    """Step batches, and how they are read."""
+
+    batches: StepBatches
+    kind: str
+    reason: str
+    workers: int = 0
+
+
+class Loader:
+    """The training batches of one rank: where they come from, and what they go through on the way.
+
+    A thread may read one ahead, a side stream may copy one ahead, and transforms change what is on the
+    device. A transform is a function of data, step and micro-batch, so that the kind of loader, its workers,
+    resuming and the number of ranks make no difference to it.
+
+    Args:
+        read: where the batches come from.
+        transforms: of each micro-batch, in their order.
+        first_micro_batch: number of this rank's first micro-batch within a step.
+        side: stream on which batches are copied while others train.
+        report: receives what time goes to, as for `prefetched`.
+    """
+
+    def __init__(
+        self,
+        read: Read,
+        transforms: Sequence[Transform] = (),
+        *,
+        first_micro_batch: int = 0,
+        read_ahead: bool = False,
+        side: Side | None = None,
+        report: Callable[[str], None] = lambda cause: None,
+    ) -> None:
+        self.batches, self.kind, self.reason, self.workers = read
+        self.plan = self.batches.plan
+        self.transforms, self._first = transforms, first_micro_batch
+        self.reads_ahead, self.side, self._report = read_ahead, side, report
+        self._thread: Any = None
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
+        batches = self.batches.steps(first_step, last_step)
+        if self.reads_ahead:
+            batches = self._thread = read_ahead(batches)
+        if self.side is not None:
+            batches = prefetched(batches, self.side, self._report)
+        return self._transformed(batches, first_step) if self.transforms else batches
+
+    def close(self) -> None:
+        """Stop the thread and the worker processes."""
+        if self._thread is not None:
+            self._thread.close()
+        self.batches.close()
+
+    def _transformed(self, batches: Iterator[StepBatch], first_step: int) -> Iterator[StepBatch]:
+        for step, batch in enumerate(batches, first_step):
+            micro_batches: list[MicroBatch] = []
+            for number, (data, num_samples) in enumerate(batch.micro_batches, self._first):
+                for transform in self.transforms:
+                    data = transform(data, step, number)
+                micro_batches.append(MicroBatch(data, num_samples))
+            yield StepBatch(tuple(micro_batches), batch.num_samples)
 
 
 def build_train_loader(
     data: Data,
+    sharding: Sharding,
+    loading: Loading,
     *,
-    task_name: str,
-    batch_size: int,
-    micro_batches: int,
-    rank: int,
-    num_ranks: int,
     seed: int,
-    augment: Any,
-    normalize: bool,
-    kind: str,
-    workers: int | str,
-    prefetch: int,
-    pin: bool | str,
-    last: str,
-    device: torch.device,
-    channels_last: bool,
-    sizes: Stages | None = None,
-    by_length: LengthPlan | None = None,
-    worker_threads: int = 1,
-    reason: str = "as the config says",
-) -> TrainLoader:
+    augment: Augment | None = None,
+    transforms: Sequence[Transform] = (),
+    side: Side | None = None,
+    report: Callable[[str], None] = lambda cause: None,
+) -> Loader:
     """The training loader of one rank.
 
     Args:
-        task_name: what the run calls its task, for messages.
-        batch_size: samples of an optimizer step over all ranks.
-        micro_batches: parts of a batch over all ranks.
-        augment: mapping or object of the fields of `Augment`.
-        kind: `auto`, or `plain` (fetch in this process), `workers` (processes fetch whole micro-batches),
-            `memory` (everything decoded in memory, batches gathered and augmented at once), `device` (the
-            same on the training device), `packed` (as `plain`, from memory-mapped files).
-        workers: processes of the kind `workers`, or `auto` for the cores to spare.
-        prefetch: micro-batches that each worker prepares ahead.
-        worker_threads: of each worker process.
-        last: `keep` or `drop` a short last batch of an epoch, or `pad` it.
-        reason: for `kind`, for the panel.
-        sizes: samples of an optimizer step by step, where they grow to `batch_size`.
-        by_length: what makes batches up where it goes by the samples' length.
+        seed: of the order of the samples and of their augmentation.
+        augment: of `build_augment`; None for no augmentation.
+        transforms, side, report: as of `Loader`.
 
     Raises:
-        ConfigError: C011 if images are to be augmented and the data has none, or for a kind that iterable
-            data cannot have.
+        ConfigError: C011 for a kind that iterable data cannot have, and for samples that no thread may read.
         DataError: D002 or D006 if there are too few samples.
     """
-    source = data.train
-    wanted = build_augment(augment, data.info, images=source.images, task_name=task_name, normalize=normalize)
-    prepare = build_prepare(
-        source, data.info, device=device, normalize=normalize, channels_last=channels_last, pin=pin
+    if loading.read_ahead:
+        check_read_ahead(data.train)
+    augment = augment or Augment()
+    if isinstance(data.train, IterableSource):
+        read = _read_stream(data.train, data.info, sharding, loading, seed, augment)
+    else:
+        read = _read_samples(data, sharding, loading, seed, augment)
+    return Loader(
+        read,
+        transforms,
+        first_micro_batch=sharding.first,
+        read_ahead=loading.read_ahead,
+        side=side,
+        report=report,
     )
-    if isinstance(source, IterableSource):
-        return build_stream_loader(
-            source,
-            prepare,
-            BatchPlan(None, sizes or constant(batch_size)),
-            micro_batches=micro_batches,
-            kind=kind,
-            workers=count_workers(workers),
-            rank=rank,
-            num_ranks=num_ranks,
-            last=last,
-            prefetch=prefetch,
-            threads=worker_threads,
-            augment=AugmentedStream(wanted, seed) if wanted else None,
-        )
-    sampler = Sampler(
-        len(source),
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        rank=rank,
-        num_ranks=num_ranks,
-        seed=seed,
-        last=last,
-        sizes=sizes,
-        by_length=by_length,
-        order=partial(data.order, seed),
-    )
-    if kind == "auto":
-        share = batch_size // micro_batches
-        kind, reason, workers = choose(
-            source, kind=kind, workers=workers, prefetch=prefetch, micro_batch_size=share
-        )
-    num_workers = count_workers(workers) if kind == "workers" else 0
-    if num_workers > 0:
-        pool = WorkerPool(
-            RawBatches(source, wanted, seed), num_workers, prefetch, pin=prepare.pin, threads=worker_threads
-        )
-        who = f"{num_workers} process{'es' * (num_workers > 1)}"
-        who += f" of {worker_threads} threads" if worker_threads > 1 else ""
-        return WorkerLoader(sampler, prepare, pool, f"{who}, {reason}")
+
+
+def _read_stream(
+    source: IterableSource, info: DataInfo, sharding: Sharding, loading: Loading, seed: int, augment: Augment
+) -> Read:
+    augmented = AugmentedStream(augment, seed) if augment else None
+    prepare = build_prepare(source, info, loading)
+    batches = build_stream_batches(source, prepare, sharding, loading, augmented)
+    return Read(batches, batches.layout.kind, batches.layout.reason, batches.layout.workers)
+
+
+def _read_samples(data: Data, sharding: Sharding, loading: Loading, seed: int, augment: Augment) -> Read:
+    source, kind, reason = data.train, loading.kind, loading.reason
+    prepare = build_prepare(source, data.info, loading)
+    sampler = Sampler(sharding, seed, partial(data.order, seed))
+    workers = count_workers(loading.workers) if kind == "workers" else 0
+    if workers:
+        pool = loading.pool(RawBatches(source, augment, seed), workers)
+        who = f"{workers} process{'es' * (workers > 1)}"
+        who += f" of {loading.worker_threads} threads" if loading.worker_threads > 1 else ""
+        return Read(SampledBatches(sampler, prepare, pool), kind, f"{who}, {reason}", workers)
     if kind in HELD and not source.in_memory:
         source = source.hold().source
     if kind == "device":
-        return build_device_loader(sampler, prepare, source, wanted, device, reason)
+        return Read(build_device_batches(sampler, prepare, source, augment, loading.device), kind, reason)
+    batches = RawBatches(source, augment, seed)
     if kind == "memory" and isinstance(source, TensorSource):
-        if not wanted and source.prepared_bytes <= STATIC_LIMIT_BYTES:
-            return StaticLoader(sampler, prepare, source, reason)
-        if wanted and wanted.resized_crop is None:
+        if not augment and source.prepared_bytes <= STATIC_LIMIT_BYTES:
+            return Read(StaticBatches(sampler, prepare, source), kind, reason)
+        if augment and augment.resized_crop is None:
             holder = data.holder or Holder()
-            if holder.agree(MemoryBatches.nbytes(source, wanted) <= available_memory() // 2):
-                batches = MemoryBatches(source, wanted, seed, holder)
-                return StepLoader(sampler, prepare, batches, kind, reason)
-            reason += "; no room for padded copies"
-    return StepLoader(sampler, prepare, RawBatches(source, wanted, seed), kind, reason)
-
-
-class StepLoader:
-    """Prepares each batch when its step is due."""
-
-    workers = 0
-
-    def __init__(
-        self, sampler: Sampler, prepare: Prepare, batches: Callable[[Share], Any], kind: str, reason: str
-    ) -> None:
-        self.plan = sampler.plan
-        self.kind, self.reason = kind, reason
-        self._sampler, self._prepare, self._batches = sampler, prepare, batches
-
-    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
-        micro_batch, batches = self._prepare.micro_batch, self._batches
-        for step in range(first_step, last_step):
-            shares, num_samples = self._sampler.step(step)
-            yield StepBatch(tuple([micro_batch(batches(share), share) for share in shares]), num_samples)
-
-    def close(self) -> None:
-        """Nothing to stop."""
-
-
-class WorkerLoader:
-    """Takes raw batches from worker processes, in the order of the steps."""
-
-    kind = "workers"
-
-    def __init__(self, sampler: Sampler, prepare: Prepare, pool: WorkerPool, reason: str) -> None:
-        self.plan = sampler.plan
-        self.reason, self.workers = reason, pool.workers
-        self._sampler, self._prepare, self._pool = sampler, prepare, pool
-
-    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
-        # The workers are ahead: what their steps consist of is kept until it is due here.
-        ahead, due = tee(map(self._sampler.step, range(first_step, last_step)))
-        raw_batches = self._pool.fetch(share for shares, _ in ahead for share in shares)
-        for shares, num_samples in due:
-            micro_batches = [self._prepare.micro_batch(next(raw_batches), share) for share in shares]
-            yield StepBatch(tuple(micro_batches), num_samples)
-
-    def close(self) -> None:
-        """Stop the worker processes."""
-        self._pool.close()
-
-
-class StaticLoader:
-    """Batches of small data that never changes: normalised once, gathered many steps at a time.
-
-    One gather and one split serve up to 64 MB of batches, so that a step costs about a microsecond; on a GPU
-    the data lives there.
-    """
-
-    kind = "memory"
-    workers = 0
-
-    def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource, reason: str) -> None:
-        self.plan = sampler.plan
-        self.reason = reason
-        self._sampler, self._prepare = sampler, prepare
-        inputs = prepare.inputs(source.inputs)
-        self._targets = prepare.move(source.targets)
-        # Rows are gathered from contiguous memory and only looked at as channels first.
-        self._permuted = prepare.channels_last and inputs.dim() == 4
-        self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
-        step_bytes = max(1, sampler.batch_size * self._inputs[0].numel() * self._inputs.element_size())
-        self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
-
-    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` up to, not including, `last_step`."""
-        step = first_step
-        while step < last_step:
-            start, batches = self._chunk(step)
-            yield from batches[step - start : last_step - start]
-            step = start + len(batches)
-
-    def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
-        """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
-        _, first, end = self.plan.epoch_of(step)
-        start = step - (step - first) % self._chunk_steps
-        stop = min(start + self._chunk_steps, end)
-        plan = [self._sampler.step(s) for s in range(start, stop)]
-        shares = [share for step_shares, _ in plan for share in step_shares]
-        index_parts, sizes, stride = _aligned(shares)
-        index = self._prepare.move(as_tensor(np.concatenate(index_parts)))
-        inputs = self._inputs.index_select(0, index)
-        if self._permuted:
-            inputs = inputs.permute(0, 3, 1, 2)
-        pieces = zip(
-            inputs.split(sizes)[::stride],
-            self._targets.index_select(0, index).split(sizes)[::stride],
-            strict=True,
-        )
-        return start, [
-            StepBatch(tuple([MicroBatch(next(pieces), share.num_samples) for share in shares]), num_samples)
-            for shares, num_samples in plan
-        ]
-
-    def close(self) -> None:
-        """Nothing to stop."""
-
-
-def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:
-    """Index parts with their sizes, every share beginning at a multiple of 16 rows, and the stride of shares.
-
-    Kernels may sum in another order where memory is aligned otherwise; 16 rows of any width are whole cache
-    lines, as a tensor of its own would be.
-    """
-    sizes = [len(share.indices) for share in shares]
-    parts = [share.indices for share in shares]
-    if all(size % 16 == 0 for size in sizes[:-1]):
-        return parts, sizes, 1
-    fillers = [np.zeros(-size % 16, np.int64) for size in sizes]
-    return (
-        [part for pair in zip(parts, fillers, strict=True) for part in pair],
-        [size for part_size in sizes for size in (part_size, -part_size % 16)],
-        2,
-    )
+            if holder.agree(MemoryBatches.nbytes(source, augment) <= available_memory() // 2):
+                batches = MemoryBatches(source, augment, seed, holder)
+            else:
+                reason += "; no room for padded copies"
+    return Read(SampledBatches(sampler, prepare, batches), kind, reason)

@@ -130,7 +130,8 @@ def padding_share(
     plan: BatchPlan, lengths: NDArray[np.int64], limit: int, padding: Padding, micro_batches: int, seed: int
 ) -> float:
     """Which part of all tokens of the first epoch is padding, in [0, 1)."""
-    order = plan.order(0) if isinstance(plan, LengthPlan) else permutation(seed, 0, len(lengths))
+    order = plan.order(0)
+    order = permutation(seed, 0, len(lengths)) if order is None else order
     pieces: list[tuple[int, int]] = []
     for step in range(min(plan.steps_per_epoch or 0, MOST_STEPS)):
         _, start, stop = plan.batch(step)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ptfast.core.batch_plan import BatchPlan, Stages, constant
+from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import DataError
 from ptfast.data.sampling.order import Indices, micro_batch_bounds, permutation
-
-if TYPE_CHECKING:
-    from ptfast.data.sampling.length_buckets import LengthPlan
 
 
 def smallest_micro_batch(batches: set[int], micro_batches: int) -> int:
@@ -34,19 +32,41 @@ class Share(NamedTuple):
     """0 where the share is empty and `indices` names a stand-in sample."""
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How each step's batch is cut into micro-batches, and which of these are one rank's."""
+
+    plan: BatchPlan
+    """Which samples make up each step."""
+    micro_batches: int
+    """Of a step over all ranks, a multiple of `num_ranks`."""
+    rank: int = 0
+    num_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.micro_batches % self.num_ranks:
+            raise ValueError(f"{self.micro_batches} micro-batches do not divide over {self.num_ranks} ranks")
+
+    @property
+    def per_rank(self) -> int:
+        """Micro-batches of a step on each rank."""
+        return self.micro_batches // self.num_ranks
+
+    @property
+    def first(self) -> int:
+        """Number, within a step, of this rank's first micro-batch; its others follow."""
+        return self.rank * self.per_rank
+
+    def bounds(self, num_samples: int) -> list[tuple[int, int]]:
+        """Where this rank's micro-batches begin and end in a batch of `num_samples`."""
+        return micro_batch_bounds(num_samples, self.micro_batches)[self.first : self.first + self.per_rank]
+
+
 class Sampler:
     """The shares of one rank at every step.
 
     Args:
-        size: samples in the data set.
-        batch_size: samples of one optimizer step over all ranks.
-        micro_batches: parts that a batch is cut into, a multiple of `num_ranks`; rank r takes its run of them
-            in order.
-        last: `keep` or `drop` the last batch of an epoch where it is short, or `pad` it with the samples that
-            the epoch began with.
-        sizes: samples of a step by step, where they grow to `batch_size`.
-        by_length: what makes batches up instead, where it goes by the samples' length.
-
+        sharding: of data whose length is known.
         order: the order of the samples in an epoch, where they are not shuffled as a whole.
 
     Raises:
@@ -54,38 +74,23 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        size: int,
-        *,
-        batch_size: int,
-        micro_batches: int,
-        rank: int,
-        num_ranks: int,
-        seed: int,
-        last: str,
-        sizes: Stages | None = None,
-        by_length: LengthPlan | None = None,
-        order: Callable[[int], Indices | None] = lambda epoch: None,
+        self, sharding: Sharding, seed: int, order: Callable[[int], Indices | None] = lambda epoch: None
     ) -> None:
-        if size == 0:
+        self.plan, self.seed = sharding.plan, seed
+        size, self.batch_size = self.plan.size, self.plan.batch_size
+        if not size:
             raise DataError("D002", "the training split has no samples", key="data")
-        if micro_batches % num_ranks:
-            raise ValueError(f"{micro_batches} micro-batches do not divide over {num_ranks} ranks")
-        self.plan = by_length or BatchPlan(size, sizes or constant(batch_size), last)
         if not self.plan.steps_per_epoch:
             raise DataError(
                 "D006",
                 f"{size:,} training samples do not fill one batch, and dataloader.last=drop drops it",
                 key="batch_size",
-                value=batch_size,
+                value=self.batch_size,
                 suggestion=f"Use batch_size={size} or less, or dataloader.last=keep",
             )
-        self.size, self.batch_size, self.seed = size, batch_size, seed
-        self._order = by_length.order if by_length is not None else self._shuffled
-        self._own_order = lru_cache(maxsize=2)(order)
-        per_rank = micro_batches // num_ranks
-        self._micro_batches, self._mine = micro_batches, slice(rank * per_rank, (rank + 1) * per_rank)
-        self._full_bounds = micro_batch_bounds(batch_size, micro_batches)[self._mine]
+        self.size, self._sharding = size, sharding
+        self._source_order = lru_cache(maxsize=2)(order)
+        self._full_bounds = sharding.bounds(self.batch_size)
 
     def step(self, step: int) -> tuple[list[Share], int]:
         """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
@@ -93,9 +98,8 @@ class Sampler:
         batch = self._order(epoch)[start:stop]
         if stop > self.size:
             batch = self._order(epoch).take(np.arange(start, stop), mode="wrap")
-        bounds = self._full_bounds
-        if len(batch) != self.batch_size:
-            bounds = micro_batch_bounds(len(batch), self._micro_batches)[self._mine]
+        is_full = len(batch) == self.batch_size
+        bounds = self._full_bounds if is_full else self._sharding.bounds(len(batch))
         # An empty share still runs one sample, so that the ranks' collectives stay in step.
         shares = [
             Share(epoch, batch[start:stop], stop - start) if stop > start else Share(epoch, batch[:1], 0)
@@ -103,6 +107,8 @@ class Sampler:
         ]
         return shares, len(batch)
 
-    def _shuffled(self, epoch: int) -> Indices:
-        order = self._own_order(epoch)
-        return permutation(self.seed, epoch, self.size) if order is None else order
+    def _order(self, epoch: int) -> Indices:
+        for order_of in (self.plan.order, self._source_order):
+            if (order := order_of(epoch)) is not None:
+                return order
+        return permutation(self.seed, epoch, self.size)

@@ -54,7 +54,7 @@ def test_several_chunks_and_ranks_are_cut_alike(colour: Data, monkeypatch: pytes
     monkeypatch.setattr(device_loader, "CHUNK_BYTES", 2 * 24 * 180 * 4)
     for rank in (0, 1):
         here = loader(colour, "device", micro_batches=4, augment=ALL, rank=rank, num_ranks=2)
-        assert here._chunk_steps == 2
+        assert here.batches._chunk_steps == 2
         mine = [
             StepBatch(step.micro_batches[2 * rank : 2 * rank + 2], step.num_samples) for step in whole[3:]
         ]
@@ -102,10 +102,10 @@ def test_what_is_read_sample_by_sample_is_read_once(colour: Data):
 def test_nothing_is_copied_within_an_epoch(colour: Data, monkeypatch: pytest.MonkeyPatch):
     here = loader(colour, "device", augment=ALL)
     monkeypatch.setattr(device_loader, "CHUNK_BYTES", 1)
-    here._chunk_steps = 1
+    here.batches._chunk_steps = 1
     batches = here.steps(0, 10)
     next(batches)
-    monkeypatch.setattr(here._prepare, "move", lambda value: pytest.fail("copied"))
+    monkeypatch.setattr(here.batches._prepare, "move", lambda value: pytest.fail("copied"))
     for _ in range(4):
         next(batches)
     with pytest.raises(pytest.fail.Exception, match="copied"):

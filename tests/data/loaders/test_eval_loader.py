@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from loaders import eval_loader
 from running import build_run, same_bits, train
 from torch.utils.data import Dataset, TensorDataset
 
 from ptfast.core.durations import Duration
-from ptfast.data.build_data import build_data, build_eval_loader
+from ptfast.data.build_data import build_data
 
 
 class Read(Dataset[Any]):
@@ -29,8 +30,7 @@ class Read(Dataset[Any]):
 def loader(dataset: Any, **given: Any) -> Any:
     data = build_data(dataset, val=Duration(30, "samples"), seed=0, task="auto")
     assert data.val is not None
-    fixed: dict[str, Any] = {"rank": 0, "num_ranks": 1, "device": torch.device("cpu"), "normalize": False}
-    return build_eval_loader(data.val, data.info, batch_size=8, channels_last=False, **{**fixed, **given})
+    return eval_loader(data.val, data.info, batch_size=8, **{"normalize": False, **given})
 
 
 def test_workers_read_the_same_batches() -> None:
@@ -52,14 +52,14 @@ def test_workers_read_the_same_batches() -> None:
 )
 def test_workers_are_for_what_is_not_in_memory(dataset: Any, kind: str, read_by: int) -> None:
     built = loader(dataset, kind=kind, workers=2)
-    assert (built._pool.workers if built._pool else 0) == read_by
+    assert (built.batches.pool.workers if built.batches.pool else 0) == read_by
 
 
 def test_an_evaluation_that_is_broken_off_leaves_no_process() -> None:
     built = loader(Read(), kind="workers", workers=1, prefetch=1)
     batches = iter(built)
     next(batches)
-    (process,) = built._pool._iterator._workers
+    (process,) = built.batches.pool._iterator._workers
     assert process.is_alive()
     built.close()
     process.join(timeout=20)
@@ -74,7 +74,7 @@ def test_a_run_evaluates_with_the_loader_that_it_trains_with(
 ) -> None:
     run = build_run(in_tmp / "a", *WORDS, "dataloader=workers", "dataloader.workers=2", "batch_size=16")
     (val,) = run.eval_loaders.values()
-    assert val._pool.workers == 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert val.batches.pool.workers == 2  # pyright: ignore[reportAttributeAccessIssue]
     val.close()
     run.train_loader.close()
     words = (*WORDS, "run.dir=b", "dataloader=workers", "dataloader.workers=1", "batch_size=16")

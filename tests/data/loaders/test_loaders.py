@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from loaders import eval_loader, train_loader
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo, StepBatch
-from ptfast.data.build_data import Data, build_data, build_eval_loader, build_train_loader
+from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import Source, TensorSource
 from ptfast.data.sources.digits import Digits
 from ptfast.data.transforms.augment import Augment
@@ -45,24 +46,7 @@ def colour() -> Data:
 
 
 def loader(data: Data, kind: str, **changes: Any) -> Any:
-    kwargs: dict[str, Any] = {
-        "task_name": "auto",
-        "batch_size": 24,
-        "micro_batches": 1,
-        "rank": 0,
-        "num_ranks": 1,
-        "seed": 0,
-        "augment": NONE,
-        "normalize": True,
-        "kind": kind,
-        "workers": 2,
-        "prefetch": 2,
-        "pin": "auto",
-        "last": "keep",
-        "device": CPU,
-        "channels_last": False,
-    }
-    return build_train_loader(data, **{**kwargs, **changes})
+    return train_loader(data, **{"batch_size": 24, "workers": 2, "augment": NONE, "kind": kind, **changes})
 
 
 def same(one: Iterator[StepBatch], other: Iterator[StepBatch]) -> int:
@@ -142,7 +126,7 @@ def test_augmentation_equals_a_crop_and_flip_of_each_image_by_itself(colour: Dat
     batches = loader(colour, "memory", augment=BOTH, normalize=False, seed=3)
     for step in (0, 5, 9):
         (inputs, _), _ = next(batches.steps(step, step + 1)).micro_batches[0]
-        (share,), _ = batches._sampler.step(step)
+        (share,), _ = batches.batches.sampler.step(step)
         top, left, flipped = augment.draw(3, share.epoch, share.indices)
         assert len(set(zip(top, left, flipped, strict=True))) > 3
         for image, i, y, x, mirror in zip(inputs, share.indices, top, left, flipped, strict=True):
@@ -172,16 +156,7 @@ def test_evaluation_sees_each_sample_once_over_all_ranks(digits: Data, num_ranks
     assert digits.val is not None
     labels, total = [], 0
     for rank in range(num_ranks):
-        batches = build_eval_loader(
-            digits.val,
-            digits.info,
-            batch_size=25,
-            rank=rank,
-            num_ranks=num_ranks,
-            device=CPU,
-            normalize=True,
-            channels_last=False,
-        )
+        batches = eval_loader(digits.val, digits.info, batch_size=25, rank=rank, num_ranks=num_ranks)
         assert batches.num_samples == len(digits.val) == 180
         for _ in range(2):
             seen = [data[1] for data, _ in batches]

@@ -22,7 +22,7 @@ from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import Vocabulary
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
 from ptfast.data.sampling.order import permutation
-from ptfast.data.sampling.sampler import Sampler
+from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.sources.ragged_text import Documents, TextSource
 from ptfast.training.prepare_data import load_data
 from ptfast.training.sequence_batching import has_many_lengths
@@ -193,16 +193,7 @@ def test_epochs_and_samples_are_counted_in_steps() -> None:
 
 def test_ranks_share_a_batch_out() -> None:
     def shares(rank: int, num_ranks: int) -> list[int]:
-        sampler = Sampler(
-            1500,
-            batch_size=16,
-            micro_batches=4,
-            rank=rank,
-            num_ranks=num_ranks,
-            seed=1,
-            last="keep",
-            by_length=plan_of(batch_tokens=600),
-        )
+        sampler = Sampler(Sharding(plan_of(batch_tokens=600), 4, rank, num_ranks), seed=1)
         found = [share for step in range(40) for share in sampler.step(step)[0]]
         return [index for share in found for index in share.indices[: share.num_samples].tolist()]
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.errors import DataError
 from ptfast.data.sampling.order import micro_batch_bounds, permutation
-from ptfast.data.sampling.sampler import Sampler, smallest_micro_batch
+from ptfast.data.sampling.sampler import Sampler, Sharding, smallest_micro_batch
 
 
 def sampler(size: int, **changes: object) -> Sampler:
-    kwargs = {"batch_size": 8, "micro_batches": 1, "rank": 0, "num_ranks": 1, "seed": 0, "last": "keep"}
-    return Sampler(size, **{**kwargs, **changes})  # pyright: ignore[reportArgumentType]
+    given: Any = {"batch_size": 8, "micro_batches": 1, "rank": 0, "num_ranks": 1, "seed": 0, "last": "keep"}
+    given |= changes
+    sizes = given.get("sizes") or constant(given["batch_size"])
+    sharding = {name: given[name] for name in ("micro_batches", "rank", "num_ranks")}
+    return Sampler(Sharding(BatchPlan(size, sizes, given["last"]), **sharding), given["seed"])
 
 
 def test_the_known_order_does_not_change():

@@ -10,34 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaders import train_loader
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
-from ptfast.data.build_data import build_data, build_train_loader
+from ptfast.data.build_data import build_data
 
 NO_VAL = Duration(0, "percent")
 
 
 def loader(data: Any, kind: str = "plain", **changes: Any) -> Any:
-    kwargs: dict[str, Any] = {
-        "task_name": "auto",
-        "batch_size": 8,
-        "micro_batches": 2,
-        "rank": 0,
-        "num_ranks": 1,
-        "seed": 0,
-        "augment": {"crop_padding": 0, "flip": False},
-        "normalize": True,
-        "kind": kind,
-        "workers": 2,
-        "prefetch": 2,
-        "pin": "auto",
-        "last": "keep",
-        "device": torch.device("cpu"),
-        "channels_last": False,
-    }
-    return build_train_loader(data, **{**kwargs, **changes})
+    return train_loader(data, **{"batch_size": 8, "micro_batches": 2, "workers": 2, "kind": kind, **changes})
 
 
 class Noisy(Dataset[Any]):

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from loaders import train_loader
 from running import same_bits, train, weights
 from torch.utils.data import IterableDataset
 
 from ptfast.core.durations import Duration
-from ptfast.data.build_data import build_data, build_train_loader
+from ptfast.data.build_data import build_data
 
 
 class Noise(IterableDataset[Any]):
@@ -28,24 +29,8 @@ class Noise(IterableDataset[Any]):
 
 def steps(first: int, last: int, *, rank: int = 0, num_ranks: int = 1, seed: int = 0) -> list[torch.Tensor]:
     data = build_data(Noise(), val=Duration(0, "percent"), seed=seed, task="auto")
-    loader = build_train_loader(
-        data,
-        task_name="auto",
-        batch_size=4,
-        micro_batches=2,
-        rank=rank,
-        num_ranks=num_ranks,
-        seed=seed,
-        augment={},
-        normalize=False,
-        kind="auto",
-        workers=0,
-        prefetch=2,
-        pin=False,
-        last="keep",
-        device=torch.device("cpu"),
-        channels_last=False,
-    )
+    given: dict[str, Any] = {"seed": seed, "rank": rank, "num_ranks": num_ranks, "normalize": False}
+    loader = train_loader(data, batch_size=4, micro_batches=2, kind="auto", **given)
     result: list[torch.Tensor] = []
     for step in loader.steps(first, last):
         # Training draws from the same generators in between.

@@ -23,9 +23,12 @@ from streamed import (
 )
 from torch.utils.data import get_worker_info
 
+from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.loaders import loader_choice
 from ptfast.data.loaders.loader_choice import choose
+from ptfast.data.loaders.loading import Loading
+from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_agreement import Digest, sum_of
 from ptfast.data.streams.stream_loaders import share_out
@@ -125,11 +128,16 @@ def test_a_stream_that_is_not_shared_out_is_the_same_for_any_workers(workers: in
     assert joined == expected[:4]
 
 
+def on_two_ranks(workers: int) -> tuple[Sharding, Loading]:
+    sharding = Sharding(BatchPlan(None, constant(6)), 2, 1, 2)
+    return sharding, Loading(torch.device("cpu"), kind="workers", workers=workers)
+
+
 def test_a_data_set_that_shares_itself_out_gets_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_choice, "spare_cores", lambda: 4)
-    hands = share_out(IterableSource(Sharded(), 0), kind="workers", workers=3, rank=1, num_ranks=2)
-    assert hands.in_parts
-    assert hands.reason == "3 processes, the data set shares itself out over 6 readers"
+    layout = share_out(IterableSource(Sharded(), 0), *on_two_ranks(3))
+    assert layout.in_parts
+    assert layout.reason == "3 processes, the data set shares itself out over 6 readers"
     assert get_worker_info() is None
     chosen = choose(IterableSource(Sharded(), 0), kind="auto")
     assert (chosen.kind, chosen.workers) == ("workers", 3)
@@ -171,7 +179,7 @@ def test_more_readers_than_shards_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"8 readers, and .* 7 shards .* Use dataloader.workers=3"
     ) as caught:
-        share_out(source, kind="workers", workers=4, rank=0, num_ranks=2)
+        share_out(source, *on_two_ranks(4))
     assert caught.value.code == "C011"
 
 

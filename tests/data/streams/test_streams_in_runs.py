@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loaders import eval_loader, train_loader
 from refusals import Capture
 from running import build_run, same_bits, summary, train, weights
 from streamed import (
@@ -24,13 +25,9 @@ from streamed import (
 )
 from torch.utils.data import IterableDataset, TensorDataset
 
-from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.errors import ConfigError
-from ptfast.data.build_data import build_eval_loader
-from ptfast.data.loaders.to_device import build_prepare
-from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.streams.iterable import shuffled
-from ptfast.data.streams.stream_loaders import PartsLoader, StreamLoader, build_stream_loader
+from ptfast.data.streams.stream_loaders import PartBatches, WholeBatches
 
 
 def test_a_buffer_shuffles_and_loses_nothing() -> None:
@@ -85,11 +82,9 @@ def test_resuming_begins_with_the_pass_that_the_run_was_in(workers: int) -> None
 def test_an_evaluation_reads_every_sample_once() -> None:
     data = load(WithHeldOut())
     assert data.note == "WithHeldOut: train of unknown length, val of unknown length, 2 test"
-    shared: dict[str, Any] = {"batch_size": 4, "device": torch.device("cpu"), "normalize": False}
+    shared: dict[str, Any] = {"batch_size": 4, "normalize": False}
     for options in ({"kind": "plain"}, {"kind": "workers", "workers": 3}):
-        loader: Any = build_eval_loader(
-            data.val, data.info, rank=0, num_ranks=1, channels_last=False, **shared, **options
-        )
+        loader = eval_loader(data.val, data.info, **shared, **options)
         for _ in range(2):
             batches = [(batch.data[0].flatten(), batch.num_samples) for batch in loader]
             assert sorted(float(v) for inputs, number in batches for v in inputs[:number]) == NUMBERS
@@ -97,9 +92,7 @@ def test_an_evaluation_reads_every_sample_once() -> None:
     whole = load(Plain())
     of_ranks: list[list[Any]] = []
     for rank in range(3):
-        loader = build_eval_loader(
-            whole.train, whole.info, rank=rank, num_ranks=3, channels_last=False, **shared
-        )
+        loader = eval_loader(whole.train, whole.info, rank=rank, num_ranks=3, **shared)
         of_ranks.append(list(loader))
     assert len({len(batches) for batches in of_ranks}) == 1
     seen = [float(v) for batches in of_ranks for data, n in batches for v in data[0].flatten()[:n]]
@@ -119,23 +112,8 @@ class Images(IterableDataset[Any]):
 
 def test_images_of_a_stream_are_scaled() -> None:
     data = load(Images())
-    prepare = build_prepare(
-        data.train, data.info, device=torch.device("cpu"), normalize=True, channels_last=False, pin=False
-    )
-    loader = build_stream_loader(
-        data.train,
-        prepare,
-        BatchPlan(None, constant(4)),
-        micro_batches=1,
-        kind="auto",
-        workers=0,
-        rank=0,
-        num_ranks=1,
-        last="keep",
-        prefetch=2,
-        threads=1,
-    )
-    assert isinstance(loader, StreamLoader)
+    loader = train_loader(data, batch_size=4, kind="auto")
+    assert isinstance(loader.batches, WholeBatches)
     (batch,) = loader.steps(0, 1)
     expected = torch.stack([image for image, _ in islice(Images(), 4)]) / 255
     torch.testing.assert_close(batch.micro_batches[0].data[0], expected)
@@ -174,23 +152,6 @@ def test_batches_that_grow_need_a_whole_stream(tmp_path: Path) -> None:
 
 def test_the_loader_of_a_run_is_built_by_the_same_rules() -> None:
     data = load(Sharded())
-    loader = build_train_loader(
-        data,
-        task_name="auto",
-        batch_size=6,
-        micro_batches=2,
-        rank=0,
-        num_ranks=1,
-        seed=0,
-        augment={},
-        normalize=False,
-        kind="workers",
-        workers=2,
-        prefetch=2,
-        pin=False,
-        last="keep",
-        device=torch.device("cpu"),
-        channels_last=False,
-    )
-    assert isinstance(loader, PartsLoader)
+    loader = train_loader(data, batch_size=6, micro_batches=2, normalize=False, kind="workers", workers=2)
+    assert isinstance(loader.batches, PartBatches)
     assert loader.kind == "workers"

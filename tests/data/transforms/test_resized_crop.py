@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaders import train_loader
 from PIL import Image
 from running import same_pixels
 from torch import Tensor
@@ -18,7 +19,7 @@ from torchvision.transforms.v2 import functional as v2
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
-from ptfast.data.build_data import Data, build_data, build_train_loader
+from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import TensorSource
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.decoding.original_images import HeldImages
@@ -59,24 +60,8 @@ def files(jpegs: Path) -> Data:
 
 
 def loader(data: Data, kind: str, **changes: Any) -> Any:
-    kwargs: dict[str, Any] = {
-        "task_name": "auto",
-        "batch_size": 5,
-        "micro_batches": 1,
-        "rank": 0,
-        "num_ranks": 1,
-        "seed": 3,
-        "augment": WANTED,
-        "normalize": False,
-        "kind": kind,
-        "workers": 2,
-        "prefetch": 2,
-        "pin": "auto",
-        "last": "keep",
-        "device": torch.device("cpu"),
-        "channels_last": False,
-    }
-    return build_train_loader(data, **{**kwargs, **changes})
+    fixed = {"batch_size": 5, "seed": 3, "augment": WANTED, "normalize": False, "workers": 2, "kind": kind}
+    return train_loader(data, **{**fixed, **changes})
 
 
 def inputs(loader: Any, steps: int) -> Iterator[Tensor]:

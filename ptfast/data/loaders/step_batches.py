@@ -1,0 +1,143 @@
+"""Where the step batches of a rank come from: fetched when due, by workers, or gathered many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import tee
+from typing import Any
+
+import numpy as np
+
+from ptfast.core.batch_plan import BatchPlan
+from ptfast.core.protocols import MicroBatch, StepBatch
+from ptfast.data.dataset import TensorSource, as_tensor
+from ptfast.data.loaders.to_device import Prepare
+from ptfast.data.loaders.worker_processes import WorkerPool
+from ptfast.data.sampling.sampler import Sampler, Share
+
+CHUNK_BYTES = 64 * 2**20
+"""What is gathered at once of normalised data in memory."""
+
+
+class StepBatches:
+    """The batches of one rank, a pure function of (seed, step). Subclasses give `plan` and `steps`."""
+
+    plan: BatchPlan
+    """Which samples make up each step."""
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop worker processes, where there are any."""
+
+
+class SampledBatches(StepBatches):
+    """Batches of samples that are fetched by index, in this process or by others.
+
+    Args:
+        batches: fetches the raw batch of a share: in this process, or a pool of others.
+    """
+
+    def __init__(
+        self, sampler: Sampler, prepare: Prepare, batches: Callable[[Share], Any] | WorkerPool
+    ) -> None:
+        self.plan, self.sampler, self._prepare = sampler.plan, sampler, prepare
+        self._pool = batches if isinstance(batches, WorkerPool) else None
+        self._fetch = batches.fetch if isinstance(batches, WorkerPool) else partial(map, batches)
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        # Workers take shares some steps before their batch is due.
+        early, due = tee(map(self.sampler.step, range(first_step, last_step)))
+        raw_batches = self._fetch(share for shares, _ in early for share in shares)
+        for shares, num_samples in due:
+            micro_batches = [self._prepare.micro_batch(next(raw_batches), share) for share in shares]
+            yield StepBatch(tuple(micro_batches), num_samples)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+class ChunkedBatches(StepBatches):
+    """Batches of which many steps are gathered at once. Subclasses give `_chunk`."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.plan, self.sampler = sampler.plan, sampler
+        self._chunk_steps = 1
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        step = first_step
+        while step < last_step:
+            start, batches = self._chunk(step)
+            yield from batches[step - start : last_step - start]
+            step = start + len(batches)
+
+    def _set_chunk(self, sample_bytes: int, chunk_bytes: int) -> None:
+        """Gather as many steps at once as take about `chunk_bytes`."""
+        step_bytes = max(1, self.sampler.batch_size * sample_bytes)
+        self._chunk_steps = max(1, min(1024, chunk_bytes // step_bytes))
+
+    def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
+        """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
+        raise NotImplementedError
+
+
+class StaticBatches(ChunkedBatches):
+    """Batches of small data that never changes: normalised once, gathered many steps at a time.
+
+    One gather and one split serve up to 64 MB of batches, so that a step costs about a microsecond; on a GPU
+    the data lives there.
+    """
+
+    def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource) -> None:
+        super().__init__(sampler)
+        self._prepare = prepare
+        inputs = prepare.inputs(source.inputs)
+        self._targets = prepare.move(source.targets)
+        # Rows are gathered from contiguous memory and only looked at as channels first.
+        self._permuted = prepare.channels_last and inputs.dim() == 4
+        self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
+        self._set_chunk(self._inputs[0].numel() * self._inputs.element_size(), CHUNK_BYTES)
+
+    def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
+        """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
+        _, first, end = self.plan.epoch_of(step)
+        start = step - (step - first) % self._chunk_steps
+        stop = min(start + self._chunk_steps, end)
+        plan = [self.sampler.step(s) for s in range(start, stop)]
+        shares = [share for step_shares, _ in plan for share in step_shares]
+        index_parts, sizes, stride = _aligned(shares)
+        index = self._prepare.move(as_tensor(np.concatenate(index_parts)))
+        inputs = self._inputs.index_select(0, index)
+        if self._permuted:
+            inputs = inputs.permute(0, 3, 1, 2)
+        pieces = zip(
+            inputs.split(sizes)[::stride],
+            self._targets.index_select(0, index).split(sizes)[::stride],
+            strict=True,
+        )
+        return start, [
+            StepBatch(tuple([MicroBatch(next(pieces), share.num_samples) for share in shares]), num_samples)
+            for shares, num_samples in plan
+        ]
+
+
+def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:
+    """Index parts with their sizes, every share beginning at a multiple of 16 rows, and the stride of shares.
+
+    Kernels may sum in another order where memory is aligned otherwise; 16 rows of any width are whole cache
+    lines, as a tensor of its own would be.
+    """
+    sizes = [len(share.indices) for share in shares]
+    parts = [share.indices for share in shares]
+    if all(size % 16 == 0 for size in sizes[:-1]):
+        return parts, sizes, 1
+    fillers = [np.zeros(-size % 16, np.int64) for size in sizes]
+    return (
+        [part for pair in zip(parts, fillers, strict=True) for part in pair],
+        [size for part_size in sizes for size in (part_size, -part_size % 16)],
+        2,
+    )

@@ -1,0 +1,53 @@
+"""Training and evaluation loaders out of flat keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ptfast.core.batch_plan import BatchPlan, Stages, constant
+from ptfast.data.build_data import Data, build_eval_loader, build_train_loader
+from ptfast.data.loaders.loading import Loading
+from ptfast.data.sampling.sampler import Sharding
+from ptfast.data.streams.iterable import IterableSource
+from ptfast.data.transforms.augment import build_augment
+
+
+def loading(given: Mapping[str, Any]) -> tuple[Loading, dict[str, Any]]:
+    """The keywords of `given` that are of `Loading`, and the others."""
+    names = {field.name for field in fields(Loading)}
+    own = {name: value for name, value in given.items() if name in names}
+    others = {name: value for name, value in given.items() if name not in names}
+    return Loading(**{"device": torch.device("cpu"), **own}), others
+
+
+def train_loader(
+    data: Data,
+    *,
+    batch_size: int,
+    micro_batches: int = 1,
+    rank: int = 0,
+    num_ranks: int = 1,
+    last: str = "keep",
+    sizes: Stages | None = None,
+    seed: int = 0,
+    augment: Mapping[str, Any] = {},
+    **given: Any,
+) -> Any:
+    """A training loader of one rank, in this process unless a kind is given."""
+    how, others = loading(given)
+    size = None if isinstance(data.train, IterableSource) else len(data.train)
+    sharding = Sharding(BatchPlan(size, sizes or constant(batch_size), last), micro_batches, rank, num_ranks)
+    changes = build_augment(
+        augment, data.info, images=data.train.images, task_name="auto", normalize=how.normalize
+    )
+    return build_train_loader(data, sharding, how, seed=seed, augment=changes, **others)
+
+
+def eval_loader(source: Any, info: Any, *, batch_size: int, **given: Any) -> Any:
+    """An evaluation loader of one rank, in this process unless a kind is given."""
+    how, others = loading(given)
+    return build_eval_loader(source, info, how, batch_size=batch_size, **others)
