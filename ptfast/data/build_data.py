@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.data_fingerprint import Contents
-from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, TensorSource
+from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits
 from ptfast.data.label_checks import as_classes, check_labels
 from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.train_loader import build_train_loader
+from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.masks import with_masks
 from ptfast.data.sampling.sampler import smallest_micro_batch
 from ptfast.data.sampling.split import split_indices
@@ -118,13 +119,15 @@ def build_data(
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
     # Whether labels are counted must not depend on who loads: those that are held show that all count.
     ignores_labels = ignores_labels or any(source.skips for source in read)
-    num_train = None if isinstance(train, IterableSource) else len(train)
-    info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
+    info = replace(splits.info, ignores_labels=ignores_labels, num_train=train.num_samples)
     if known is not None:
         info = as_known(known, info)
     # Which samples are held out changes the statistics of the rest.
     cache_key = f"{key} {val} {seed}" if (key := info.extra.get("cache_key")) else None
-    if normalize and known is None and "normalize" not in info.extra and _has_statistics(splits):
+    normalize = normalize and known is None and "normalize" not in info.extra
+    # A stream is not read twice for its statistics: its images are scaled to 0 to 1.
+    both = isinstance(files, MapSource) and isinstance(train, MapSource)
+    if normalize and both and (train.images or (isinstance(train, TensorSource) and info.kind == "features")):
         found = measured or once(lambda: statistics(files, cache_key, train))
         info = replace(info, extra={**info.extra, "normalize": found})
     if info.input_shape is not None:
@@ -199,14 +202,17 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
 
 def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     """The same splits, decoded into memory."""
-    converted = 0
-    if crops and splits.train.images and splits.train.cuts and not splits.train.in_memory:
+    converted, files = 0, splits.train
+    if crops and isinstance(files, MapSource) and files.images and files.cuts and not files.in_memory:
         from ptfast.data.decoding.original_images import HeldImages
 
-        files = splits.train
         splits = splits._replace(train=HeldImages(files))
         converted = files.num_converted
-    held = {split: s.hold(holder) for split, s in splits.sources.items() if not s.in_memory}
+    held = {
+        split: source.hold(holder)
+        for split, source in splits.sources.items()
+        if isinstance(source, MapSource) and not source.in_memory
+    }
     converted += sum(found.num_converted for found in held.values())
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
     note = "; ".join(filter(None, [splits.note, note, holder.note if held else ""]))
@@ -234,17 +240,10 @@ def _shuffle_nearby(train: Source, size: int) -> None:
         raise ConfigError("C011", what, key="data.shuffle_buffer", value=size, suggestion=hint)
 
 
-def _has_statistics(splits: Splits) -> bool:
-    if splits.train.images:
-        # A stream is not read twice for it: its images are scaled to 0 to 1.
-        return not isinstance(splits.train, IterableSource)
-    return isinstance(splits.train, TensorSource) and splits.info.kind == "features"
-
-
 def _describe(name: str, splits: Splits) -> str:
     def count(split: str, source: Source) -> str:
-        unknown = isinstance(source, IterableSource)
-        return f"{split} of unknown length" if unknown else f"{len(source):,} {split}"
+        unknown = source.num_samples is None
+        return f"{split} of unknown length" if unknown else f"{source.num_samples:,} {split}"
 
     counts = ", ".join(count(split, source) for split, source in splits.sources.items())
     return f"{name}: {counts}" + (f"; {splits.note}" if splits.note else "")

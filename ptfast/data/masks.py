@@ -11,8 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from ptfast.core.errors import DataError
-from ptfast.data.dataset import Source, Splits, TensorSource, as_tensor
+from ptfast.data.dataset import Source, Splits
 from ptfast.data.label_checks import check_labels, holds, is_ignored
+from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.streams.iterable import IterableSource
 
 SCANNED = 2000
@@ -82,7 +83,7 @@ def _count(source: Source, ignore_index: int) -> int:
     return highest + 1
 
 
-def _some(source: Source) -> Iterator[Tensor]:
+def _some(source: MapSource) -> Iterator[Tensor]:
     places = np.unique(np.linspace(0, len(source) - 1, min(len(source), SCANNED)).astype(np.int64))
     for chunk in np.array_split(places, -(-len(places) // _AT_ONCE)):
         if isinstance(source, TensorSource):

@@ -9,6 +9,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import EvalLoader, Task, Watched
 from ptfast.data.build_data import Data, build_eval_loader
 from ptfast.data.loaders.loading import Loading
+from ptfast.data.streams.iterable import IterableSource
 from ptfast.techniques.ema.weight_averages import Average, Ema, Swa
 from ptfast.training.course import Course
 from ptfast.training.prepare_data import evaluated_at_once
@@ -72,10 +73,9 @@ def _build_statistics_loader(
     Returns:
         None where there are too few samples, or iterable data, of which none may be taken.
     """
-    try:
-        size = len(data.train)
-    except TypeError:
+    if isinstance(data.train, IterableSource):
         return None
+    size = len(data.train)
     share = min(STATISTICS_SAMPLES, size) // num_ranks
     # BatchNorm takes no batch of one sample.
     share -= share % batch_size == 1

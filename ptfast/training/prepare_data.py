@@ -30,6 +30,7 @@ from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.data.loaders.side_stream import Side, open_side_stream
 from ptfast.data.loaders.worker_processes import RAISED, failed
 from ptfast.data.sampling.sampler import Sharding
+from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import Marks
 from ptfast.data.transforms.augment import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
@@ -192,6 +193,8 @@ def first_samples(data: Data, loading: Loading, num_samples: int = 2) -> Any:
     Raises:
         TypeError: the data is iterable; looking at it would use it up.
     """
+    if isinstance(data.train, IterableSource):
+        raise TypeError("iterable data has no length")
     few = data.train.take(np.arange(min(num_samples, len(data.train))))
     loader = build_eval_loader(few, data.info, loading, batch_size=num_samples)
     return next(iter(loader)).data

@@ -10,7 +10,7 @@ from ptfast.config.schema import Config
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import ConfigError
 from ptfast.data.build_data import Data
-from ptfast.data.dataset import Padding
+from ptfast.data.map_source import Padding
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
 from ptfast.data.sampling.sequence_packing import PackedDocuments
 from ptfast.data.sources.ragged_text import Documents
@@ -44,7 +44,9 @@ def _packed(data: Data, seed: int) -> Data:
         for source in sources
     )
     assert train is not None
-    return replace(data, train=train, val=val, test=test, info=replace(data.info, num_train=len(train)))
+    return replace(
+        data, train=train, val=val, test=test, info=replace(data.info, num_train=train.num_samples)
+    )
 
 
 def _padding(config: Config) -> Padding:

@@ -51,7 +51,7 @@ def noise() -> Any:
     """Images of random pixels, in memory."""
     from ptfast.core.protocols import DataInfo
     from ptfast.data.build_data import Data
-    from ptfast.data.dataset import TensorSource
+    from ptfast.data.map_source import TensorSource
 
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from ptfast.core.batch_plan import BatchPlan, Stages, constant
 from ptfast.data.build_data import Data, build_eval_loader, build_train_loader
+from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.sampling.sampler import Sharding
-from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.augment import build_augment
 
 
@@ -39,8 +39,12 @@ def train_loader(
 ) -> Any:
     """A training loader of one rank, in this process unless a kind is given."""
     how, others = loading(given)
-    size = None if isinstance(data.train, IterableSource) else len(data.train)
-    sharding = Sharding(BatchPlan(size, sizes or constant(batch_size), last), micro_batches, rank, num_ranks)
+    if how.kind == "auto":
+        kind, reason, workers = choose(data.train, kind="auto", workers=how.workers)
+        how = replace(how, kind=kind, reason=reason, workers=workers)
+    sharding = Sharding(
+        BatchPlan(data.train.num_samples, sizes or constant(batch_size), last), micro_batches, rank, num_ranks
+    )
     changes = build_augment(
         augment, data.info, images=data.train.images, task_name="auto", normalize=how.normalize
     )

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ptfast.core.errors import ConfigError
-from ptfast.data.dataset import Source, TensorSource, as_tensor
 from ptfast.data.decoding.image_decoding import Pixels, fit, mixed_sizes
+from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, crop_all
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ptfast.data.sampling.order import Indices
 
 
-class HeldImages(Source):
+class HeldImages(MapSource):
     """The images of another source in memory, as large as they are there.
 
     A crop of an image that was brought to its final size before would show other pixels. In memory it costs
@@ -34,7 +34,7 @@ class HeldImages(Source):
     in_memory = True
     repeatable = True
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: MapSource) -> None:
         everything = np.arange(len(source))
         self.image_size = source.image_size
         self._pixels: list[Pixels] = source.originals(everything)

@@ -14,10 +14,10 @@ from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.machine import available_memory
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.core.units import num_bytes
-from ptfast.data.dataset import Source, TensorSource, as_tensor
 from ptfast.data.decoding.original_images import HeldImages
 from ptfast.data.loaders.step_batches import ChunkedBatches
 from ptfast.data.loaders.to_device import Prepare
+from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sampler import Sampler
 from ptfast.data.transforms.augment import Augment
@@ -159,7 +159,7 @@ class DeviceBatches(ChunkedBatches):
 
 
 def build_device_batches(
-    sampler: Sampler, prepare: Prepare, source: Source, augment: Augment, device: torch.device
+    sampler: Sampler, prepare: Prepare, source: MapSource, augment: Augment, device: torch.device
 ) -> DeviceBatches:
     """The batches of `source` once it is on `device`.
 

@@ -10,13 +10,14 @@ import torch
 
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo, MicroBatch
-from ptfast.data.dataset import Source, TensorSource
+from ptfast.data.dataset import Source
 from ptfast.data.loaders.fetch import RawBatches
 from ptfast.data.loaders.loader_choice import count_workers
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.loaders.side_stream import Side, prefetched
 from ptfast.data.loaders.to_device import Prepare, build_prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
+from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import StreamEvaluation, build_stream_evaluation
@@ -123,7 +124,7 @@ class SplitBatches:
     """
 
     def __init__(
-        self, source: Source, prepare: Prepare, shares: list[Share], pool: WorkerPool | None
+        self, source: MapSource, prepare: Prepare, shares: list[Share], pool: WorkerPool | None
     ) -> None:
         self._source, self._prepare, self._shares, self.pool = source, prepare, shares, pool
         self._caches = isinstance(source, TensorSource) and source.prepared_bytes <= KEEP_LIMIT_BYTES

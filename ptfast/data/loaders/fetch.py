@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ptfast.core.errors import ConfigError
-from ptfast.data.dataset import Source, TensorSource, as_tensor
 from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.transforms.augment import (
     Augment,
@@ -24,7 +24,7 @@ from ptfast.data.transforms.augment import (
 class RawBatches:
     """Fetches from the source and augments the batch; sent to worker processes as it is."""
 
-    def __init__(self, source: Source, augment: Augment, seed: int) -> None:
+    def __init__(self, source: MapSource, augment: Augment, seed: int) -> None:
         self.source, self.augment, self.seed = source, augment, seed
 
     def __call__(self, share: Share) -> Any:

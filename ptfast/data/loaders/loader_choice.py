@@ -15,6 +15,7 @@ from ptfast.core.units import num_bytes
 from ptfast.data.dataset import Source
 from ptfast.data.loaders.device_loader import free_bytes
 from ptfast.data.loaders.side_stream import tensors_in
+from ptfast.data.map_source import MapSource
 from ptfast.data.streams.iterable import IterableSource, check_kind
 
 HELD = ("memory", "device")
@@ -142,7 +143,7 @@ def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
     return max(0, min(spare_cores() - 1, by_memory, by_shared))
 
 
-def look_at(source: Source) -> Look:
+def look_at(source: MapSource) -> Look:
     """How long a sample takes to fetch, and how large it is, by a few dozen from all over the data."""
     places = np.linspace(0, len(source) - 1, min(len(source), _LOOK_SAMPLES)).astype(np.int64)
     first = source.fetch(places[:1])
@@ -157,7 +158,7 @@ def look_at(source: Source) -> Look:
 
 
 def _quickest(
-    train: Source,
+    train: MapSource,
     needed: int | None,
     workers: int | str,
     micro_batch_size: int,
@@ -185,7 +186,7 @@ def _quickest(
     return Choice(within, f"a batch is read in {_time(batch_s)}, and {lacks}", 0)
 
 
-def _on_device(choice: Choice, train: Source, device: torch.device | None) -> Choice:
+def _on_device(choice: Choice, train: MapSource, device: torch.device | None) -> Choice:
     """On a GPU with room for them, augmented images lie there instead of in memory."""
     if choice.kind != "memory" or device is None or device.type != "cuda" or not train.images:
         return choice
@@ -196,15 +197,8 @@ def _on_device(choice: Choice, train: Source, device: torch.device | None) -> Ch
 
 
 def _held_bytes(train: Source, others: Iterable[Source], crops: bool) -> int | None:
-    total = 0
-    for source in (train, *others):
-        if isinstance(source, IterableSource):
-            return None
-        held_bytes = source.original_bytes if crops and source is train else source.held_bytes
-        if held_bytes is None:
-            return None
-        total += held_bytes
-    return total
+    sizes = [train.original_bytes if crops else train.held_bytes, *(source.held_bytes for source in others)]
+    return None if None in sizes else sum(filter(None, sizes))
 
 
 def _time(seconds: float) -> str:

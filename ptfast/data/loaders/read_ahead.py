@@ -9,7 +9,7 @@ from queue import Empty, Full, Queue
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import StepBatch
-from ptfast.data.dataset import Source
+from ptfast.data.map_source import BaseSource
 
 _LOOK_S = 0.1
 """How often a thread that waits for room looks whether anybody still wants its batches."""
@@ -65,7 +65,7 @@ def read_ahead(batches: Iterator[StepBatch], depth: int = 1) -> Iterator[StepBat
                 continue
 
 
-def check_read_ahead(source: Source) -> None:
+def check_read_ahead(source: BaseSource) -> None:
     """Raise ConfigError C011 for samples that draw from the global generators, as the training does."""
     if not (source.repeatable or source.in_memory):
         what = "samples may draw from the generators that the training draws from, and a thread shares them"

@@ -11,9 +11,9 @@ import numpy as np
 
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.protocols import MicroBatch, StepBatch
-from ptfast.data.dataset import TensorSource, as_tensor
 from ptfast.data.loaders.to_device import Prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
+from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Sampler, Share
 
 CHUNK_BYTES = 64 * 2**20

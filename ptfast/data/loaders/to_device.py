@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ptfast.core.protocols import DataInfo, MicroBatch
-from ptfast.data.dataset import Source
 from ptfast.data.loaders.loading import Loading
+from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.transforms.normalize import Normalizer
@@ -83,7 +83,7 @@ class Prepare:
         return value
 
 
-def build_prepare(source: Source, info: DataInfo, loading: Loading) -> Prepare:
+def build_prepare(source: BaseSource, info: DataInfo, loading: Loading) -> Prepare:
     """The preparation of `source`'s batches, with the statistics that `info` holds."""
     return Prepare(
         device=loading.device,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ptfast.core.machine import available_memory
 from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
-from ptfast.data.dataset import Data, TensorSource
+from ptfast.data.dataset import Data
 from ptfast.data.loaders.device_loader import build_device_batches
 from ptfast.data.loaders.fetch import AugmentedStream, MemoryBatches, RawBatches
 from ptfast.data.loaders.loader_choice import HELD, count_workers
@@ -18,6 +18,7 @@ from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.side_stream import Side, prefetched
 from ptfast.data.loaders.step_batches import SampledBatches, StaticBatches, StepBatches
 from ptfast.data.loaders.to_device import build_prepare
+from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
@@ -123,7 +124,7 @@ def build_train_loader(
     if isinstance(data.train, IterableSource):
         read = _read_stream(data.train, data.info, sharding, loading, seed, augment)
     else:
-        read = _read_samples(data, sharding, loading, seed, augment)
+        read = _read_samples(data.train, data, sharding, loading, seed, augment)
     return Loader(
         read,
         transforms,
@@ -143,8 +144,10 @@ def _read_stream(
     return Read(batches, batches.layout.kind, batches.layout.reason, batches.layout.workers)
 
 
-def _read_samples(data: Data, sharding: Sharding, loading: Loading, seed: int, augment: Augment) -> Read:
-    source, kind, reason = data.train, loading.kind, loading.reason
+def _read_samples(
+    source: MapSource, data: Data, sharding: Sharding, loading: Loading, seed: int, augment: Augment
+) -> Read:
+    kind, reason = loading.kind, loading.reason
     prepare = build_prepare(source, data.info, loading)
     sampler = Sampler(sharding, seed, partial(data.order, seed))
     workers = count_workers(loading.workers) if kind == "workers" else 0

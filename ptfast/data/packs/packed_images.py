@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.dataset import Held, Source, Splits, TensorSource, as_tensor
+from ptfast.data.dataset import Splits
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, mixed_sizes
 from ptfast.data.decoding.sample_threads import in_threads
+from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
 from ptfast.data.packs.pack_reader import ROW, Manifest
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ptfast.data.sampling.order import Indices
 
 
-class PackedImages(Source):
+class PackedImages(MapSource):
     """Images of one split of a pack.
 
     Reading a pixel is reading memory: the system keeps what is used often and drops the rest, so that data of

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
-from ptfast.data.dataset import Padding
+from ptfast.data.map_source import Padding
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices, micro_batch_bounds, permutation
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.protocols import IGNORE_INDEX, Packed
-from ptfast.data.dataset import Source
+from ptfast.data.map_source import MapSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import permutation
 from ptfast.data.sources.ragged_text import Documents
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Lengths = NDArray[np.int64]
 
 
-class PackedDocuments(Source):
+class PackedDocuments(MapSource):
     """Windows that hold several documents each: `(Packed, targets)`, all of one length.
 
     Padded, a batch of documents is as long as its longest; packed, next to nothing of it is padding, and all

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
-from ptfast.data.dataset import Splits, TensorSource, as_tensor
+from ptfast.data.dataset import Splits
 from ptfast.data.label_checks import check_labels, tell_task
+from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.data.masks import kind_of_target
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import torch
 
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
-from ptfast.data.dataset import Splits, TensorSource
+from ptfast.data.dataset import Splits
+from ptfast.data.map_source import TensorSource
 from ptfast.data.sources.download import fetch_archive, unpack
 from ptfast.data.transforms.normalize import cache_folder
 

@@ -17,9 +17,10 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from ptfast.core.errors import DataError, PtfastError
 from ptfast.core.protocols import IGNORE_INDEX, TASKS, DataInfo
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.dataset import Padding, Source, Splits, TensorSource
+from ptfast.data.dataset import Splits
 from ptfast.data.label_checks import as_classes, check_labels, shape_of, signed, tell_task
 from ptfast.data.loaders.worker_processes import RAISED, failed
+from ptfast.data.map_source import MapSource, Padding, TensorSource
 from ptfast.data.masks import kind_of_target
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices
@@ -31,7 +32,7 @@ _SCAN_LIMIT = 2000
 """Samples read to find the classes where the data set does not name them."""
 
 
-class MapSource(Source):
+class DatasetSource(MapSource):
     """A map-style data set, collated as torch's DataLoader does.
 
     Sequences of tokens may differ in length where the data set has an attribute `lengths` with that of each:
@@ -179,7 +180,7 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits
         if _names_otherwise(targets, info.task):
             targets = as_classes(targets)
         return Splits(info, TensorSource(inputs, targets, images=images))
-    source = MapSource(dataset, seed, images=False)
+    source = DatasetSource(dataset, seed, images=False)
     first = source.fetch(np.zeros(1, np.int64))
     if not _is_pair(first):
         return Splits(_info(dataset, first, None, task, known), source)
@@ -222,7 +223,7 @@ def _is_image(sample: Any) -> bool:
     return isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 3
 
 
-def _labels(dataset: Any, source: MapSource) -> Tensor:
+def _labels(dataset: Any, source: DatasetSource) -> Tensor:
     targets = getattr(dataset, "targets", None)
     # A transform may make something else of them.
     if targets is not None and getattr(dataset, "target_transform", None) is None:
@@ -233,7 +234,7 @@ def _labels(dataset: Any, source: MapSource) -> Tensor:
     return _scan(source)[1]
 
 
-def _scan(source: MapSource) -> Any:
+def _scan(source: DatasetSource) -> Any:
     """Up to 2,000 samples, spread over the whole, because many data sets are sorted by class."""
     places = np.linspace(0, len(source) - 1, min(len(source), _SCAN_LIMIT)).astype(np.int64)
     return source.fetch(places)

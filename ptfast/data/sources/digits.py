@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from ptfast.core.protocols import DataInfo
-from ptfast.data.dataset import Splits, TensorSource
+from ptfast.data.dataset import Splits
+from ptfast.data.map_source import TensorSource
 
 if TYPE_CHECKING:
     from ptfast.core.durations import Duration

@@ -10,11 +10,12 @@ import torch
 
 from ptfast.core.errors import DataError, MachineError
 from ptfast.core.protocols import DataInfo
-from ptfast.data.dataset import Source, Splits, TensorSource, as_tensor
+from ptfast.data.dataset import Splits
 from ptfast.data.decoding.encoded_text import encode
 from ptfast.data.decoding.image_decoding import fit
 from ptfast.data.decoding.text_tokenizer import PAD_ID, HubTokenizer, learn_tokenizer, tokenizer_of
 from ptfast.data.label_checks import check_labels
+from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sources.ragged_text import TextSource
 
 if TYPE_CHECKING:
@@ -130,13 +131,13 @@ class HfDataset:
 
     def _texts(
         self, splits: dict[str, Any], labels: dict[str, Any], column: str, known: dict[str, Any]
-    ) -> tuple[DataInfo, dict[str, Source]]:
+    ) -> tuple[DataInfo, dict[str, MapSource]]:
         texts = {split: list(part[column]) for split, part in splits.items()}
         tokenizer = (
             tokenizer_of(self._known) if self._known else learn_tokenizer(self.tokenizer, texts["train"])
         )
         pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
-        sources: dict[str, Source] = {
+        sources: dict[str, MapSource] = {
             split: TextSource(encode(part, tokenizer), labels[split], pad_id, self.max_length)
             for split, part in texts.items()
         }
@@ -153,12 +154,12 @@ class HfDataset:
 
     def _images(
         self, splits: dict[str, Any], labels: dict[str, Any], column: str, known: dict[str, Any]
-    ) -> tuple[DataInfo, dict[str, Source]]:
+    ) -> tuple[DataInfo, dict[str, MapSource]]:
         def pixels(image: Any) -> np.ndarray:
             array = np.array(image.convert("RGB"))
             return array if self.image_size is None else fit(array, self.image_size)
 
-        sources: dict[str, Source] = {}
+        sources: dict[str, MapSource] = {}
         height = width = 0
         for split, part in splits.items():
             images = [pixels(image) for image in part[column]]

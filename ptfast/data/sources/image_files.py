@@ -12,9 +12,9 @@ import torch
 
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX
-from ptfast.data.dataset import Held, Source, TensorSource, as_tensor
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, decode_all, mixed_sizes, size_of
 from ptfast.data.decoding.sample_threads import in_threads
+from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _SOME = 64
 """Files whose sizes tell how large all are, about."""
 
 
-class ImageFiles(Source):
+class ImageFiles(MapSource):
     """Images that are decoded each time they are fetched, by as many threads as torch has here.
 
     Decoding leaves the interpreter to others, so that threads of one process do it side by side.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.dataset import Padding, Source, as_tensor
 from ptfast.data.decoding.encoded_text import Encoded
+from ptfast.data.map_source import MapSource, Padding, as_tensor
 
 if TYPE_CHECKING:
     from ptfast.data.sampling.order import Indices
@@ -21,7 +21,7 @@ Numbers = NDArray[np.integer]
 AS_THEY_COME = Padding()
 
 
-class RaggedSource(Source):
+class RaggedSource(MapSource):
     """Sequences cut out of a flat array of tokens.
 
     Args:

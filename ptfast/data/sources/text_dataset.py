@@ -13,7 +13,7 @@ from torch import Tensor
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.dataset import Source, Splits
+from ptfast.data.dataset import Splits
 from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import (
     BUILT_IN,
@@ -23,6 +23,7 @@ from ptfast.data.decoding.text_tokenizer import (
     learn_tokenizer,
     tokenizer_of,
 )
+from ptfast.data.map_source import MapSource
 from ptfast.data.packs.pack_reader import open_pack
 from ptfast.data.packs.packed_text import Tokenized, read_packed_text
 from ptfast.data.sampling import counter_draws
@@ -221,7 +222,7 @@ class TextFile:
         text_bytes = sum(len(part.encode()) for part in texts)
         return Tokenized(tokenizer, encode(texts, tokenizer), text_bytes, None)
 
-    def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[Source, Source | None]:
+    def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[MapSource, MapSource | None]:
         context = self.context_length
         num_windows = (len(tokens) - 1) // context
         if num_windows < 1:
@@ -261,7 +262,7 @@ def cut_into_documents(text: str, documents: str) -> list[str]:
     return [document for document in re.split(cut, text) if document.strip()]
 
 
-class Windows(Source):
+class Windows(MapSource):
     """Windows of running text one after another: `(inputs, targets)`, the targets one token further on."""
 
     in_memory = True

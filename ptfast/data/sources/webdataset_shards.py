@@ -18,8 +18,9 @@ from ptfast.core.errors import DataError
 from ptfast.core.machine import spare_cores
 from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import Contents, describe_part
-from ptfast.data.dataset import Splits, as_tensor
+from ptfast.data.dataset import Splits
 from ptfast.data.decoding.image_decoding import Decoder
+from ptfast.data.map_source import as_tensor
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices, permutation
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt

@@ -13,10 +13,9 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset
 
 from ptfast.core.errors import ConfigError, DataError, PtfastError
-from ptfast.data.dataset import Source
 from ptfast.data.loaders.worker_processes import RAISED, failed
+from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.order import Indices
 from ptfast.data.streams.global_generators import OwnGenerators, seed_all
 
 Sharing = Literal["none", "readers", "ranks"]
@@ -42,7 +41,7 @@ class Reader:
         return self.num_ranks * self.num_workers
 
 
-class IterableSource(Source):
+class IterableSource(BaseSource):
     """A torch `IterableDataset`: samples one after another, again from the start when it ends.
 
     Who reads what is up to the data set:
@@ -63,12 +62,6 @@ class IterableSource(Source):
         self.dataset, self.seed = dataset, seed
         self.shuffle_buffer: int | None = None
         """Samples among which the next is drawn; None leaves them in their order."""
-
-    def __len__(self) -> int:
-        raise TypeError("iterable data has no length")
-
-    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
-        raise TypeError("iterable data is not fetched by index")
 
     def ignores_labels(self) -> bool:
         # Nobody has seen the labels yet.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.errors import DataError
-from ptfast.data.dataset import Source, TensorSource
+from ptfast.data.map_source import MapSource, TensorSource
 
 Statistics = dict[str, list[float]]
 EXACT_BYTES = 2**30
@@ -62,7 +62,7 @@ class Normalizer:
         return self._expanded[1], self._expanded[2]
 
 
-def statistics(source: Source, cache_key: str | None = None, held: Source | None = None) -> Statistics:
+def statistics(source: MapSource, cache_key: str | None = None, held: MapSource | None = None) -> Statistics:
     """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
 
     Exact where the samples are in memory, or take no more than 1 GiB there once decoded. Otherwise from at
@@ -116,7 +116,7 @@ def cache_folder() -> Path:
         return Path(os.devnull) / "ptfast"
 
 
-def _known_sums(source: Source) -> tuple[int, Tensor, Tensor] | None:
+def _known_sums(source: MapSource) -> tuple[int, Tensor, Tensor] | None:
     """What packing has added up, of the samples that would be added up otherwise."""
     sums = source.pixel_sums(np.arange(len(source)))
     if sums is None or 3 * sums[0] <= EXACT_BYTES:
@@ -124,7 +124,7 @@ def _known_sums(source: Source) -> tuple[int, Tensor, Tensor] | None:
     return source.pixel_sums(_spaced(source))
 
 
-def _spaced(source: Source) -> NDArray[np.int64]:
+def _spaced(source: MapSource) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, len(source) - 1, min(len(source), _SAMPLE_LIMIT)).astype(np.int64))
 
 

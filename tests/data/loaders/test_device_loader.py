@@ -17,8 +17,8 @@ from test_loaders import BOTH, NONE, colour, loader, same
 from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch
 from ptfast.data.build_data import Data
-from ptfast.data.dataset import Source, TensorSource
 from ptfast.data.loaders import device_loader
+from ptfast.data.map_source import MapSource, TensorSource
 
 __all__ = ["Armed", "colour"]
 ALL = {**BOTH, "cutout": 3, "brightness": 0.4, "contrast": 0.4, "rotation_degrees": 10, "scaling": 0.1}
@@ -83,7 +83,7 @@ def test_features_lie_there_too():
 
 
 def test_what_is_read_sample_by_sample_is_read_once(colour: Data):
-    class Files(Source):
+    class Files(MapSource):
         images = True
         fetches = 0
 
@@ -124,7 +124,7 @@ def test_no_room_is_one_error(colour: Data, monkeypatch: pytest.MonkeyPatch):
     assert "dataloader=memory" in (caught.value.suggestion or "")
 
 
-class Ragged(Source):
+class Ragged(MapSource):
     in_memory = False
 
     def __len__(self) -> int:

@@ -15,15 +15,15 @@ from running import build_run, same_bits, train, weights
 from torch.utils.data import Dataset
 
 from ptfast.core.errors import ConfigError, MachineError
-from ptfast.data.dataset import Source, TensorSource
 from ptfast.data.loaders import loader_choice
 from ptfast.data.loaders.loader_choice import Choice, Look, choose, count_workers, look_at
+from ptfast.data.map_source import MapSource, TensorSource
 
 MB = 10**6
 GB = 10**9
 
 
-class Files(Source):
+class Files(MapSource):
     """Images that take a while to read."""
 
     images = repeatable = True
@@ -54,7 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return of
 
 
-def auto(source: Source, **given: Any) -> Choice:
+def auto(source: MapSource, **given: Any) -> Choice:
     return choose(source, **{"kind": "auto", "micro_batch_size": 100, **given})
 
 
@@ -226,7 +226,7 @@ def test_the_choice_is_written_down_with_its_reason_and_kept(
     assert resolved["dataloader"] == "memory"
     assert resolved["dataloader_reason"] == "17 KiB, decoded once"
 
-    def look(source: Source) -> Look:
+    def look(source: MapSource) -> Look:
         raise AssertionError("looked at again")
 
     monkeypatch.setattr(loader_choice, "look_at", look)

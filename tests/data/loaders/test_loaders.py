@@ -21,7 +21,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo, StepBatch
 from ptfast.data.build_data import Data, build_data
-from ptfast.data.dataset import Source, TensorSource
+from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sources.digits import Digits
 from ptfast.data.transforms.augment import Augment
 
@@ -188,7 +188,7 @@ def test_a_validation_share_that_leaves_nothing_is_refused():
         build_data(Digits(), val=Duration(1, "epochs"), seed=0, task="auto")
 
 
-class Failing(Source):
+class Failing(MapSource):
     """Raises once it is asked for a certain sample."""
 
     def __init__(self, error: Any) -> None:

@@ -15,9 +15,9 @@ from running import build_run, same_bits
 from torch import Tensor
 
 from ptfast.config.read import read_config
-from ptfast.data.dataset import as_tensor
 from ptfast.data.loaders import side_stream
 from ptfast.data.loaders.side_stream import open_side_stream, prefetched
+from ptfast.data.map_source import as_tensor
 from ptfast.data.sources import arrays
 from ptfast.data.sources.text_dataset import Windows
 from ptfast.report.panel import build_panel

@@ -19,8 +19,8 @@ from packs import HALF, NO_VAL, files_of, load, mixed, pack, refused, same, tree
 
 from ptfast.cli.command_line import run
 from ptfast.core.errors import DataError
-from ptfast.data.dataset import SubsetSource, into_memory
 from ptfast.data.decoding.image_decoding import Decoder
+from ptfast.data.map_source import SubsetSource, into_memory
 from ptfast.data.packs import pack_reader
 from ptfast.data.packs.pack_image_tree import plan_images, shrink
 from ptfast.data.packs.pack_writer import make

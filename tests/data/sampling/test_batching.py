@@ -16,10 +16,10 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX
-from ptfast.data.dataset import Padding, SubsetSource
 from ptfast.data.decoding import encoded_text
 from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import Vocabulary
+from ptfast.data.map_source import Padding, SubsetSource
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
 from ptfast.data.sampling.order import permutation
 from ptfast.data.sampling.sampler import Sampler, Sharding

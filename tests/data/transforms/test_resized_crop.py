@@ -20,10 +20,10 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.build_data import Data, build_data
-from ptfast.data.dataset import TensorSource
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.decoding.original_images import HeldImages
 from ptfast.data.loaders.loader_choice import choose
+from ptfast.data.map_source import TensorSource
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.sampling.sampler import Share

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.data.dataset import Source
 from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.transforms.augment.augment_plan import Augment
@@ -25,7 +25,7 @@ def augmented(augment: Augment, images: Tensor, seed: int, share: Share) -> Tens
 
 
 def cropped(
-    augment: Augment, source: Source, seed: int, share: Share, places: Indices | None = None
+    augment: Augment, source: MapSource, seed: int, share: Share, places: Indices | None = None
 ) -> Tensor:
     """The images of one micro-batch by `augment.resized_crop`: uint8 (batch, side, side, channels).
 

@@ -1,0 +1,330 @@
+"""Samples that are fetched by index, and what they have in common with those of a stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ptfast.core.errors import DataError
+from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.data.data_fingerprint import describe_part
+from ptfast.data.label_checks import as_classes, check_range, signed
+from ptfast.data.transforms.resized_crops import Boxes, Sizes, crop_all
+
+if TYPE_CHECKING:
+    from ptfast.data.loaders.shared_memory import Holder
+    from ptfast.data.sampling.order import Indices
+
+
+class Padding(NamedTuple):
+    """How the sequences of a batch come to one length.
+
+    Padding is computed like any token and then thrown away. What a text does not need of it is saved; a
+    multiple of 8 suits tensor cores, one of 64 keeps shapes few, of which each may be compiled or searched
+    kernels for.
+    """
+
+    fixed: bool = False
+    """Up to the longest that the data allows, whatever is in the batch."""
+    multiple: int = 1
+    """Up to a multiple of so many tokens."""
+
+    def width(self, longest: int, limit: int) -> int:
+        """Tokens of a batch whose longest sequence has `longest`, and none more than `limit`."""
+        return limit if self.fixed else min(-(-longest // self.multiple) * self.multiple, limit)
+
+
+class BaseSource:
+    """What samples are to the rest of the program, whether they are fetched by index or come in a stream."""
+
+    images = False
+    """Raw inputs are uint8 images, channels last: (batch, height, width, channels)."""
+    in_memory = False
+    """Fetching costs no more than gathering."""
+    packed = False
+    """Samples lie in a memory-mapped pack."""
+    repeatable = False
+    """A sample is the same each time, and drawn from no generator: it may be held, and fetched by a thread
+    beside the training."""
+    skips = False
+    """Another is shown in place of a sample that cannot be read, with a label that does not count."""
+    num_classes: int | None = None
+    """Labels are checked against it as they are read, where nobody has seen them all before."""
+    ignore_index = IGNORE_INDEX
+    """The label that does not count, of those that are checked so."""
+    as_classes = False
+    """Labels name classes otherwise than by whole numbers, and are translated as they are read."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many there are; None for a stream, which is read to know it."""
+        return None
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Size of all inputs once decoded and held in memory; None where it is not known."""
+        return None
+
+    @property
+    def original_bytes(self) -> int | None:
+        """Size of all images once held in memory as large as they are stored; as `held_bytes`."""
+        return self.held_bytes
+
+    def see(self, indices: Indices, targets: Tensor) -> None:
+        """Note which of the samples `indices` were unreadable for whoever has fetched `targets`."""
+
+    def unreadable(self) -> list[str]:
+        """Names of the files that are known to be unreadable."""
+        return []
+
+    def ignores_labels(self) -> bool:
+        """Return True if a label may be among them that does not count."""
+        targets: Tensor | None = getattr(self, "targets", None)
+        return targets is not None and bool((targets == IGNORE_INDEX).any())
+
+    def checked(self, raw: Any, numbers: list[int]) -> Any:
+        """A raw batch of the samples `numbers` that has just been read, its labels seen to be classes.
+
+        Raises:
+            DataError: D004 for a label that is none.
+        """
+        if isinstance(raw, (tuple, list)) and len(raw) == 2 and signed(raw[1]) is not raw[1]:
+            raw = (raw[0], signed(raw[1]))
+        if self.as_classes:
+            raw = (raw[0], as_classes(raw[1], numbers=numbers), *raw[2:])
+        if self.num_classes is not None:
+            check_range(raw[1], self.num_classes, numbers=numbers, ignore_index=self.ignore_index)
+        return raw
+
+    def contents(self) -> list[Any] | None:
+        """What identifies these samples, for `data_fingerprint`; None where nothing does."""
+        return None
+
+    def lengths(self) -> NDArray[np.int64] | None:
+        """Tokens of each sample; None for samples that are no sequences of unequal length."""
+        return None
+
+    def pad(self, padding: Padding) -> None:
+        """Bring the sequences of a batch to one length like this from now on."""
+
+    def shuffle_within(self, size: int) -> bool:
+        """Draw each sample out of about `size` neighbours from now on; False where that is not possible."""
+        return False
+
+    def order(self, seed: int, epoch: int) -> Indices | None:
+        """The order of the samples in an epoch; None where any order will do."""
+        return None
+
+
+class MapSource(BaseSource):
+    """Samples by index. Subclasses give `__len__` and `fetch`."""
+
+    cuts = True
+    """Parts of images are cut out as they are read; else of those that have been fetched."""
+    decodes_on_device = False
+    """Crops come from the device that trains, and so within the process that trains."""
+    image_size: int | None = None
+    """Side of the square that stored images are brought to as they are fetched; None where they are not."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def num_samples(self) -> int | None:
+        return len(self)
+
+    @property
+    def num_converted(self) -> int:
+        """Images that were not 8-bit RGB, of those fetched so far."""
+        return 0
+
+    def hold(self, holder: Holder | None = None) -> Held:
+        """Every sample, decoded once and held in memory.
+
+        Args:
+            holder: of what is decoded, which ranks may hold together; None for this process.
+
+        Raises:
+            DataError: D008 if they differ in shape.
+        """
+        return Held(into_memory(self), 0)
+
+    def take(self, indices: Indices) -> MapSource:
+        """Samples `indices` as a source of their own."""
+        return SubsetSource(self, indices)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
+        """The raw batch `(inputs, targets)` of samples `indices`, on the CPU, as they are stored."""
+        raise NotImplementedError
+
+    def labels(self, indices: Indices) -> Tensor:
+        """The targets of samples `indices`."""
+        targets: Tensor = self.targets  # pyright: ignore[reportAttributeAccessIssue] # those that have them
+        return targets.index_select(0, as_tensor(indices))
+
+    def originals(self, indices: Indices) -> list[NDArray[np.uint8]]:
+        """Images `indices` as they are stored, each (height, width, channels) of its own."""
+        raise NotImplementedError
+
+    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
+        """Heights and widths of images `indices` as they were before they were stored here."""
+        raise NotImplementedError
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        """A part of each of the images `indices`, in one size: uint8 (batch, size, size, channels).
+
+        Args:
+            boxes: of `ptfast.data.transforms.resized_crops.draw_boxes`, relative to the images.
+            mirrored: 1 for what is to be mirrored.
+        """
+        raise NotImplementedError
+
+    def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
+        """Count, sums and sums of squares of the pixels of samples, per channel, where they are known."""
+        return None
+
+
+class TensorSource(MapSource):
+    """Samples held in memory.
+
+    Args:
+        inputs: first dimension samples; images as uint8 (samples, height, width, channels).
+        targets: first dimension samples.
+    """
+
+    in_memory = True
+    repeatable = True
+
+    def __init__(self, inputs: Tensor, targets: Tensor, *, images: bool = False) -> None:
+        self.inputs, self.targets, self.images = inputs, targets, images
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        index = as_tensor(indices)
+        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
+
+    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
+        height, width = self.inputs.shape[1:3]
+        return np.full(len(indices), height), np.full(len(indices), width)
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        pixels = self.inputs.numpy()
+        return crop_all((pixels[i] for i in indices), boxes, size, mirrored)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.inputs.numel() * self.inputs.element_size()
+
+    def hold(self, holder: Holder | None = None) -> Held:
+        return Held(self, 0)
+
+    def contents(self) -> list[Any]:
+        return describe_part(len(self), "samples", self.inputs.numpy(), self.targets.numpy())
+
+    def take(self, indices: Indices) -> TensorSource:
+        # Copied, so that later gathers are one hop.
+        return TensorSource(*self.fetch(indices), images=self.images)
+
+    def slice(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The raw batch of consecutive samples, without a copy."""
+        return self.inputs[start:stop], self.targets[start:stop]
+
+    @property
+    def prepared_bytes(self) -> int:
+        """What the inputs take once normalised."""
+        return self.inputs.numel() * (4 if self.images else self.inputs.element_size())
+
+
+class SubsetSource(MapSource):
+    """Some samples of another source."""
+
+    def __init__(self, source: MapSource, indices: Indices) -> None:
+        self.source, self.indices = source, indices
+        self.images, self.in_memory = source.images, source.in_memory
+        self.packed, self.repeatable = source.packed, source.repeatable
+        self.skips, self.image_size = source.skips, source.image_size
+        self.decodes_on_device, self.cuts = source.decodes_on_device, source.cuts
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
+        return self.source.fetch(self.indices[indices], epoch)
+
+    @property
+    def original_bytes(self) -> int | None:
+        whole = self.source.original_bytes
+        return None if whole is None else whole * len(self) // max(1, len(self.source))
+
+    def labels(self, indices: Indices) -> Tensor:
+        return self.source.labels(self.indices[indices])
+
+    def originals(self, indices: Indices) -> list[NDArray[np.uint8]]:
+        return self.source.originals(self.indices[indices])
+
+    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
+        return self.source.sizes(self.indices[indices])
+
+    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
+        return self.source.crops(self.indices[indices], boxes, size, mirrored)
+
+    def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
+        return self.source.pixel_sums(self.indices[indices])
+
+    @property
+    def held_bytes(self) -> int | None:
+        whole = self.source.held_bytes
+        return None if whole is None else whole * len(self) // max(1, len(self.source))
+
+    def take(self, indices: Indices) -> MapSource:
+        return SubsetSource(self.source, self.indices[indices])
+
+    def ignores_labels(self) -> bool:
+        return self.source.ignores_labels()
+
+    def see(self, indices: Indices, targets: Tensor) -> None:
+        self.source.see(self.indices[indices], targets)
+
+    def unreadable(self) -> list[str]:
+        return self.source.unreadable()
+
+    def lengths(self) -> NDArray[np.int64] | None:
+        lengths = self.source.lengths()
+        return None if lengths is None else lengths[self.indices]
+
+    def pad(self, padding: Padding) -> None:
+        self.source.pad(padding)
+
+
+class Held(NamedTuple):
+    """Samples that were decoded into memory."""
+
+    source: TensorSource
+    num_converted: int
+    """Images among them that were not 8-bit RGB."""
+
+
+def into_memory(source: MapSource, chunk: int = 1024) -> TensorSource:
+    """Fetch every sample of `source` once and hold them.
+
+    Raises:
+        DataError: D008 if they differ in shape.
+    """
+    parts = [source.fetch(np.arange(i, min(i + chunk, len(source)))) for i in range(0, len(source), chunk)]
+    try:
+        inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+    except (RuntimeError, TypeError, ValueError):
+        what = "samples that are not (input, target) tensors of one shape cannot be held in memory"
+        raise DataError("D008", what, key="dataloader", suggestion="Use dataloader=auto") from None
+    return TensorSource(inputs, targets, images=source.images)
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """`array` as a tensor on the same memory; copied if it is read-only, which torch cannot express."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
