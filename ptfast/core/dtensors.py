@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ptfast.core.trees import map_tensors
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return True if each rank holds only a part of `tensor`."""
@@ -38,14 +40,14 @@ def gather_whole(nest: Any, keep: bool) -> Any:
     Args:
         keep: whether this rank wants the result; the others get None in the place of sharded tensors.
     """
-    if isinstance(nest, dict):
-        return {name: gather_whole(value, keep) for name, value in nest.items()}
-    if isinstance(nest, (list, tuple)):
-        return type(nest)(gather_whole(value, keep) for value in nest)
-    if not isinstance(nest, Tensor) or not is_sharded(nest):
-        return nest
-    whole: Tensor = nest.detach().full_tensor()  # type: ignore[attr-defined]
-    return whole.cpu() if keep else None
+
+    def gather(tensor: Any) -> Any:
+        if not is_sharded(tensor):
+            return tensor
+        whole: Tensor = tensor.detach().full_tensor()
+        return whole.cpu() if keep else None
+
+    return map_tensors(gather, nest)
 
 
 def shard_like(tensor: Any, whole: Tensor) -> Tensor:

@@ -194,3 +194,17 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return ""
+
+
+def cache_folder() -> Path:
+    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache.
+
+    A user of whom neither HOME nor the machine knows a home gets a place that no one can write to: facts are
+    computed anew, and downloads refused.
+    """
+    if named := os.environ.get("PTFAST_CACHE"):
+        return Path(named).expanduser()
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptfast"
+    except RuntimeError:
+        return Path(os.devnull) / "ptfast"

@@ -126,8 +126,8 @@ def build_data(
     cache_key = f"{key} {val} {seed}" if (key := info.extra.get("cache_key")) else None
     normalize = normalize and known is None and "normalize" not in info.extra
     # A stream is not read twice for its statistics: its images are scaled to 0 to 1.
-    both = isinstance(files, MapSource) and isinstance(train, MapSource)
-    if normalize and both and (train.images or (isinstance(train, TensorSource) and info.kind == "features")):
+    has_statistics = train.images or (isinstance(train, TensorSource) and info.kind == "features")
+    if normalize and has_statistics and isinstance(files, MapSource) and isinstance(train, MapSource):
         found = measured or once(lambda: statistics(files, cache_key, train))
         info = replace(info, extra={**info.extra, "normalize": found})
     if info.input_shape is not None:

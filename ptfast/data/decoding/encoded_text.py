@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ptfast.core.machine import cache_folder
 from ptfast.data.decoding.array_cache import keep_arrays, load_arrays
 from ptfast.data.decoding.text_tokenizer import Tokenizer
-from ptfast.data.transforms.normalize import cache_folder
 
 CACHE_FROM_CHARACTERS = 2**20
 """Shorter texts are tokenised anew each time, which takes less than a second."""

@@ -11,10 +11,10 @@ import torch
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.machine import available_memory, shared_memory, spare_cores
+from ptfast.core.trees import tensors_in
 from ptfast.core.units import num_bytes
 from ptfast.data.dataset import Source
 from ptfast.data.loaders.device_loader import free_bytes
-from ptfast.data.loaders.side_stream import tensors_in
 from ptfast.data.map_source import MapSource
 from ptfast.data.streams.iterable import IterableSource, check_kind
 

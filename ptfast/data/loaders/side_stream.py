@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+
+from ptfast.core.trees import tensors_in
 
 T = TypeVar("T")
 
@@ -93,12 +94,3 @@ def _fill(batches: Iterator[T], side: Side) -> tuple[T, Any] | None:
     with side.filling():
         batch = next(batches, None)
     return None if batch is None else (batch, side.mark())
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, wherever they are in it."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)

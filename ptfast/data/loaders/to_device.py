@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ptfast.core.protocols import DataInfo, MicroBatch
+from ptfast.core.trees import map_tensors
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling.order import Indices
@@ -67,20 +68,16 @@ class Prepare:
 
     def move(self, value: Any) -> Any:
         """`value` with every tensor in it on the device."""
-        if isinstance(value, Tensor):
-            if self._on_host:
-                return value
-            if self.pin and value.device.type == "cpu" and not value.is_pinned():
-                value = value.pin_memory()
-            # Out of memory that is not pinned, the copy of some devices is still under way when the host goes
-            # on to overwrite it.
-            return value.to(self._device, non_blocking=self.pin)
-        if isinstance(value, dict):
-            return {name: self.move(item) for name, item in value.items()}
-        if isinstance(value, (tuple, list)):
-            items = [self.move(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
+        return map_tensors(self._sent, value)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        if self._on_host:
+            return tensor
+        if self.pin and tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        # Out of memory that is not pinned, the copy of some devices is still under way when the host goes on
+        # to overwrite it.
+        return tensor.to(self._device, non_blocking=self.pin)
 
 
 def build_prepare(source: BaseSource, info: DataInfo, loading: Loading) -> Prepare:

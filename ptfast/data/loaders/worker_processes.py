@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ptfast.core.errors import DataError, MachineError, PtfastError
 from ptfast.core.machine import die_with_parent
+from ptfast.core.trees import tensors_in
 
 RAISED = (Exception, SystemExit)
 """What a data set may raise: `sys.exit` in it must not end a run as if that were done."""
@@ -44,7 +45,8 @@ class _Fetch(Dataset[Any]):
         try:
             raw = self._batches(share)
             # The queue would do it in a thread of its own, where an error ends in waiting for ever.
-            _share_memory(raw)
+            for tensor in tensors_in(raw):
+                tensor.share_memory_()
         except PtfastError as error:
             return Failure(error)
         except BaseException as error:
@@ -216,14 +218,6 @@ def describe(error: BaseException) -> str:
     with contextlib.suppress(Exception):
         return f"{type(error).__name__}: {error}".removesuffix(": ") + place
     return f"{type(error).__name__}{place}"
-
-
-def _share_memory(raw: Any) -> None:
-    if isinstance(raw, torch.Tensor):
-        raw.share_memory_()
-    elif isinstance(raw, (dict, tuple, list)):
-        for item in raw.values() if isinstance(raw, dict) else raw:
-            _share_memory(item)
 
 
 def _unchanged(raw: Any) -> Any:

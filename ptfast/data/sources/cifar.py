@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from ptfast.core.errors import DataError
+from ptfast.core.machine import cache_folder
 from ptfast.core.protocols import DataInfo
 from ptfast.data.dataset import Splits
 from ptfast.data.map_source import TensorSource
 from ptfast.data.sources.download import fetch_archive, unpack
-from ptfast.data.transforms.normalize import cache_folder
 
 if TYPE_CHECKING:
     from ptfast.core.durations import Duration

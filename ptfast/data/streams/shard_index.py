@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptfast.core.errors import DataError
+from ptfast.core.machine import cache_folder
 from ptfast.data.decoding.array_cache import keep_arrays, load_arrays
 from ptfast.data.decoding.image_decoding import SUFFIXES
 from ptfast.data.streams.tar_headers import REMEDY, Member, members, read_at
-from ptfast.data.transforms.normalize import cache_folder
 
 _FORMAT = 1
 _LABELS = ("cls", "json", "txt")

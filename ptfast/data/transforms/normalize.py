@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.errors import DataError
+from ptfast.core.machine import cache_folder
 from ptfast.data.map_source import MapSource, TensorSource
 
 Statistics = dict[str, list[float]]
@@ -100,20 +100,6 @@ def statistics(source: MapSource, cache_key: str | None = None, held: MapSource 
         except OSError:
             pass  # only costs computing them again
     return result
-
-
-def cache_folder() -> Path:
-    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache.
-
-    A user of whom neither HOME nor the machine knows a home gets a place that no one can write to: facts are
-    computed anew, and downloads refused.
-    """
-    if named := os.environ.get("PTFAST_CACHE"):
-        return Path(named).expanduser()
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptfast"
-    except RuntimeError:
-        return Path(os.devnull) / "ptfast"
 
 
 def _known_sums(source: MapSource) -> tuple[int, Tensor, Tensor] | None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ptfast.core.errors import NumericsError
 from ptfast.core.run import Run
+from ptfast.core.trees import tree_map
 
 NUM_SAMPLES = 4
 NUM_DIRECTIONS = 3

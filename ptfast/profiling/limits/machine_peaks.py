@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptfast.core import devices
-from ptfast.data.transforms.normalize import cache_folder
+from ptfast.core.machine import cache_folder
 
 TRY_S = 0.15
 """How long each thing is tried. Of short tries some go undisturbed, even where a neighbour is busy."""

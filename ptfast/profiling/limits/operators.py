@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptfast.core.trees import tensors_in
+
 
 class Shaped(NamedTuple):
     """A tensor without its values."""
@@ -168,18 +170,6 @@ def shaped_in(value: Any) -> Iterator[Shaped]:
     elif isinstance(value, tuple):
         for item in value:
             yield from shaped_in(item)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def flops(operator: Operator) -> int:

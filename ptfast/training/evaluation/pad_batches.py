@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ptfast.core.errors import ConfigError
+from ptfast.core.trees import tree_leaves, tree_map
 
 _KEY: dict[str, Any] = {"key": "eval.last", "value": "pad", "suggestion": "Set eval.last=keep"}
 

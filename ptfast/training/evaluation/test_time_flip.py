@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
+from ptfast.core.trees import tree_map
 
 
 class FlipAveraged(nn.Module):

@@ -15,7 +15,7 @@ from running import build_run, same_bits
 from torch import Tensor
 
 from ptfast.config.read import read_config
-from ptfast.data.loaders import side_stream
+from ptfast.core.trees import tensors_in
 from ptfast.data.loaders.side_stream import open_side_stream, prefetched
 from ptfast.data.map_source import as_tensor
 from ptfast.data.sources import arrays
@@ -135,7 +135,7 @@ def test_a_cpu_has_no_side_stream() -> None:
 
 def test_tensors_are_found_wherever_they_are() -> None:
     a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
-    assert list(side_stream.tensors_in(((a, 3), {"b": [b, None]}, "text", c))) == [a, b, c]
+    assert list(tensors_in(((a, 3), {"b": [b, None]}, "text", c))) == [a, b, c]
 
 
 @pytest.mark.gpu

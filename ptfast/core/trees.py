@@ -1,0 +1,37 @@
+"""Tensors in nested containers: batches, and what models take and return.
+
+Batches are walked by functions of ours: torch's own know exact types only, and would pass over the tensors in
+a user's subclass of dict. `tree_leaves` and `tree_map`, for what models take and return, are torch's. Their
+module is private in name, so that it is imported here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["map_tensors", "tensors_in", "tree_leaves", "tree_map"]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings, in their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with `function` of every tensor in its place; named tuples stay what they are."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: map_tensors(function, item) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
