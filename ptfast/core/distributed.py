@@ -269,6 +269,31 @@ def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
     return broadcast_object(compute() if ranks.is_first else None, ranks)
 
 
+def once_per_machine(compute: Callable[[], T]) -> T:
+    """What `compute` gives on the first rank of each machine, on all its ranks; what it raises, all raise.
+
+    For what is the same on every rank and takes a while, such as checksums of files. To be called on all
+    ranks at once; without a process group this process computes for itself.
+    """
+    if not joined():
+        return compute()
+    import torch.distributed as dist
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    found: Any = None
+    error: Exception | None = None
+    if local_rank == 0:
+        try:
+            found = compute()
+        except Exception as raised:
+            error = raised
+    answers = on_all_ranks((found, error), dist.get_world_size())
+    found, error = answers[dist.get_rank() - local_rank]
+    if error is not None:
+        raise error
+    return found
+
+
 def broadcast_text(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> str:
     """The first rank's `word`, on every rank, over their store: needs no process group yet.
 

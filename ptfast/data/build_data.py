@@ -122,13 +122,14 @@ def build_data(
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=train.num_samples)
     if known is not None:
         info = as_known(known, info)
-    # Which samples are held out changes the statistics of the rest.
-    cache_key = f"{key} {val} {seed}" if (key := info.extra.get("cache_key")) else None
     normalize = normalize and known is None and "normalize" not in info.extra
     # A stream is not read twice for its statistics: its images are scaled to 0 to 1.
     has_statistics = train.images or (isinstance(train, TensorSource) and info.kind == "features")
     if normalize and has_statistics and isinstance(files, MapSource) and isinstance(train, MapSource):
-        found = measured or once(lambda: statistics(files, cache_key, train))
+        key_of = splits.cache_key
+        # Which samples are held out changes the statistics of the rest.
+        key = (lambda: f"{key_of()} {val} {seed}") if key_of is not None else None
+        found = measured or once(lambda: statistics(files, key, train))
         info = replace(info, extra={**info.extra, "normalize": found})
     if info.input_shape is not None:
         info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,6 +19,27 @@ if TYPE_CHECKING:
 Source = MapSource | IterableSource
 
 
+def image_info(
+    input_shape: tuple[int, ...], *, class_names: tuple[str, ...] | None, num_classes: int = 0, **extra: Any
+) -> DataInfo:
+    """The facts about images of one class each.
+
+    Args:
+        input_shape: (channels, height, width).
+        num_classes: where the classes have no names.
+        extra: as `DataInfo.extra`.
+    """
+    return DataInfo(
+        kind="image",
+        task="classification",
+        num_classes=len(class_names) if class_names is not None else num_classes,
+        class_names=class_names,
+        input_shape=input_shape,
+        in_channels=input_shape[0],
+        extra=extra,
+    )
+
+
 class Splits(NamedTuple):
     """What a built-in data set loads."""
 
@@ -30,6 +51,13 @@ class Splits(NamedTuple):
     """What the user should know about how it was read."""
     contents: Callable[[], Contents] | None = None
     """What identifies it; None where the sources say it."""
+    cache_key: Callable[[], str] | None = None
+    """What of it decides its statistics, to look them up by; None to compute them each time."""
+
+    @classmethod
+    def of(cls, info: DataInfo, sources: Mapping[str, Source], note: str = "", **known: Any) -> Splits:
+        """The splits `train` and, where there are any, `val` and `test` among `sources`."""
+        return cls(info, sources["train"], sources.get("val"), sources.get("test"), note, **known)
 
     @property
     def sources(self) -> dict[str, Source]:

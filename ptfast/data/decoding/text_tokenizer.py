@@ -30,6 +30,8 @@ class Vocabulary:
         unknown_id: for tokens that are not in it; None where all must be.
     """
 
+    pad_id = PAD_ID
+
     def __init__(self, kind: str, entries: list[str], unknown_id: int | None) -> None:
         self.kind, self.entries, self.unknown_id = kind, entries, unknown_id
         self._ids = {token: i for i, token in enumerate(entries)}
@@ -158,8 +160,16 @@ def read_tokenizer(description: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def learn_tokenizer(name: str, texts: list[str], min_count: int = 1) -> Tokenizer:
-    """The built-in tokenizer `name` with the vocabulary of `texts`, or the one that `name` leads to."""
+def learn_tokenizer(
+    name: str, texts: list[str], min_count: int = 1, known: DataInfo | None = None
+) -> Tokenizer:
+    """The built-in tokenizer `name` with the vocabulary of `texts`, or the one that `name` leads to.
+
+    Args:
+        known: of a model that has a tokenizer already, which is taken instead.
+    """
+    if known is not None:
+        return tokenizer_of(known)
     return Vocabulary.of(name, texts, min_count) if name in BUILT_IN else HubTokenizer(name)
 
 

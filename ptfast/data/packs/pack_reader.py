@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ptfast.core.distributed import once_per_machine
 from ptfast.core.errors import DataError
 from ptfast.core.machine import spare_cores
 from ptfast.data.data_fingerprint import size_and_time
@@ -179,13 +180,18 @@ def open_pack(folder: Path, key: str = "data.root") -> Manifest | None:
 
     Files must have the sizes that the manifest says, and indices its checksums; up to 256 MB of data are
     checked byte by byte too (more by `ptfast pack --verify`). The source is compared where it still exists.
+    All of it is done once per machine, whatever the number of ranks.
 
     Raises:
         DataError: D007 naming the file that is damaged, or what has changed.
     """
     manifest = read_manifest(folder, key)
-    if manifest is None:
-        return None
+    if manifest is not None:
+        once_per_machine(lambda: _check(folder, manifest, key))
+    return manifest
+
+
+def _check(folder: Path, manifest: Manifest, key: str) -> None:
     check_sizes(folder, manifest)
     for name, split in manifest.splits.items():
         path = folder / f"{name}.index"
@@ -194,7 +200,6 @@ def open_pack(folder: Path, key: str = "data.root") -> Manifest | None:
     if sum(split.bytes for split in manifest.splits.values()) <= CHECKED_BYTES:
         check_data(folder, manifest)
     check_source(folder, manifest, key, whole=manifest.source.files <= STAT_LIMIT)
-    return manifest
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from ptfast.core.errors import DataError
-from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.dataset import Splits
+from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, mixed_sizes
 from ptfast.data.decoding.sample_threads import in_threads
 from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
@@ -188,19 +187,12 @@ class PackedFolder:
         if self.image_size is None:
             for source in sources.values():
                 source.check_size(*shape[:2])
-        info = DataInfo(
-            kind="image",
-            task="classification",
-            num_classes=len(manifest.class_names),
-            class_names=tuple(manifest.class_names),
-            input_shape=(shape[2], shape[0], shape[1]),
-            in_channels=shape[2],
-            extra={"cache_key": f"{self.folder.resolve()} {self.image_size} {self._checksums()}"},
-        )
-        return Splits(info, sources["train"], sources.get("val"), sources.get("test"), self._note())
+        info = image_info((shape[2], shape[0], shape[1]), class_names=tuple(manifest.class_names))
+        return Splits.of(info, sources, self._note(), cache_key=self._cache_key)
 
-    def _checksums(self) -> str:
-        return " ".join(split.index_sha256 for split in self.manifest.splits.values())
+    def _cache_key(self) -> str:
+        checksums = " ".join(split.index_sha256 for split in self.manifest.splits.values())
+        return f"{self.folder.resolve()} {self.image_size} {checksums}"
 
     def _note(self) -> str:
         manifest = self.manifest

@@ -90,7 +90,7 @@ class Arrays:
             input_shape=shape,
             in_channels=shape[0] if images else None,
         )
-        return Splits(info, sources["train"], sources.get("val"), sources.get("test"))
+        return Splits.of(info, sources)
 
     def _read(self) -> dict[str, tuple[NDArray, NDArray]]:
         if self.path.suffix != ".npz":

@@ -12,8 +12,7 @@ import torch
 
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
-from ptfast.core.protocols import DataInfo
-from ptfast.data.dataset import Splits
+from ptfast.data.dataset import Splits, image_info
 from ptfast.data.map_source import TensorSource
 from ptfast.data.sources.download import fetch_archive, unpack
 
@@ -88,17 +87,8 @@ class Cifar:
         version = _VERSIONS[self.name]
         folder = self._folder(version)
         names = tuple(_read(folder / version.meta)[version.names])
-        info = DataInfo(
-            kind="image",
-            task="classification",
-            num_classes=len(names),
-            class_names=names,
-            input_shape=(3, 32, 32),
-            in_channels=3,
-            extra={
-                "normalize": {"mean": [255 * m for m in version.mean], "std": [255 * s for s in version.std]},
-            },
-        )
+        normalize = {"mean": [255 * m for m in version.mean], "std": [255 * s for s in version.std]}
+        info = image_info((3, 32, 32), class_names=names, normalize=normalize)
         return Splits(
             info,
             train=_source([folder / name for name in version.train], version),

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ptfast.core.protocols import DataInfo
-from ptfast.data.dataset import Splits
+from ptfast.data.dataset import Splits, image_info
 from ptfast.data.map_source import TensorSource
 
 if TYPE_CHECKING:
@@ -29,13 +28,5 @@ class Digits:
     def load(self, *, val: Duration, seed: int) -> Splits:
         with np.load(Path(__file__).with_name("digits.npz")) as arrays:
             images, labels = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"])
-        info = DataInfo(
-            kind="image",
-            task="classification",
-            num_classes=10,
-            class_names=tuple("0123456789"),
-            input_shape=(1, 8, 8),
-            in_channels=1,
-            extra={"max_value": 16},
-        )
+        info = image_info((1, 8, 8), class_names=tuple("0123456789"), max_value=16)
         return Splits(info, TensorSource(images[..., None], labels.long(), images=True))

@@ -10,13 +10,12 @@ import torch
 
 from ptfast.core.errors import DataError, MachineError
 from ptfast.core.protocols import DataInfo
-from ptfast.data.dataset import Splits
-from ptfast.data.decoding.encoded_text import encode
+from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import fit
-from ptfast.data.decoding.text_tokenizer import PAD_ID, HubTokenizer, learn_tokenizer, tokenizer_of
+from ptfast.data.decoding.text_tokenizer import learn_tokenizer
 from ptfast.data.label_checks import check_labels
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sources.ragged_text import TextSource
+from ptfast.data.sources.ragged_text import labelled_texts
 
 if TYPE_CHECKING:
     from ptfast.core.durations import Duration
@@ -85,14 +84,17 @@ class HfDataset:
         num_classes = len(names) if names is not None else int(labels["train"].max()) + 1
         for split, numbers in labels.items():
             check_labels(numbers, num_classes, split)
-        known: dict[str, Any] = {
-            "task": "classification",
-            "num_classes": num_classes,
-            "class_names": tuple(names) if names is not None else None,
-        }
-        build = self._texts if columns["text"] is not None else self._images
-        info, sources = build(splits, labels, str(columns["text"] or columns["image"]), known)
-        return Splits(info, sources["train"], sources.get("val"), sources.get("test"))
+        names = tuple(names) if names is not None else None
+        if columns["text"] is not None:
+            texts = {split: list(part[columns["text"]]) for split, part in splits.items()}
+            tokenizer = learn_tokenizer(self.tokenizer, texts["train"], known=self._known)
+            info, sources = labelled_texts(
+                texts, labels, tokenizer, self.max_length, num_classes=num_classes, class_names=names
+            )
+        else:
+            shape, sources = self._images(splits, labels, str(columns["image"]))
+            info = image_info(shape, class_names=names, num_classes=num_classes)
+        return Splits.of(info, sources)
 
     def _splits(self) -> dict[str, Any]:
         try:
@@ -129,32 +131,9 @@ class HfDataset:
             raise DataError("D005", what, key=f"data.{role}", value=wanted)
         return wanted or next((name for name in _GUESSES[role] if name in split.column_names), None)
 
-    def _texts(
-        self, splits: dict[str, Any], labels: dict[str, Any], column: str, known: dict[str, Any]
-    ) -> tuple[DataInfo, dict[str, MapSource]]:
-        texts = {split: list(part[column]) for split, part in splits.items()}
-        tokenizer = (
-            tokenizer_of(self._known) if self._known else learn_tokenizer(self.tokenizer, texts["train"])
-        )
-        pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
-        sources: dict[str, MapSource] = {
-            split: TextSource(encode(part, tokenizer), labels[split], pad_id, self.max_length)
-            for split, part in texts.items()
-        }
-        extra = {"tokenizer": tokenizer.describe(), "max_length": self.max_length, "pad_id": pad_id}
-        info = DataInfo(
-            kind="text",
-            vocab_size=len(tokenizer),
-            pad_id=pad_id,
-            context_length=self.max_length,
-            extra=extra,
-            **known,
-        )
-        return info, sources
-
     def _images(
-        self, splits: dict[str, Any], labels: dict[str, Any], column: str, known: dict[str, Any]
-    ) -> tuple[DataInfo, dict[str, MapSource]]:
+        self, splits: dict[str, Any], labels: dict[str, Any], column: str
+    ) -> tuple[tuple[int, ...], dict[str, MapSource]]:
         def pixels(image: Any) -> np.ndarray:
             array = np.array(image.convert("RGB"))
             return array if self.image_size is None else fit(array, self.image_size)
@@ -169,4 +148,4 @@ class HfDataset:
                 raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
             height, width = images[0].shape[:2]
             sources[split] = TensorSource(torch.from_numpy(np.stack(images)), labels[split], images=True)
-        return DataInfo(kind="image", input_shape=(3, height, width), in_channels=3, **known), sources
+        return (3, height, width), sources

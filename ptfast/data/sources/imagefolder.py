@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -10,13 +11,12 @@ import torch
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.machine import spare_cores
-from ptfast.core.protocols import DataInfo
-from ptfast.data.data_fingerprint import class_parts
-from ptfast.data.dataset import Splits
+from ptfast.data.data_fingerprint import Contents, class_parts
+from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
 from ptfast.data.packs.packed_images import PackedFolder
-from ptfast.data.sources.class_folders import list_tree
+from ptfast.data.sources.class_folders import Listing, list_tree
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt
 
 if TYPE_CHECKING:
@@ -80,27 +80,21 @@ class ImageFolder:
         height, width, channels = sources["train"].fetch(np.arange(1))[0].shape[1:]
         for source in sources.values():
             source.shape = height, width, channels
-        looks = {
-            split: class_parts(split, self.root, classes, *listing, STAT_LIMIT)
+        info = image_info((channels, height, width), class_names=classes)
+        files = cache(partial(self._look, classes, listings))
+        return Splits.of(info, sources, contents=lambda: files()[0], cache_key=lambda: files()[1])
+
+    def _look(self, classes: tuple[str, ...], listings: dict[str, Listing]) -> tuple[Contents, str]:
+        """The contents of the splits, by their files, and the cache key of their statistics."""
+        looks = [
+            class_parts(split, self.root, classes, *listing, STAT_LIMIT)
             for split, listing in listings.items()
-        }
-        contents = {name: facts for parts, _ in looks.values() for name, facts in parts.items()}
+        ]
+        contents = {name: facts for parts, _ in looks for name, facts in parts.items()}
         # Files that are written over leave their folder as it is.
-        newest = max(newest_folder(self.root), *(newest_ns for _, newest_ns in looks.values()))
+        newest = max(newest_folder(self.root), *(newest_ns for _, newest_ns in looks))
         digests = [facts[-1] for facts in contents.values()]
-        key = (self.root.resolve(), self.image_size, newest, *digests)
-        info = DataInfo(
-            kind="image",
-            task="classification",
-            num_classes=len(classes),
-            class_names=classes,
-            input_shape=(channels, height, width),
-            in_channels=channels,
-            extra={"cache_key": " ".join(map(str, key))},
-        )
-        return Splits(
-            info, sources["train"], sources.get("val"), sources.get("test"), contents=lambda: contents
-        )
+        return contents, " ".join(map(str, (self.root.resolve(), self.image_size, newest, *digests)))
 
     def _files_class(self) -> type[ImageFiles]:
         if self.decoder == "cpu":

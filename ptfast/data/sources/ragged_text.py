@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.decoding.encoded_text import Encoded
+from ptfast.data.decoding.encoded_text import Encoded, encode
+from ptfast.data.decoding.text_tokenizer import Tokenizer
 from ptfast.data.map_source import MapSource, Padding, as_tensor
 
 if TYPE_CHECKING:
@@ -81,6 +83,34 @@ class TextSource(RaggedSource):
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         return self.gather(indices), self.targets.index_select(0, as_tensor(indices))
+
+
+def labelled_texts(
+    texts: Mapping[str, list[str]],
+    labels: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    max_length: int,
+    *,
+    num_classes: int,
+    class_names: tuple[str, ...] | None,
+) -> tuple[DataInfo, dict[str, TextSource]]:
+    """The facts about texts of one class each, and the texts of each split."""
+    sources = {
+        split: TextSource(encode(own, tokenizer), labels[split], tokenizer.pad_id, max_length)
+        for split, own in texts.items()
+    }
+    extra = {"tokenizer": tokenizer.describe(), "max_length": max_length, "pad_id": tokenizer.pad_id}
+    info = DataInfo(
+        kind="text",
+        task="classification",
+        num_classes=num_classes,
+        class_names=class_names,
+        vocab_size=len(tokenizer),
+        pad_id=tokenizer.pad_id,
+        context_length=max_length,
+        extra=extra,
+    )
+    return info, sources
 
 
 class Documents(RaggedSource):

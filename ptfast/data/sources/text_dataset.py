@@ -17,7 +17,6 @@ from ptfast.data.dataset import Splits
 from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import (
     BUILT_IN,
-    PAD_ID,
     HubTokenizer,
     Vocabulary,
     learn_tokenizer,
@@ -28,7 +27,7 @@ from ptfast.data.packs.pack_reader import open_pack
 from ptfast.data.packs.packed_text import Tokenized, read_packed_text
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.split import held_out
-from ptfast.data.sources.ragged_text import Documents, Numbers, TextSource
+from ptfast.data.sources.ragged_text import Documents, Numbers, labelled_texts
 from ptfast.data.sources.text_files import SUFFIXES, read_table, read_text
 
 if TYPE_CHECKING:
@@ -76,36 +75,20 @@ class TextTsv:
     def load(self, *, val: Duration, seed: int) -> Splits:
         rows, headers = self._rows()
         texts, labels = rows["train"]
-        tokenizer = (
-            tokenizer_of(self._known)
-            if self._known
-            else learn_tokenizer(self.tokenizer, texts, self.min_count)
-        )
+        tokenizer = learn_tokenizer(self.tokenizer, texts, self.min_count, self._known)
         names = (self._known.class_names if self._known else None) or sort_labels(labels)
-        pad_id = tokenizer.pad_id if isinstance(tokenizer, HubTokenizer) else PAD_ID
-        sources = {
-            split: TextSource(
-                encode(split_texts, tokenizer),
-                number_labels(split_labels, names, split),
-                pad_id,
-                self.max_length,
-            )
-            for split, (split_texts, split_labels) in rows.items()
-        }
-        info = DataInfo(
-            kind="text",
-            task="classification",
+        info, sources = labelled_texts(
+            {split: split_texts for split, (split_texts, _) in rows.items()},
+            {split: number_labels(own, names, split) for split, (_, own) in rows.items()},
+            tokenizer,
+            self.max_length,
             num_classes=len(names),
             class_names=names,
-            vocab_size=len(tokenizer),
-            pad_id=pad_id,
-            context_length=self.max_length,
-            extra={"tokenizer": tokenizer.describe(), "max_length": self.max_length, "pad_id": pad_id},
         )
         num_cut, size = sum(part.num_cut for part in sources.values()), sum(map(len, sources.values()))
         notes = [f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens"] * bool(num_cut)
         note = "; ".join([*headers, *notes])
-        return Splits(info, sources["train"], sources.get("val"), sources.get("test"), note)
+        return Splits.of(info, sources, note)
 
     def _rows(self) -> tuple[dict[str, tuple[list[str], list[str]]], list[str]]:
         """Texts and labels of each split, and what was left out as it is no sample."""

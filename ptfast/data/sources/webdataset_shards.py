@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from ptfast.core.errors import DataError
 from ptfast.core.machine import spare_cores
-from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import Contents, describe_part
-from ptfast.data.dataset import Splits
+from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.map_source import as_tensor
 from ptfast.data.sampling import counter_draws
@@ -85,20 +84,15 @@ class WebDataset:
         for source in sources.values():
             source.shape = shape
         paths = [path for index in indices.values() for path in index.paths]
-        changed = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-        info = DataInfo(
-            kind="image",
-            task="classification",
-            num_classes=len(names) if names is not None else max(map(int, indices["train"].labels)) + 1,
-            class_names=names,
-            input_shape=(channels, height, width),
-            in_channels=channels,
-            extra={"cache_key": f"{changed} {self.image_size}"},
-        )
+        num_classes = 0 if names is not None else max(map(int, indices["train"].labels)) + 1
+        info = image_info((channels, height, width), class_names=names, num_classes=num_classes)
         note = f"in {len(paths)} shard{'s' * (len(paths) > 1)}"
-        return Splits(
-            info, sources["train"], sources.get("val"), sources.get("test"), note, lambda: _contents(indices)
-        )
+
+        def cache_key() -> str:
+            changes = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+            return f"{changes} {self.image_size}"
+
+        return Splits.of(info, sources, note, contents=lambda: _contents(indices), cache_key=cache_key)
 
 
 class ShardedImages(ImageFiles):

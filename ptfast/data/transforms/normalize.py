@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
+from ptfast.data.decoding.array_cache import keep_arrays, load_arrays
 from ptfast.data.map_source import MapSource, TensorSource
 
 Statistics = dict[str, list[float]]
@@ -62,7 +61,9 @@ class Normalizer:
         return self._expanded[1], self._expanded[2]
 
 
-def statistics(source: MapSource, cache_key: str | None = None, held: MapSource | None = None) -> Statistics:
+def statistics(
+    source: MapSource, cache_key: Callable[[], str] | None = None, held: MapSource | None = None
+) -> Statistics:
     """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
 
     Exact where the samples are in memory, or take no more than 1 GiB there once decoded. Otherwise from at
@@ -70,35 +71,28 @@ def statistics(source: MapSource, cache_key: str | None = None, held: MapSource 
     by the same bits. What had to be decoded for it is remembered on disk.
 
     Args:
-        cache_key: tells one data set from another; None to remember nothing.
+        cache_key: identifies the data set, called where it is needed; None to remember nothing.
         held: the same samples decoded already.
     """
     if isinstance(source, TensorSource):
         return finish_statistics(*_sums(source.inputs))
-    if (known := _known_sums(source)) is not None:
-        return finish_statistics(*known)
+    if (sums := _known_sums(source)) is not None:
+        return finish_statistics(*sums)
     whole = (source.held_bytes or EXACT_BYTES + 1) <= EXACT_BYTES
     if isinstance(held, TensorSource) and whole:
         return finish_statistics(*_sums(held.inputs))
     indices = np.arange(len(source)) if whole else _spaced(source)
-    key = f"{cache_key} {len(indices)}"
-    path = cache_folder() / f"statistics-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if cache_key and path.is_file():
-        try:
-            return json.loads(path.read_text())
-        except ValueError:
-            pass  # a damaged cache is computed again
+    entry = None
+    if cache_key is not None:
+        key = hashlib.sha256(f"{cache_key()} {len(indices)}".encode()).hexdigest()[:24]
+        entry = cache_folder() / f"statistics-{key}.npz"
+        if {"mean", "std"} <= (known := load_arrays(entry)).keys():
+            return {name: known[name].tolist() for name in ("mean", "std")}
     chunks = np.array_split(indices, -(-len(indices) // 256))
     parts = [_sums((held or source).fetch(chunk)[0]) for chunk in chunks]
     result = finish_statistics(sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts))
-    if cache_key:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(result))
-            partial.replace(path)
-        except OSError:
-            pass  # only costs computing them again
+    if entry is not None:
+        keep_arrays(entry, **{name: np.array(values) for name, values in result.items()})
     return result
 
 

@@ -112,9 +112,9 @@ def test_statistics_from_disk_are_remembered(
     monkeypatch.setenv("PTFAST_CACHE", str(tmp_path_factory.mktemp("cache")))
     paths = [str(path) for path in sorted((tree / "train").rglob("*.jpg"))]
     source = ImageFiles(paths, torch.zeros(len(paths)), Decoder())
-    first = statistics(source, "a key")
+    first = statistics(source, lambda: "a key")
     source.fetch = None  # pyright: ignore[reportAttributeAccessIssue]
-    assert statistics(source, "a key") == first
+    assert statistics(source, lambda: "a key") == first
 
 
 def test_mean_and_deviation_are_those_of_the_pixels(tree: Path):
