@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import on_two_ranks
 
 from ptfast.cli import command_line
-from ptfast.core.distributed import WORLD, Ranks, world
-from ptfast.core.errors import ParallelError
+from ptfast.core.distributed import WORLD, Ranks, on_all_ranks, once_per_machine, world
+from ptfast.core.errors import DataError, ParallelError
 
 ENGINE = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod0", "PET_MASTER_PORT": "23456"}
@@ -126,3 +129,32 @@ def test_one_of_the_tasks_says_so(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1 if rank == "0" else 0)
     assert not list(in_tmp.iterdir())
+
+
+def cases(ranks: Ranks) -> dict[str, Any]:
+    """What two ranks of one machine, and of two, get of what is computed once per machine."""
+
+    def fail() -> None:
+        raise DataError("D007", f"damaged, says rank {ranks.rank}")
+
+    def compute() -> int:
+        computed.append(ranks.rank)
+        return ranks.rank
+
+    found: dict[str, Any] = {}
+    for machines, local_rank in (("one", ranks.rank), ("two", 0)):
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        computed: list[int] = []
+        value = once_per_machine(compute)
+        try:
+            once_per_machine(fail)
+        except DataError as error:
+            found[machines] = on_all_ranks((value, computed, error.what), ranks.num_ranks)
+    return found
+
+
+def test_what_is_computed_once_per_machine_reaches_all_of_its_ranks(tmp_path: Path) -> None:
+    found = on_two_ranks("test_world", tmp_path)
+    assert found["one"] == [(0, [0], "damaged, says rank 0"), (0, [], "damaged, says rank 0")]
+    assert found["two"] == [(0, [0], "damaged, says rank 0"), (1, [1], "damaged, says rank 1")]
+    assert once_per_machine(lambda: 3) == 3
