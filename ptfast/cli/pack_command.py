@@ -45,7 +45,7 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
     plan, unit = (_plan_text(source, flags), "bytes") if texts else (_plan_images(source, flags), "images")
     workers = _workers(flags)
     from ptfast.data.packs.pack_reader import same_as
-    from ptfast.data.packs.pack_writer import check_folder, goes_on, make
+    from ptfast.data.packs.pack_writer import check_folder, make, resumes
     from ptfast.report.terminal.progress_counter import counting
 
     whole = check_folder(folder, plan.header)
@@ -59,7 +59,7 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
         return EXIT_OK
     if whole is not None:
         print(f"{folder} holds a pack of what {source} was, or made in another way: it is made anew")
-    elif goes_on(folder, plan.header) is False:
+    elif resumes(folder, plan.header) is False:
         print(f"{folder} holds part of a pack that was begun in another way: it is begun anew")
     start_s = time.perf_counter()
     try:

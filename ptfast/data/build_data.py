@@ -81,8 +81,8 @@ def build_data(
         known: the facts to read the data by where a model was trained on other data: its vocabulary,
             statistics and classes.
         measured: the statistics, where they are known.
-        choose: says who loads, given the training split and the others; kinds that hold everything decoded
-            have it decoded here. None leaves samples where they are.
+        choose: chooses the loader, given the training split and the others; for kinds that hold everything
+            decoded, it is decoded here. None leaves samples where they are.
         crops: whether training images are held as large as they are stored, for parts that are cut out.
         once: calls what computes the statistics, on one rank for all where there are several.
         holder: of what is decoded into memory, which ranks may hold together; None for this process.
@@ -221,7 +221,7 @@ def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
 
 
 def _unreadable(sources: tuple[Source, ...]) -> Callable[[], list[str]] | None:
-    """What names the files of `sources` that were left out."""
+    """A function that lists the files of `sources` that were left out."""
     if not any(source.skips for source in sources):
         return None
     return lambda: [name for source in sources for name in source.unreadable()]

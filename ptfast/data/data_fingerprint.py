@@ -1,4 +1,4 @@
-"""What tells data from data that has changed since, without reading it again."""
+"""Fingerprints of data, to see whether it has changed without reading it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK_BYTES = 2**20
 
 
 def describe_part(count: int, unit: str, *digested: Any) -> list[Any]:
-    """One part: `count` of what `unit` names, told from others by arrays and plain values."""
+    """The fingerprint of one part: `count` of `unit`, and a digest of arrays and plain values."""
     found = hashlib.sha256()
     for value in digested:
         text = f"{_sum_of(value):08x} {value.dtype} {value.shape}" if isinstance(value, np.ndarray) else value

@@ -41,18 +41,18 @@ def image_info(
 
 
 class Splits(NamedTuple):
-    """What a built-in data set loads."""
+    """The splits that a data set loads."""
 
     info: DataInfo
     train: Source
     val: Source | None = None
     test: Source | None = None
     note: str = ""
-    """What the user should know about how it was read."""
+    """Remarks for the user on how it was read."""
     contents: Callable[[], Contents] | None = None
-    """What identifies it; None where the sources say it."""
+    """Its fingerprint; None where the sources say it."""
     cache_key: Callable[[], str] | None = None
-    """What of it decides its statistics, to look them up by; None to compute them each time."""
+    """Identifies what decides its statistics, to cache them by; None to compute them each time."""
 
     @classmethod
     def of(cls, info: DataInfo, sources: Mapping[str, Source], note: str = "", **known: Any) -> Splits:
@@ -71,7 +71,7 @@ class DataSet(Protocol):
     """A data set that ptfast knows: what the options of the group `data` construct."""
 
     name: str
-    """What the panel calls it, e.g. `digits`."""
+    """Its name in the panel, e.g. `digits`."""
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         """Read it. `val` and `seed` matter only to data that is not cut by samples, such as running text."""
@@ -98,7 +98,7 @@ class Data:
     note: str
     """One line for the panel, e.g. `digits: 1,617 train, 180 val`."""
     choice: Any = None
-    """Who loads it, a `Choice` of `ptfast.data.loaders.loader_choice`; None where nobody has chosen."""
+    """How it is loaded, a `Choice` of `ptfast.data.loaders.loader_choice`; None where nobody has chosen."""
     unreadable: Callable[[], list[str]] | None = None
     """Names the files that were left out so far; None where one that cannot be read ends the run."""
     order: Callable[[int, int], Indices | None] = lambda seed, epoch: None

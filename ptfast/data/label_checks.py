@@ -121,8 +121,8 @@ def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | No
     return places
 
 
-def tell_task(labels: Tensor, target_kind: str, *, floats_as_labels: bool = False) -> tuple[str, str]:
-    """The task that labels are for, and what of them says so, in words for the panel.
+def infer_task(labels: Tensor, target_kind: str, *, floats_as_labels: bool = False) -> tuple[str, str]:
+    """The task that labels are for, and the reason in words for the panel.
 
     Args:
         labels: of some samples or of all, first dimension samples; no tokens.

@@ -39,7 +39,7 @@ class Padding(NamedTuple):
 
 
 class BaseSource:
-    """What samples are to the rest of the program, whether they are fetched by index or come in a stream."""
+    """Samples, whether they are fetched by index or come in a stream."""
 
     images = False
     """Raw inputs are uint8 images, channels last: (batch, height, width, channels)."""
@@ -101,7 +101,7 @@ class BaseSource:
         return raw
 
     def contents(self) -> list[Any] | None:
-        """What identifies these samples, for `data_fingerprint`; None where nothing does."""
+        """Fingerprint of these samples, by `data_fingerprint`; None where there is none."""
         return None
 
     def lengths(self) -> NDArray[np.int64] | None:
@@ -237,7 +237,7 @@ class TensorSource(MapSource):
 
     @property
     def prepared_bytes(self) -> int:
-        """What the inputs take once normalised."""
+        """Size of the inputs once normalised."""
         return self.inputs.numel() * (4 if self.images else self.inputs.element_size())
 
 

@@ -1,4 +1,4 @@
-"""Targets that say something of every pixel of their image: told from others, counted, checked."""
+"""Targets of every pixel of an image: recognised, counted, checked."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SCANNED = 2000
 """Masks that are read to find the classes, where the data set does not say how many there are."""
 _AT_ONCE = 32
 _VOID = 255
-"""What masks of one byte often have for pixels that do not count, and for all that is no background."""
+"""The byte that masks often have for pixels that do not count, and for all that is no background."""
 
 TargetKind = Literal["whole", "mask", "map", "unknown"]
 
 
 def kind_of_target(labels: Tensor, input_shape: Sequence[int], task: str) -> TargetKind:
-    """What a target speaks of, as `DataInfo.target_kind`.
+    """The kind of a target, as `DataInfo.target_kind`.
 
     Args:
         labels: of some samples or of all, first dimension samples.

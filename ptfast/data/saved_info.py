@@ -24,16 +24,16 @@ _MUST_AGREE = {
 def read_info(facts: dict[str, Any]) -> DataInfo:
     """The data's facts as they were saved; JSON's lists become tuples again."""
     names = {field.name for field in fields(DataInfo)}
-    kept: dict[str, Any] = {
+    known: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in facts.items()
         if name in names
     }
-    return DataInfo(**kept)
+    return DataInfo(**known)
 
 
 def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) -> str:
-    """Refuse to go on with other data than before: the model would read it wrongly, in silence.
+    """Refuse to resume with other data than before: the model would read it wrongly, in silence.
 
     Args:
         trains: whether it is trained on, so that samples have to be the same ones, too.

@@ -12,7 +12,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.data.build_data import Data
 from ptfast.data.map_source import Padding
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
-from ptfast.data.sampling.sequence_packing import PackedDocuments
+from ptfast.data.sampling.sequence_packing import PackedSequences
 from ptfast.data.sources.ragged_text import Documents
 
 MOST_WIDTHS = 4
@@ -40,7 +40,7 @@ def _packed(data: Data, seed: int) -> Data:
         hint = "Use data=text_file with data.documents=lines or paragraphs, or batching=longest"
         raise ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
     train, val, test = (
-        PackedDocuments(source, limit, seed) if isinstance(source, Documents) else source
+        PackedSequences(source, limit, seed) if isinstance(source, Documents) else source
         for source in sources
     )
     assert train is not None
@@ -88,7 +88,7 @@ def check_takes(model: nn.Module, data: Data) -> None:
         ConfigError: C011.
     """
     info = data.info
-    if isinstance(data.train, PackedDocuments) and not getattr(model, "takes_packed", False):
+    if isinstance(data.train, PackedSequences) and not getattr(model, "takes_packed", False):
         what = f"{type(model).__name__} would look from one document into the next"
         hint = "Use batching=buckets, or model=gpt"
         raise ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
@@ -105,7 +105,7 @@ def describe_padding(
     config: Config, data: Data, plan: BatchPlan, micro_batches: int
 ) -> tuple[str | None, float | None]:
     """How sequences come to one length, for the panel, and how much of the first epoch is padding."""
-    if isinstance(train := data.train, PackedDocuments):
+    if isinstance(train := data.train, PackedSequences):
         what = f"{train.num_documents:,} documents packed into {len(train):,} windows"
         share = train.padding_share
         return f"{what}: {share:.1%} of all tokens", round(share, 6)

@@ -1,4 +1,4 @@
-"""Arrays that took a while to make, kept in the cache folder for the next run."""
+"""Arrays that took a while to make, cached on disk for the next run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _DAMAGES = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
 def load_arrays(path: Path) -> dict[str, NDArray]:
-    """What `keep_arrays` has written to `path`; empty where there is nothing, or it is damaged."""
+    """The arrays that `save_arrays` has written to `path`; empty where there is nothing, or it is damaged."""
     with contextlib.suppress(*_DAMAGES), path.open("rb") as file, np.load(file, allow_pickle=False) as entry:
         return dict(entry)
     return {}
 
 
-def keep_arrays(path: Path, **arrays: NDArray) -> None:
+def save_arrays(path: Path, **arrays: NDArray) -> None:
     """Write arrays to `path`, under another name first: what is broken off is no entry.
 
     A full disk, say, costs no more than making them again.

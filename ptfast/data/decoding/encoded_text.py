@@ -1,4 +1,4 @@
-"""Texts as token ids in one flat array, made once and kept on disk."""
+"""Texts as token ids in one flat array, made once and cached on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptfast.core.machine import cache_folder
-from ptfast.data.decoding.array_cache import keep_arrays, load_arrays
+from ptfast.data.decoding.array_cache import load_arrays, save_arrays
 from ptfast.data.decoding.text_tokenizer import Tokenizer
 
 CACHE_FROM_CHARACTERS = 2**20
@@ -44,7 +44,7 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
     """The token ids of `texts`.
 
     A tokenizer needs microseconds for a word, and a text is read at the start of every run on it. So what
-    it makes of more than a million characters is kept in the cache folder, under the hash of texts and
+    it makes of more than a million characters is stored in the cache folder, under the hash of texts and
     tokenizer: another text, or another vocabulary, is another entry. A damaged entry is made anew.
 
     Raises:
@@ -53,15 +53,15 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
     if sum(map(len, texts)) < CACHE_FROM_CHARACTERS:
         return encode_anew(texts, tokenizer)
     path = cache_folder() / "tokens" / f"{_key(texts, tokenizer)}.npz"
-    if {"tokens", "lengths"} <= (kept := load_arrays(path)).keys():
-        return Encoded(kept["tokens"], kept["lengths"])
+    if {"tokens", "lengths"} <= (cached := load_arrays(path)).keys():
+        return Encoded(cached["tokens"], cached["lengths"])
     encoded = encode_anew(texts, tokenizer)
-    keep_arrays(path, tokens=encoded.tokens, lengths=encoded.lengths)
+    save_arrays(path, tokens=encoded.tokens, lengths=encoded.lengths)
     return encoded
 
 
 def encode_anew(texts: list[str], tokenizer: Tokenizer) -> Encoded:
-    """The token ids of `texts`, whatever is kept of them."""
+    """The token ids of `texts`, without the cache."""
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     tokens, lengths = tokenizer.encode_all(texts) if texts else np.zeros((2, 0), np.int64)
     return Encoded(tokens.astype(dtype, copy=False), lengths)

@@ -131,32 +131,24 @@ def size_of(path: str) -> tuple[int, int]:
     Raises:
         DataError: D005 if it cannot be read, or is no image.
     """
-    if isinstance(path, InTar):
-        return _size_in_tar(path)
+    in_tar = path if isinstance(path, InTar) else None
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 - half the time of Path.open
-            shape = jpeg_shape(file.read(_HEADER_BYTES))
+        shape = jpeg_shape(in_tar.read(_HEADER_BYTES) if in_tar is not None else _header(path))
         if shape is not None:
             return shape[:2]
-        with _opened(path, path) as image:
+        with _opened(path if in_tar is None else io.BytesIO(in_tar.read()), path) as image:
             return image.height, image.width
     except OSError as error:
         raise DataError("D005", f"cannot be read: {error.strerror or error}", key=path) from None
 
 
-def _size_in_tar(path: InTar) -> tuple[int, int]:
-    try:
-        shape = jpeg_shape(path.read(_HEADER_BYTES))
-        if shape is not None:
-            return shape[:2]
-        with _opened(io.BytesIO(path.read()), path) as image:
-            return image.height, image.width
-    except OSError as error:
-        raise DataError("D005", f"cannot be read: {error.strerror or error}", key=path) from None
+def _header(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123 - half the time of Path.open
+        return file.read(_HEADER_BYTES)
 
 
 def read_file(path: str) -> bytes:
-    """What an image file holds.
+    """The bytes of an image file.
 
     Raises:
         DataError: D005 if it cannot be read.

@@ -109,6 +109,6 @@ def check_decoder() -> None:
 
 
 def _is_plain(content: bytes) -> bool:
-    """Whether it is a JPEG in three components, of a size to be believed, that does not break off."""
+    """Return True if it is a JPEG in three components, of a size to be believed, that does not break off."""
     height, width, components = jpeg_shape(content) or (0, 0, 0)
     return components == 3 and height * width <= MAX_PIXELS and content.endswith(_END)

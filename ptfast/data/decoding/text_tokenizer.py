@@ -45,8 +45,8 @@ class Vocabulary:
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(_cut(kind, text))
-        kept = [token for token, count in counts.items() if count >= min_count]
-        return cls(kind, _SPECIAL + sorted(kept, key=lambda token: (-counts[token], token)), UNKNOWN_ID)
+        frequent = [token for token, count in counts.items() if count >= min_count]
+        return cls(kind, _SPECIAL + sorted(frequent, key=lambda token: (-counts[token], token)), UNKNOWN_ID)
 
     def encode(self, text: str) -> list[int]:
         """The ids of the tokens of `text`.

@@ -23,10 +23,10 @@ from ptfast.data.sampling.sampler import Sampler
 from ptfast.data.transforms.augment import Augment
 from ptfast.data.transforms.augment.device_crops import ResidentImages
 from ptfast.data.transforms.augment.mask_moves import cut_masks, planes
-from ptfast.data.transforms.resized_crops import Sizes, box_edges, draw_boxes
+from ptfast.data.transforms.resized_crops import Sizes, box_edges
 
 CHUNK_BYTES = 64 * 2**20
-"""What is gathered at once, as normalised inputs: some steps of small images, one of large ones."""
+"""Bytes that are gathered at once, as normalised inputs: some steps of small images, one of large ones."""
 MOST_OF_MEMORY = 0.5
 """Share of the device's free memory that the data may take; the rest is for training."""
 
@@ -70,7 +70,7 @@ class DeviceBatches(ChunkedBatches):
             self._masks = ResidentImages(
                 masks, augment.crop_padding, augment.mask_fill if augment.hides else 0
             )
-            # They are kept once, with their padding.
+            # They are stored once, with their padding.
             self._targets = None
         self._inputs = inputs if self._images is None else None
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
@@ -118,8 +118,7 @@ class DeviceBatches(ChunkedBatches):
         augment = self._augment
         if augment.resized_crop is None:
             return augment.draw(seed, epoch, index) if augment.moves else []
-        scale, ratio = augment.resized_crop, augment.resized_ratio
-        boxes = draw_boxes(seed, epoch, index, *self._sizes(index), scale, ratio)
+        boxes = augment.draw_boxes(seed, epoch, index, self._sizes(index))
         return [*box_edges(boxes, *self._shape), augment.draw(seed, epoch, index)[2]]
 
     def _sent(self, values: np.ndarray) -> Tensor:

@@ -23,8 +23,8 @@ from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import StreamEvaluation, build_stream_evaluation
 from ptfast.data.transforms.augment import Augment
 
-KEEP_LIMIT_BYTES = 128 * 2**20
-"""Splits in memory that take no more than this once normalised are prepared once and kept."""
+CACHE_LIMIT_BYTES = 128 * 2**20
+"""Splits in memory that take no more than this once normalised are prepared once and cached."""
 
 
 class EvaluationLoader:
@@ -127,7 +127,7 @@ class SplitBatches:
         self, source: MapSource, prepare: Prepare, shares: list[Share], pool: WorkerPool | None
     ) -> None:
         self._source, self._prepare, self._shares, self.pool = source, prepare, shares, pool
-        self._caches = isinstance(source, TensorSource) and source.prepared_bytes <= KEEP_LIMIT_BYTES
+        self._caches = isinstance(source, TensorSource) and source.prepared_bytes <= CACHE_LIMIT_BYTES
         self._cached: list[MicroBatch] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -1,4 +1,4 @@
-"""Who loads the training data: what `dataloader.kind=auto` becomes here, by size, memory and a look at it."""
+"""The choice of the loader: what `dataloader.kind=auto` becomes, by size, memory and a few samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORKER_BYTES = 256 * 2**20
 
 
 class Choice(NamedTuple):
-    """Who loads."""
+    """The loader that was chosen."""
 
     kind: str
     """One of the kinds of `build_train_loader`, never `auto`."""
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What fetching a few dozen samples has shown of one."""
+    """Measurements of one sample, by fetching a few dozen."""
 
     seconds: float
     num_bytes: int

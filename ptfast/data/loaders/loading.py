@@ -18,7 +18,7 @@ class Loading:
 
     device: torch.device
     normalize: bool = True
-    """Whether inputs are brought to mean 0 and deviation 1 by the data's statistics."""
+    """Bring inputs to mean 0 and deviation 1 by the data's statistics."""
     channels_last: bool = False
     """Memory format of images on the device."""
     kind: str = "plain"
@@ -40,7 +40,7 @@ class Loading:
 
     @property
     def pins(self) -> bool:
-        """Whether memory is page-locked on this device."""
+        """True if memory is page-locked for this device."""
         return self.device.type == "cuda" and self.pin in (True, "auto")
 
     def pool(self, batches: Callable[[Any], Any], workers: int, among: int | None = None) -> WorkerPool:

@@ -34,7 +34,7 @@ class Holder:
         return array, fill(array)
 
     def agree(self, answer: bool) -> bool:
-        """Whether all ranks say yes."""
+        """Return True if all ranks say yes."""
         return answer
 
 
@@ -57,8 +57,8 @@ class SharedHolder(Holder):
             os.ftruncate(file, size)
             array = np.frombuffer(mmap.mmap(file, size), np.uint8).reshape(shape)
             given, place = fill(array), (os.getpid(), file)
-        told: list[Any] = on_all_ranks((given, place), ranks.num_ranks)
-        given, (process, number) = told[ranks.rank - ranks.local_rank]
+        answers: list[Any] = on_all_ranks((given, place), ranks.num_ranks)
+        given, (process, number) = answers[ranks.rank - ranks.local_rank]
         why = None
         if array is None:
             try:

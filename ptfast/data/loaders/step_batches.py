@@ -17,7 +17,7 @@ from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Sampler, Share
 
 CHUNK_BYTES = 64 * 2**20
-"""What is gathered at once of normalised data in memory."""
+"""Bytes of normalised data that are gathered at once from memory."""
 
 
 class StepBatches:

@@ -23,14 +23,14 @@ from ptfast.core.machine import die_with_parent
 from ptfast.core.trees import tensors_in
 
 RAISED = (Exception, SystemExit)
-"""What a data set may raise: `sys.exit` in it must not end a run as if that were done."""
+"""Exceptions of a data set: `sys.exit` in it must not end a run as if that were done."""
 _END = object()
 _CLOSE_S = 2.0
 """How long a worker that is reading may take to notice that nobody wants any more."""
 
 
 class Failure(NamedTuple):
-    """What went wrong in a worker, in a form that any pipe can carry."""
+    """An error in a worker, in a form that any pipe can carry."""
 
     error: PtfastError
 
@@ -149,7 +149,7 @@ class WorkerPool:
                 num_workers=self.workers,
                 prefetch_factor=max(1, self._prefetch),
                 pin_memory=self._pin,
-                collate_fn=_unchanged,
+                collate_fn=_identity,
                 worker_init_fn=functools.partial(_start_worker, self._threads),
                 multiprocessing_context=self._method,
                 # The default draws from the global generator: dropout would differ with and without workers.
@@ -179,14 +179,14 @@ def _next(iterator: Any) -> Any:
     a step, or while a state is saved. So it knows of the workers during this wait only, and the dead that
     there are by then are looked for first.
     """
-    is_heard = threading.current_thread() is threading.main_thread()
+    in_main_thread = threading.current_thread() is threading.main_thread()
     try:
-        if is_heard:
+        if in_main_thread:
             torch_signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
             torch_signals._error_if_any_worker_fails()
         return next(iterator, _END)
     finally:
-        if is_heard:
+        if in_main_thread:
             torch_signals._remove_worker_pids(id(iterator))
 
 
@@ -220,7 +220,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}{place}"
 
 
-def _unchanged(raw: Any) -> Any:
+def _identity(raw: Any) -> Any:
     return raw
 
 

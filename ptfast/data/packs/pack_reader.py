@@ -23,7 +23,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 """Written last: a folder without it is no whole pack."""
 JOURNAL = "pack.unfinished"
-"""What an unfinished pack holds so far."""
+"""Lists the pieces of an unfinished pack."""
 CHECKED_BYTES = 256 * 2**20
 """A pack that takes no more is checked byte by byte whenever it is opened: a fifth of a second."""
 STAT_LIMIT = 100_000
@@ -43,7 +43,7 @@ ROW = np.dtype(
         ("squares", "<i8", 3),
     ]
 )
-"""What the index says of one image: bytes in the data file, sizes in pixels, and sums of its pixels."""
+"""Index entry of one image: bytes in the data file, sizes in pixels, and sums of its pixels."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """What a pack was made from, to see whether that has changed since."""
+    """The files that a pack was made from, to see whether they have changed since."""
 
     path: str
     files: int
@@ -103,7 +103,7 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a whole pack holds."""
+    """The contents of a whole pack."""
 
     kind: str
     """`pixels`, `jpeg` (image files as they were) or `tokens`."""
@@ -171,7 +171,7 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether `path` is the manifest of a pack, of whatever format."""
+    """Return True if `path` is the manifest of a pack, of whatever format."""
     return path.is_file() and f'"{_MARK}"'.encode() in path.read_bytes()
 
 
@@ -333,7 +333,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
 
 
 def _command(folder: Path, made: Manifest | dict[str, Any]) -> str:
-    """What makes the pack in `folder` again, by its manifest, or by what is left of one or of a journal."""
+    """The command that makes the pack in `folder` again, by what is left of its manifest or journal."""
     known = asdict(made) if isinstance(made, Manifest) else made
     source, text = known.get("source") or {}, known.get("text") or known
     words = ["ptfast pack", str(source.get("path", "SRC")), str(folder)]
@@ -351,7 +351,7 @@ def _damaged(path: Path, what: str, manifest: Manifest, folder: Path) -> DataErr
 
 
 def same_as(manifest: Manifest, header: dict[str, Any]) -> bool:
-    """Whether a whole pack is what a plan of this header would make again."""
+    """Return True if a plan of this header would make this pack again."""
     own = {"kind": manifest.kind, "size": manifest.size, "source": asdict(manifest.source)}
     if (text := manifest.text) is not None:
         own |= {"tokenizer": text.tokenizer, "documents": text.documents}

@@ -29,7 +29,7 @@ from ptfast.data.packs.pack_reader import JOURNAL, MANIFEST, Manifest, Part, Spl
 
 _SPLITS = ("train", "val", "test", "text")
 PIECE_BYTES = 16 * 2**20
-"""What a process converts at once: what a kill costs, and the memory that each takes a few times."""
+"""Bytes that a process converts at once: what a kill costs, and the memory that each takes a few times."""
 
 
 class Piece(NamedTuple):
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Written:
-    """What there is of one split so far."""
+    """One split as far as it is written."""
 
     samples: int = 0
     parts: list[Part] = field(default_factory=list)
@@ -68,10 +68,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is packed, cut into jobs whose order and extent the source and the options alone decide."""
+    """The jobs of a pack, whose order and extent the source and the options alone decide."""
 
     header: dict[str, Any]
-    """What a pack that is gone on with must agree in: `kind`, `size`, `source`; JSON-serialisable."""
+    """Facts that an unfinished pack must share to be resumed: `kind`, `size`, `source`; JSON-serialisable."""
     jobs: Sequence[tuple[str, Any]]
     """Split and what `convert` takes, in the order in which they are written."""
     num_seen: int
@@ -86,7 +86,7 @@ class Plan:
 def make(
     plan: Plan, folder: Path, workers: int, report: Callable[[int], None] = lambda seen: None
 ) -> Manifest:
-    """Write the pack of `plan` into `folder`, going on where an earlier attempt ended.
+    """Write the pack of `plan` into `folder`, resuming where an earlier attempt ended.
 
     Pieces are converted by `workers` processes and appended in order by this one, with a line in a journal
     for each; the manifest comes last. Memory stays that of a few pieces for each process.
@@ -221,11 +221,11 @@ class _Writer:
         self.jobs_done += 1
 
     def _read_journal(self) -> None:
-        """Take what stands, the pieces whose bytes are as they were written, and leave no other lines."""
+        """Take over the pieces whose bytes are as they were written, and delete all other lines."""
         header = json.dumps(self._plan.header) + "\n"
         self._journal.seek(0)
         found = self._journal.readlines()
-        kept = [header]
+        valid = [header]
         for text, (split, _) in zip(found[1:], self._plan.jobs, strict=False):
             if found[0] != header:
                 break
@@ -237,14 +237,14 @@ class _Writer:
             if not whole:
                 break
             self._add(line)
-            kept.append(text)
-        if found != kept:
+            valid.append(text)
+        if found != valid:
             self._journal.truncate(0)
-            self._journal.write("".join(kept))
+            self._journal.write("".join(valid))
             self._journal.flush()
 
     def _holds(self, line: dict[str, Any]) -> bool:
-        """Whether the bytes that a line of the journal tells of are there."""
+        """Return True if the bytes of a line of the journal are there."""
         split, written = line["split"], self.written[line["split"]]
         return _is_at(self._folder / f"{split}.bin", written.bytes, Part(**line["part"])) and _is_at(
             self._folder / f"{split}.index", written.index_bytes, Part(**line["index"])
@@ -265,7 +265,7 @@ def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
     try:
         manifest = read_manifest(folder)
     except DataError:
-        # Unfinished, damaged, or of another format: made anew, or gone on with.
+        # Unfinished, damaged, or of another format: made anew, or resumed.
         if (before := _source_of(folder / JOURNAL)) not in (None, path):
             what = f"holds an unfinished pack of {before}"
             raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint) from None
@@ -279,8 +279,8 @@ def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
     return manifest
 
 
-def goes_on(folder: Path, header: dict[str, Any]) -> bool | None:
-    """Whether what is unfinished in `folder` was begun by the same command; None where there is nothing."""
+def resumes(folder: Path, header: dict[str, Any]) -> bool | None:
+    """Return True if the unfinished pack in `folder` is of the same command; None where there is none."""
     try:
         with (folder / JOURNAL).open() as file:
             return file.readline() == json.dumps(header) + "\n"

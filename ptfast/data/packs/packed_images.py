@@ -61,7 +61,7 @@ class PackedImages(MapSource):
 
     @property
     def held_bytes(self) -> int | None:
-        """What all images take once held in memory, each at the size that it is fetched in."""
+        """Size of all images once held in memory, each at the size that it is fetched in."""
         if self.image_size is not None:
             return len(self) * self.image_size**2 * 3
         return self.original_bytes

@@ -18,7 +18,7 @@ MOST_STEPS = 10_000
 
 
 class Epoch(NamedTuple):
-    """What is drawn anew for each epoch."""
+    """Everything that is drawn anew for each epoch."""
 
     order: Indices
     """All samples, from short to long."""
@@ -103,7 +103,7 @@ class LengthPlan(BatchPlan):
 
     def _epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:
-            # What is read ahead is of the next epoch already.
+            # Batches that are read ahead are of the next epoch already.
             self._epochs = {**dict([*self._epochs.items()][-1:]), epoch: self._draw(epoch)}
         return self._epochs[epoch]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Lengths = NDArray[np.int64]
 
 
-class PackedDocuments(MapSource):
+class PackedSequences(MapSource):
     """Windows that hold several documents each: `(Packed, targets)`, all of one length.
 
     Padded, a batch of documents is as long as its longest; packed, next to nothing of it is padding, and all

@@ -13,7 +13,7 @@ from torch import Tensor
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.dataset import Splits
-from ptfast.data.label_checks import check_labels, tell_task
+from ptfast.data.label_checks import check_labels, infer_task
 from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.data.masks import kind_of_target
 
@@ -72,7 +72,7 @@ class Arrays:
         if images:
             shape = (shape[2], *shape[:2])
         kind = kind_of_target(train_targets, shape, "auto")
-        task, reason = tell_task(train_targets, kind, floats_as_labels=True)
+        task, reason = infer_task(train_targets, kind, floats_as_labels=True)
         num_classes = self._num_classes(task, kind, train_targets)
         if task == "classification":
             for split, (_, targets, _) in pairs.items():

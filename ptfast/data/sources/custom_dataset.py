@@ -1,4 +1,4 @@
-"""Any torch data set by import path, and what can be told about it by looking."""
+"""Any torch data set by import path, and the facts that its first samples show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptfast.core.errors import DataError, PtfastError
 from ptfast.core.protocols import IGNORE_INDEX, TASKS, DataInfo
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
-from ptfast.data.label_checks import as_classes, check_labels, shape_of, signed, tell_task
+from ptfast.data.label_checks import as_classes, check_labels, infer_task, shape_of, signed
 from ptfast.data.loaders.worker_processes import RAISED, failed
 from ptfast.data.map_source import MapSource, Padding, TensorSource
 from ptfast.data.masks import kind_of_target
@@ -47,7 +47,7 @@ class DatasetSource(MapSource):
     def __init__(self, dataset: Any, seed: int, *, images: bool) -> None:
         self.dataset, self.seed, self.images = dataset, seed, images
         self.all_count = False
-        """Whether every label has been seen, and none was an ignored one."""
+        """Every label has been seen, and none was an ignored one."""
         stated = getattr(dataset, "lengths", None)
         self._lengths = None if stated is None else np.asarray(stated, np.int64)
         if self._lengths is not None and self._lengths.shape != (len(dataset),):
@@ -271,7 +271,7 @@ def _info(
     trained_on: DataInfo | None,
     all_inputs: Tensor | None = None,
 ) -> DataInfo:
-    """What can be told from one sample `(input, target)`, the labels, and the inputs where there are all."""
+    """The facts shown by one sample `(input, target)`, the labels, and the inputs where there are all."""
     learnt_classes = trained_on.num_classes if trained_on is not None else None
     if not _is_pair(sample):
         if task == "auto" or (task in TASKS and task != "hf"):
@@ -308,7 +308,7 @@ def _info(
     if task == "auto" and kind == "tokens":
         task, facts["task_reason"] = "language_modelling", "a token for each token"
     elif task == "auto":
-        task, facts["task_reason"] = tell_task(known, target_kind)
+        task, facts["task_reason"] = infer_task(known, target_kind)
     if facts.get("vocab_size", 0) is None:
         if trained_on is not None:
             facts["vocab_size"] = trained_on.vocab_size
@@ -349,7 +349,7 @@ def _check_task(task: str, target_kind: str, labels: Tensor) -> None:
 
 
 def _described(sample: Any) -> str:
-    """What a sample is that is no pair of an input and a target, in words."""
+    """A description of a sample that is no pair of an input and a target, in words."""
     if isinstance(sample, Mapping):
         return f"this data has mappings of {', '.join(map(str, sample))}"
     if not isinstance(sample, (tuple, list)):

@@ -135,11 +135,11 @@ class ImageFiles(MapSource):
         return [image.pixels for image in decoded]
 
     def _each(self, indices: Indices, read: Callable[[str, int], Any]) -> list[Any]:
-        """What `read` makes of the file and the place of each of `indices`."""
+        """Call `read` on the file and the place of each of `indices`."""
         return in_threads(len(indices), lambda place: self._readable(int(indices[place]), place, read))
 
     def _readable(self, index: int, place: int, read: Callable[[str, int], Any]) -> Any:
-        """What `read` makes of file `index`, or where files may be skipped, of the next that it can read."""
+        """Call `read` on file `index`, or where files may be skipped, of the next that it can read."""
         if not self.skips:
             return read(self.paths[index], place)
         for other in chain(range(index, len(self.paths)), range(index)):

@@ -1,4 +1,4 @@
-"""The global generators of torch (CPU), numpy and random, which users' data sets draw from, kept in order."""
+"""The global generators of torch (CPU), numpy and random, which users' data sets draw from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class OwnGenerators:
-    """States of the global generators that go on only while a block of `in_place` runs.
+    """States of the global generators that advance only while a block of `in_place` runs.
 
     What one stream draws then depends neither on what the training draws in between nor on where a run was
     resumed.

@@ -49,12 +49,12 @@ class IterableSource(BaseSource):
     - One that asks `torch.utils.data.get_worker_info()` shares itself out. Every process that reads, of every
       rank, is to it a worker of its own, so that no two read the same.
     - One that has an attribute `shared_by = "ranks"` parts itself over the ranks already, and
-      `get_worker_info()` tells it the workers of its rank only.
+      `get_worker_info()` names the workers of its rank only.
     - Any other yields all it has wherever it is read; each process keeps its part. `shared_by = "none"` says
       that a data set is of this kind although it asks.
 
     What it draws from the global generators (torch, numpy, random) is seeded by the pass and the reader; one
-    with a method `set_epoch` is told the number of the pass. What it remembers itself from one pass to the
+    with a method `set_epoch` receives the number of the pass. What it remembers itself from one pass to the
     next is nothing that a resumed run could bring back.
     """
 
@@ -84,7 +84,7 @@ class IterableSource(BaseSource):
 
     @property
     def is_guessed(self) -> bool:
-        """Whether the data set does not say itself who shares it out."""
+        """True if the data set does not say itself who shares it out."""
         return not hasattr(self.dataset, "shared_by")
 
     @property
@@ -108,7 +108,7 @@ class IterableSource(BaseSource):
         """One pass over what belongs to `reader`.
 
         Seeds the global generators, and asks who is reading: to be advanced inside `OwnGenerators.in_place`
-        and `told`.
+        and `as_reader`.
         """
         several = (reader.index,) if reader.count > 1 else ()
         seed_all(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *several))
@@ -121,8 +121,8 @@ class IterableSource(BaseSource):
             )
         yield from samples
 
-    def told(self, reader: Reader) -> contextlib.AbstractContextManager[None]:
-        """A context in which the data set hears from `get_worker_info()` that `reader` reads it."""
+    def as_reader(self, reader: Reader) -> contextlib.AbstractContextManager[None]:
+        """A context in which `get_worker_info()` describes `reader` to the data set."""
         shared_by = self.shared_by
         if shared_by == "none":
             return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""What lies where in a tar shard: images and labels by its headers, kept in the cache folder."""
+"""Index of a tar shard: places of images and labels by its headers, cached on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
-from ptfast.data.decoding.array_cache import keep_arrays, load_arrays
+from ptfast.data.decoding.array_cache import load_arrays, save_arrays
 from ptfast.data.decoding.image_decoding import SUFFIXES
 from ptfast.data.streams.tar_headers import REMEDY, Member, members, read_at
 
@@ -38,16 +38,16 @@ class Shard(NamedTuple):
 
 
 def index_shard(path: Path) -> Shard:
-    """What lies where in the shard at `path`.
+    """The index of the shard at `path`.
 
-    Its headers are read once: what they say is kept under the shard's path, and read anew when its size or
-    time of change is another.
+    Its headers are read once: the index is cached under the shard's path, and made anew when its size or time
+    of change is another.
 
     Raises:
         DataError: D001 if it cannot be read, D002 without samples, D005 for what is no whole tar, or a sample
             without an image or a label.
 
-    Cost: 25 us for a sample, and where it is kept 0.2 us.
+    Cost: 25 us for a sample, and where it is cached 0.2 us.
     """
     try:
         found = path.stat()
@@ -58,11 +58,11 @@ def index_shard(path: Path) -> Shard:
     stamp = np.array([_FORMAT, found.st_size, found.st_mtime_ns])
     key = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()[:32]
     entry = cache_folder() / "shards" / f"{key}.npz"
-    kept = load_arrays(entry)
-    if {"stamp", *Shard._fields} <= kept.keys() and np.array_equal(kept["stamp"], stamp):
-        return Shard(*(kept[name] for name in Shard._fields))
+    cached = load_arrays(entry)
+    if {"stamp", *Shard._fields} <= cached.keys() and np.array_equal(cached["stamp"], stamp):
+        return Shard(*(cached[name] for name in Shard._fields))
     shard = _read_shard(path)
-    keep_arrays(entry, stamp=stamp, **shard._asdict())
+    save_arrays(entry, stamp=stamp, **shard._asdict())
     return shard
 
 

@@ -1,4 +1,4 @@
-"""Whether several readers of a stream read the same: told by the samples as they go by."""
+"""Checks that several readers of a stream read the same, or each a part, by checksums of samples."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CHECKED = 16
 
 
 class Digest:
-    """Tells one row of samples from others, as it goes by."""
+    """A running checksum of samples."""
 
     def __init__(self) -> None:
         self._found, self._first, self._varied = 0, None, False
 
     def add(self, samples: Iterable[Any]) -> int:
-        """What it comes to with these samples; 0 as long as all are alike, which tells nothing."""
+        """The checksum with these samples; 0 as long as all are equal, which identifies nothing."""
         for sample in samples:
             one = sum_of(sample)
             self._first = one if self._first is None else self._first

@@ -32,7 +32,7 @@ class ReaderLayout(NamedTuple):
     workers: int
     """Processes; 0 for this one."""
     in_parts: bool
-    """Whether each of several readers has a part of its own."""
+    """Each of several readers has a part of its own."""
     reason: str
 
     @property
@@ -150,11 +150,11 @@ class Marks:
         return max((found for found in self._found if found[0] <= step), default=self._found[0])[1]
 
     def state(self, step: int) -> dict[str, int]:
-        """What is saved when `step` steps are done."""
+        """The state to save when `step` steps are done."""
         return {**self.at(max(0, step - 1))._asdict(), "readers": self.readers}
 
     def load(self, state: dict[str, int], step: int) -> str:
-        """Go on from a saved state; say what that takes."""
+        """Resume from a saved state; return what that takes, for the panel."""
         mark = Mark(state["epoch"], state["first"])
         self._found = [(0, mark)]
         text = f"iterable data is read again from the start of its pass {mark.epoch + 1} up to step {step:,}"
@@ -164,12 +164,11 @@ class Marks:
 
 
 class StreamBatches(StepBatches):
-    """What both kinds of batches of a stream have in common.
+    """The step batches of a stream on one rank. Subclasses say what each reader reads, and give `steps`.
 
     Args:
-        readings: what the readers of this rank read.
-        num_marked: readers of all ranks of which each has a part of its own; 1 where all read the whole.
-        sums: what sums numbers over the ranks; None for no comparison of what they read.
+        once: end with the first pass.
+        sums: what sums numbers over the ranks; None for what a process group gives.
     """
 
     def __init__(
@@ -179,23 +178,33 @@ class StreamBatches(StepBatches):
         layout: ReaderLayout,
         sharding: Sharding,
         loading: Loading,
-        readings: Sequence[Reading],
-        num_marked: int,
-        sums: Sums | None,
+        augment: Augmented | None = None,
+        *,
+        once: bool = False,
+        sums: Sums | None = None,
     ) -> None:
-        self.plan, self.layout, self.marks = sharding.plan, layout, Marks(num_marked)
-        self._prepare, self._per_rank, self._sums = prepare, sharding.per_rank, sums
-        self._name, self._readings = source.class_name, readings
+        self.plan, self.layout, self.marks = sharding.plan, layout, Marks(1)
+        self._prepare, self._sharding, self._per_rank = prepare, sharding, sharding.per_rank
+        self._source, self._augment, self._once = source, augment, once
+        self._sums = sums or self._open_sums()
+        self._readings = [self._reading(reader) for reader in layout.readers]
         self._pools = [
-            loading.pool(reading, 1, among=layout.workers) for reading in readings if layout.workers
+            loading.pool(reading, 1, among=layout.workers) for reading in self._readings if layout.workers
         ]
+
+    def _open_sums(self) -> Sums | None:
+        """What sums numbers over the ranks."""
+        return host_sums(self.layout.num_ranks)
+
+    def _reading(self, reader: Reader) -> Reading:
+        raise NotImplementedError
 
     def close(self) -> None:
         for pool in self._pools:
             pool.close()
 
     def _open(self, step: int, mark: Mark) -> list[Iterator[Item]]:
-        """What each reader yields from `step` on, without end."""
+        """The items of each reader from `step` on, without end."""
         if self._pools:
             return [pool.fetch(repeat((step, mark))) for pool in self._pools]
         return [reading.items(step, mark) for reading in self._readings]
@@ -209,32 +218,18 @@ class WholeBatches(StreamBatches):
     """Batches of a stream that each reader goes through as a whole, one after another.
 
     Batches are always full: one that the end of a pass leaves short is filled up from the next pass.
-
-    Args:
-        once: end with the first pass, whose last batch may be short.
-        sums: what sums numbers over the ranks, where these are to be compared by what they read.
+    With `once`, the last one may be short. Where the data set does not say that the ranks read the same,
+    their first batches are compared.
     """
 
-    def __init__(
-        self,
-        source: IterableSource,
-        prepare: Prepare,
-        layout: ReaderLayout,
-        sharding: Sharding,
-        loading: Loading,
-        augment: Augmented | None = None,
-        *,
-        once: bool = False,
-        sums: Sums | None = None,
-    ) -> None:
-        sums = sums or (host_sums(layout.num_ranks) if source.is_guessed and joined() else None)
-        readings = [
-            WholeReading(
-                source, reader, augment, plan=sharding.plan, micro_batches=sharding.micro_batches, once=once
-            )
-            for reader in layout.readers
-        ]
-        super().__init__(source, prepare, layout, sharding, loading, readings, 1, sums)
+    def _open_sums(self) -> Sums | None:
+        return super()._open_sums() if self._source.is_guessed and joined() else None
+
+    def _reading(self, reader: Reader) -> Reading:
+        plan, micro_batches = self.plan, self._sharding.micro_batches
+        return WholeReading(
+            self._source, reader, self._augment, plan=plan, micro_batches=micro_batches, once=self._once
+        )
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         readers = self._open(first_step, self.marks.at(first_step))
@@ -244,7 +239,7 @@ class WholeBatches(StreamBatches):
             items = [next(readers[(turn + i) % len(readers)]) for i in range(self._per_rank)]
             if self._sums is not None and step < first_step + CHECKED:
                 digests = self._sums(place([items[0].digest], self.layout.rank, self.layout.num_ranks))()
-                check_same(digests, self._name, step)
+                check_same(digests, self._source.class_name, step)
             if any(item.raw is None for item in items):
                 return
             turn += self._per_rank
@@ -256,37 +251,25 @@ class WholeBatches(StreamBatches):
 class PartBatches(StreamBatches):
     """Batches of a stream of which every reader has a part of its own.
 
-    A pass is over when all parts are: each sample comes once, whatever their lengths. Ranks tell one another
-    a step ahead how many samples they have, while the device trains, so that one whose part is over runs
+    A pass is over when all parts are: each sample comes once, whatever their lengths. Ranks sum up
+    how many samples they have one step early, while the device trains, so that one whose part is over runs
     along with none, as it does at the end of any epoch.
-
-    Args:
-        once: end with the first pass.
-        sums: what sums numbers over the ranks.
     """
 
-    def __init__(
-        self,
-        source: IterableSource,
-        prepare: Prepare,
-        layout: ReaderLayout,
-        sharding: Sharding,
-        loading: Loading,
-        augment: Augmented | None = None,
-        *,
-        once: bool = False,
-        sums: Sums | None = None,
-    ) -> None:
-        self._size = sharding.plan.batch_size // sharding.micro_batches
-        readings = [PartReading(source, reader, augment, size=self._size) for reader in layout.readers]
-        super().__init__(
-            *(source, prepare, layout, sharding, loading, readings),
-            layout.num_ranks * len(readings),
-            sums or host_sums(layout.num_ranks),
-        )
-        self._once, self._drops = once, sharding.plan.last == "drop"
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.marks = Marks(self.layout.num_ranks * len(self._readings))
+        self._drops = self.plan.last == "drop"
         self._last_raw: Any = None
         self._reported = list[int]()
+
+    @property
+    def _size(self) -> int:
+        """Samples of a micro-batch."""
+        return self.plan.batch_size // self._sharding.micro_batches
+
+    def _reading(self, reader: Reader) -> Reading:
+        return PartReading(self._source, reader, self._augment, size=self._size)
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         mark = self.marks.at(first_step)
@@ -314,7 +297,7 @@ class PartBatches(StreamBatches):
         while True:
             mine, answer = following
             num_samples, lacking, *digests = answer()
-            check_parted(digests, self._name)
+            check_parted(digests, self._source.class_name)
             if num_samples == 0 or (self._drops and lacking):
                 # What is left of this rank's part does not count any more.
                 for _ in items:
@@ -370,7 +353,7 @@ class StreamEvaluation:
 
 
 def _in_turn(readers: list[Iterator[Item]]) -> Iterator[Item]:
-    """Their items by turns up to the end of the pass of each, which those with more go on without."""
+    """Their items by turns; where the pass of one has ended, the others continue without it."""
     reading = list(readers)
     while reading:
         for reader in tuple(reading):

@@ -1,4 +1,4 @@
-"""What one process reads of iterable data: its micro-batches, one after another without end."""
+"""Reading iterable data in one process: its micro-batches, one after another without end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ptfast.data.streams.iterable import IterableSource, Reader
 from ptfast.data.streams.stream_agreement import CHECKED, Digest
 
 Augmented = Callable[[Any, int, list[int]], Any]
-"""What is made of a raw batch out of a pass, whose samples have such numbers."""
+"""Augments a raw batch of a pass, whose samples have these numbers."""
 
 
 class Mark(NamedTuple):
@@ -37,7 +37,7 @@ class Item(NamedTuple):
     num_samples: int
     mark: Mark = Mark()
     digest: int = 0
-    """What tells the samples of the step, or of the reader so far, from others; 0 where nobody looks."""
+    """Checksum of the samples of the step, or of the reader so far; 0 where none is compared."""
 
 
 END = Item(None, 0)
@@ -66,7 +66,7 @@ class Reading:
 
     def _take(self, samples: Iterator[Any], number: int) -> list[Any]:
         """The next samples, fewer if there are no more."""
-        with self._generators.in_place(), self.source.told(self.reader):
+        with self._generators.in_place(), self.source.as_reader(self.reader):
             return list(islice(samples, number))
 
     def _collate(self, samples: list[Any], epoch: int, numbers: list[int]) -> Any:
@@ -90,7 +90,7 @@ class WholeReading(Reading):
     Args:
         plan: samples of each step.
         micro_batches: of a step, over all ranks.
-        once: end with the first pass, the last batch of which may be short; batches otherwise go on into the
+        once: end with the first pass, whose last batch may be short; otherwise batches continue into the
             next pass.
     """
 
@@ -112,7 +112,7 @@ class WholeReading(Reading):
         mine = slice(reader.rank * per_rank, (reader.rank + 1) * per_rank)
         passes = _Passes(self.source, mark, self.once)
         samples = iter(passes)
-        with self._generators.in_place(), self.source.told(reader):
+        with self._generators.in_place(), self.source.as_reader(reader):
             skipped = self.plan.batch(first_step)[1] - mark.first
             next(islice(samples, skipped, skipped), None)
         for step in count(first_step):
@@ -129,7 +129,7 @@ class WholeReading(Reading):
                     # A stand-in for an empty share, which keeps the ranks in step.
                     taken = slice(start, stop) if stop > start else slice(1)
                     numbers = [*range(first, end)][taken]
-                    # Numbers go on over the passes.
+                    # Numbers continue over the passes.
                     yield Item(self._collate(batch[taken], 0, numbers), stop - start, now, digest)
         while True:
             yield END
@@ -159,8 +159,8 @@ class PartReading(Reading):
                 numbers = [*range(number, number + len(batch) * reader.count, reader.count)]
                 number += len(batch) * reader.count
                 looked_at -= 1
-                told = digest.add(batch) if looked_at >= 0 else 0
-                yield Item(self._collate(batch, epoch, numbers), len(batch), digest=told)
+                checksum = digest.add(batch) if looked_at >= 0 else 0
+                yield Item(self._collate(batch, epoch, numbers), len(batch), digest=checksum)
             yield END
 
 

@@ -1,4 +1,4 @@
-"""What lies where in a tar file: found by its headers alone, with the checks that a cut-off one fails."""
+"""The members of a tar file, found by its headers alone, with the checks that a cut-off one fails."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def read_at(file: IO[bytes], offset: int, size: int) -> bytes:
 def _parse(header: bytes, position: int, path: Path) -> tuple[Member, bytes] | None:
     """The member of a header and its kind; None where it takes more than a header to know it."""
     try:
-        told = int(header[148:156].strip(b" \0"), 8)
+        stated = int(header[148:156].strip(b" \0"), 8)
         # The field of the sum itself counts as spaces.
-        if told != sum(header) - sum(header[148:156]) + 8 * 32:
+        if stated != sum(header) - sum(header[148:156]) + 8 * 32:
             raise ValueError
     except ValueError:
         raise _no_tar(header, position, path) from None

@@ -124,7 +124,7 @@ class Mix:
         return Mixed(torch.where(inside, partners, targets), partners, shares.where(~cuts, 1.0))
 
     def _weights(self, draw: Draw, shape: torch.Size, channels: int) -> Iterator[NDArray[np.float32]]:
-        """What partners weigh, in columns, then in rows: the product of both would be as large as a channel.
+        """Weights of the partners, in columns, then in rows: their product would be as large as a channel.
 
         Args:
             channels: that lie side by side in each column, 0 for none.
@@ -182,7 +182,7 @@ def _sent(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def build_mix(mixup: float, cutmix: float, seed: int, *, info: DataInfo, task: Any) -> Mix | None:
-    """What mixes the training batches, or None where nothing does.
+    """The transform that mixes training batches; None where nothing does.
 
     Raises:
         ConfigError: C011 for data that cannot be mixed, or a task that does not take pairs of targets.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
-from ptfast.data.decoding.array_cache import keep_arrays, load_arrays
+from ptfast.data.decoding.array_cache import load_arrays, save_arrays
 from ptfast.data.map_source import MapSource, TensorSource
 
 Statistics = dict[str, list[float]]
@@ -68,7 +68,7 @@ def statistics(
 
     Exact where the samples are in memory, or take no more than 1 GiB there once decoded. Otherwise from at
     most 10,000 samples, evenly spaced. Which it is depends on the data alone, so that every loader normalises
-    by the same bits. What had to be decoded for it is remembered on disk.
+    by the same bits. What had to be decoded for it is cached on disk.
 
     Args:
         cache_key: identifies the data set, called where it is needed; None to remember nothing.
@@ -92,12 +92,12 @@ def statistics(
     parts = [_sums((held or source).fetch(chunk)[0]) for chunk in chunks]
     result = finish_statistics(sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts))
     if entry is not None:
-        keep_arrays(entry, **{name: np.array(values) for name, values in result.items()})
+        save_arrays(entry, **{name: np.array(values) for name, values in result.items()})
     return result
 
 
 def _known_sums(source: MapSource) -> tuple[int, Tensor, Tensor] | None:
-    """What packing has added up, of the samples that would be added up otherwise."""
+    """The sums that packing has made, of the samples that would be added up otherwise."""
     sums = source.pixel_sums(np.arange(len(source)))
     if sums is None or 3 * sums[0] <= EXACT_BYTES:
         return sums

@@ -19,7 +19,7 @@ from ptfast.cli import command_line
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX, Packed
-from ptfast.data.sampling.sequence_packing import PackedDocuments, pack
+from ptfast.data.sampling.sequence_packing import PackedSequences, pack
 from ptfast.data.sources.ragged_text import Documents
 from ptfast.data.sources.text_dataset import TextFile
 from ptfast.models.attention import attention, within_sequences
@@ -76,7 +76,7 @@ def test_documents_that_share_no_window_have_one_each() -> None:
 
 
 def test_every_document_comes_once_and_whole_in_every_epoch() -> None:
-    source = PackedDocuments(documents(), 32, seed=3)
+    source = PackedSequences(documents(), 32, seed=3)
     inputs, targets = documents().fetch(np.arange(len(documents())))
     lengths = (targets != IGNORE_INDEX).sum(1).tolist()
     rows = zip(inputs.tolist(), targets.tolist(), lengths, strict=True)
@@ -84,14 +84,14 @@ def test_every_document_comes_once_and_whole_in_every_epoch() -> None:
     first, second = (everything(source, epoch) for epoch in (0, 1))
     assert found_in(*first) == found_in(*second) == expected
     assert not torch.equal(first[1], second[1])
-    assert torch.equal(everything(PackedDocuments(documents(), 32, seed=3), 1)[1], second[1])
+    assert torch.equal(everything(PackedSequences(documents(), 32, seed=3), 1)[1], second[1])
     padding = 1 - sum(lengths) / first[1].numel()
     assert source.padding_share == pytest.approx(padding)
     assert padding < 0.1
 
 
 def test_a_part_of_the_windows_is_what_it_is_among_all() -> None:
-    source = PackedDocuments(documents(), 32, seed=3)
+    source = PackedSequences(documents(), 32, seed=3)
     (tokens, positions), targets = everything(source)
     some = np.array([4, 0, 2])
     (few, places), row = source.fetch(some)
@@ -112,7 +112,7 @@ def test_a_packed_document_has_the_loss_and_gradient_it_has_alone() -> None:
     (alone / count).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    inputs, targets = everything(PackedDocuments(documents(), 32, seed=0))
+    inputs, targets = everything(PackedSequences(documents(), 32, seed=0))
     packed = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
     packed.backward()
     assert float(packed.detach()) == pytest.approx(float(alone.detach()) / count, abs=1e-5)

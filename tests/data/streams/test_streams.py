@@ -156,11 +156,11 @@ def test_what_a_data_set_says_of_itself_counts() -> None:
     assert IterableSource(dataset, 0).shared_by == "none"
     dataset.shared_by = "ranks"
     source = IterableSource(dataset, 0)
-    with source.told(source_reader := _reader(rank=1, worker=2)):
+    with source.as_reader(source_reader := _reader(rank=1, worker=2)):
         info: Any = get_worker_info()
         assert (info.id, info.num_workers) == (2, 3)
     dataset.shared_by = "readers"
-    with IterableSource(dataset, 0).told(source_reader):
+    with IterableSource(dataset, 0).as_reader(source_reader):
         info = get_worker_info()
         assert (info.id, info.num_workers) == (5, 6)
     dataset.shared_by = "shards"

@@ -1,4 +1,4 @@
-"""What is done to training images, and what is drawn for each of them."""
+"""The plan of augmentation: changes to training images, and the random draws for each of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices
 from ptfast.data.transforms.augment import pixel_changes
+from ptfast.data.transforms.resized_crops import Boxes, Sizes, draw_boxes
 
 _CACHED_PIXELS = 1 << 17
 """Of images that the host changes at a time: what it computes in between stays in its caches."""
@@ -22,11 +23,11 @@ _CACHED_PIXELS = 1 << 17
 
 @dataclass(frozen=True)
 class Augment:
-    """What is done to training images: mirrored, cropped, bent, coloured, a square cut out, in this order.
+    """Changes to training images: mirrored, cropped, bent, coloured, a square cut out, in this order.
 
     A resized crop comes before all of it, out of the original image (`resized_crops.py`). Everything that
     is drawn is a function of (seed, epoch, index), whoever draws it. Crop and flip come with the gathering of
-    a batch (`windows.py` on the host, `resident.py` on a device), the rest by `change`.
+    a batch (`row_windows.py` on the host, `device_crops.py` on a device), the rest by `change`.
 
     Args:
         crop_padding: black pixels added on each side before a crop of the original size, 0 for no crop.
@@ -68,12 +69,12 @@ class Augment:
 
     @property
     def moves(self) -> bool:
-        """Whether images are cropped or mirrored."""
+        """True if images are cropped or mirrored."""
         return self.crop_padding > 0 or bool(self.flip) or self.resized_crop is not None
 
     @property
     def changes(self) -> bool:
-        """Whether anything follows once a batch is gathered."""
+        """True if anything follows once a batch is gathered."""
         return self.bends or self.colours or self.cutout > 0
 
     @property
@@ -82,7 +83,7 @@ class Augment:
 
     @property
     def hides(self) -> bool:
-        """Whether there may be pixels that show nothing of the image."""
+        """True if there may be pixels that show nothing of the image."""
         return self.crop_padding > 0 or self.bends or self.cutout > 0
 
     @property
@@ -104,10 +105,15 @@ class Augment:
             flipped = counter_draws.integers(seed, epoch, indices, counter_draws.FLIP, 2)
         return top, left, flipped
 
+    def draw_boxes(self, seed: int, epoch: int, indices: Indices, sizes: tuple[Sizes, Sizes]) -> Boxes:
+        """The box of `resized_crop` in each image, of which `sizes` are the original heights and widths."""
+        assert self.resized_crop is not None
+        return draw_boxes(seed, epoch, indices, *sizes, self.resized_crop, self.resized_ratio)
+
     def draw_changes(
         self, seed: int, epoch: int, indices: Indices, shape: tuple[int, int]
     ) -> dict[str, NDArray[Any]]:
-        """What `change` takes for each image of `shape` (height, width), samples first."""
+        """The draws that `change` takes for each image of `shape` (height, width), samples first."""
 
         def within(stream: int, most: float, least: float | None = None) -> NDArray[np.float64]:
             low = -most if least is None else least
@@ -141,7 +147,7 @@ class Augment:
         return drawn
 
     def change(self, images: Tensor, drawn: dict[str, Tensor]) -> Tensor:
-        """What follows the gathering of a batch, on the device that the images are on.
+        """Apply what follows the gathering of a batch, on the device that the images are on.
 
         Args:
             images: uint8 (batch, height, width, channels).
@@ -181,7 +187,7 @@ class Augment:
 
 
 def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
-    """What the config asks for, with the mean image in place of what is cut out.
+    """The augmentation that the config asks for, with the mean image in place of what is cut out.
 
     Args:
         wanted: mapping or object of the fields of `Augment`.

@@ -95,7 +95,7 @@ class ResidentImages:
 
 
 def _weights(start: Tensor, end: Tensor, length: int, size: int) -> Tensor:
-    """What each pixel of a line weighs in each of `size` that stand for its part from `start` to `end`.
+    """Weights of each pixel of a line in each of `size` that stand for its part from `start` to `end`.
 
     Bilinear and antialiased: a triangle around the centre, as wide as two of the coarser pixels. Weights are
     those that torch resizes bytes by on a CPU, multiples of a power of 2 in 15 bits: with 8 bits of a pixel,

@@ -10,7 +10,7 @@ from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.transforms.augment.augment_plan import Augment
 from ptfast.data.transforms.augment.row_windows import AugmentedImages, Bytes, crop_and_flip
-from ptfast.data.transforms.resized_crops import Sizes, box_edges, draw_boxes
+from ptfast.data.transforms.resized_crops import Sizes, box_edges
 
 
 def moved(augment: Augment, targets: Tensor, seed: int, share: Share) -> Tensor:
@@ -38,10 +38,8 @@ def moved_by_crops(
     """
     if augment.mask_fill is None:
         return targets
-    assert augment.resized_crop is not None
     masks, size = planes(augment, targets), augment.size
-    scale, ratio = augment.resized_crop, augment.resized_ratio
-    boxes = draw_boxes(seed, share.epoch, share.indices, *sizes, scale, ratio)
+    boxes = augment.draw_boxes(seed, share.epoch, share.indices, sizes)
     flipped = augment.draw(seed, share.epoch, share.indices)[2]
     height, width = masks.shape[1:]
     top, bottom, left, right = torch.from_numpy(box_edges(boxes, height, width))

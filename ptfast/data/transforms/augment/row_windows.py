@@ -12,7 +12,6 @@ from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.transforms.augment.augment_plan import Augment
-from ptfast.data.transforms.resized_crops import draw_boxes
 
 Bytes = NDArray[np.uint8]
 
@@ -32,11 +31,8 @@ def cropped(
     Args:
         places: of the images in `source`, where these are not their numbers.
     """
-    assert augment.resized_crop is not None
     places = share.indices if places is None else places
-    heights, widths = source.sizes(places)
-    scale, ratio = augment.resized_crop, augment.resized_ratio
-    boxes = draw_boxes(seed, share.epoch, share.indices, heights, widths, scale, ratio)
+    boxes = augment.draw_boxes(seed, share.epoch, share.indices, source.sizes(places))
     flipped = augment.draw(seed, share.epoch, share.indices)[2]
     images = source.crops(places, boxes, augment.size, flipped)
     if augment.changes and images.device.type != "cpu":
