@@ -38,7 +38,7 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
             saved.info,
             paths,
             device=saved.device,
-            channels_last=bool(saved.site.resolved.channels_last),
+            channels_last=bool(saved.context.resolved.channels_last),
             normalize=config.data.normalize,
         ):
             records = saved.task.predict(model, inputs)

@@ -15,7 +15,8 @@ import torch
 
 from ptfast.core.errors import MachineError, SavedStateError
 
-FORMAT = 1
+FORMAT = 2
+"""States of format 1 repeat `resolved.json`; they are read alike."""
 MANIFEST = "manifest.json"
 
 

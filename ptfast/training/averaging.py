@@ -13,14 +13,14 @@ from ptfast.data.streams.iterable import IterableSource
 from ptfast.techniques.ema.weight_averages import Average, Ema, Swa
 from ptfast.training.course import Course
 from ptfast.training.prepare_data import evaluated_at_once
-from ptfast.training.prepare_machine import Site
+from ptfast.training.prepare_machine import BuildContext
 
 STATISTICS_SAMPLES = 4096
 """Training samples that BatchNorm's statistics are measured on; more do not change them much."""
 
 
 def build_average(
-    site: Site, model: nn.Module, data: Data, task: Task, course: Course, loading: Loading
+    context: BuildContext, model: nn.Module, data: Data, task: Task, course: Course, loading: Loading
 ) -> Average | None:
     """The average that is evaluated in place of the weights, or None.
 
@@ -29,7 +29,7 @@ def build_average(
     Raises:
         ConfigError: C011 when SWA would find no weights to average.
     """
-    section = site.config.ema
+    section = context.config.ema
     if section.decay is not None:
         return Ema(model, section.decay)
     if section.swa_start is None:
@@ -44,15 +44,15 @@ def build_average(
     samples = _build_statistics_loader(
         data,
         loading,
-        batch_size=evaluated_at_once(site.config, data.info, site.micro_batches),
-        seed=site.config.seed,
-        rank=site.ranks.rank,
-        num_ranks=site.ranks.num_ranks,
+        batch_size=evaluated_at_once(context.config, data.info, context.micro_batches),
+        seed=context.config.seed,
+        rank=context.ranks.rank,
+        num_ranks=context.ranks.num_ranks,
     )
 
     def forward(watched: Watched) -> None:
         assert samples is not None
-        with site.precision.autocast():
+        with context.precision.autocast():
             for inputs, _ in watched(iter(samples)):
                 task.loss(model, inputs)
 
@@ -60,7 +60,7 @@ def build_average(
         model,
         steps,
         forward if samples is not None else None,
-        ranks=site.ranks,
+        ranks=context.ranks,
         extendable="percent" not in (section.swa_start.unit, section.swa_every.unit),
     )
 

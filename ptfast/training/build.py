@@ -33,7 +33,7 @@ from ptfast.techniques.schedule.lr_schedules import Schedule, build_schedule
 from ptfast.training.averaging import build_average
 from ptfast.training.course import Course, build_course, check_last_batch
 from ptfast.training.prepare_data import build_loaders, build_run_task, full_size, load_run_data
-from ptfast.training.prepare_machine import Site, prepare_machine
+from ptfast.training.prepare_machine import BuildContext, prepare_machine
 from ptfast.training.prepare_model import build_plain_model, place_model, shape_model
 from ptfast.training.state import restore_training
 from ptfast.training.step_parts.seeding import build_seeder, seed_everything
@@ -72,26 +72,26 @@ def build(
     clock = for_device(clock or Clock(), device)
     before = broadcast_object(_resolved_before(folder, state_folder), ranks)
     state = read_state(state_folder, check=check_state) if state_folder is not None else None
-    site = prepare_machine(config, device, ranks=ranks, display=display, before=before, state=state)
+    context = prepare_machine(config, device, ranks=ranks, display=display, before=before, state=state)
 
-    data, changed = load_run_data(site, data)
-    task = build_run_task(site, data.info)
+    data, changed = load_run_data(context, data)
+    task = build_run_task(context, data.info)
     seed_everything(config.seed)
-    model = build_plain_model(site, data.info)
-    course = build_course(config, data, model, site.micro_batches)
-    place_model(model, site, task, data, data.info)
-    shaped = shape_model(model, site, data)
+    model = build_plain_model(context, data.info)
+    course = build_course(config, data, model, context.micro_batches)
+    place_model(model, context, task, data, data.info)
+    shaped = shape_model(model, context, data)
     forward = shaped.wrap()
-    loaders = build_loaders(site, data, task, course, clock.to)
-    optimizer = _build_optimizer(site, model, shaped.grouping)
-    check_last_batch(course.plan, model, site.micro_batches)
-    schedule = _build_schedule(site, course, optimizer)
+    loaders = build_loaders(context, data, task, course, clock.to)
+    optimizer = _build_optimizer(context, model, shaped.grouping)
+    check_last_batch(course.plan, model, context.micro_batches)
+    schedule = _build_schedule(context, course, optimizer)
     callbacks = _build_callbacks(config)
     freezing = shaped.grouping.freezing(course.steps, course.total_steps)
-    average = build_average(site, model, data, task, course, loaders.loading)
+    average = build_average(context, model, data, task, course, loaders.loading)
     run = Run(
-        settings=_settings(site, data, task, course, callbacks, freezing),
-        resolved=site.resolved,
+        settings=_settings(context, data, task, course, callbacks, freezing),
+        resolved=context.resolved,
         folder=folder,
         device=device,
         ranks=ranks,
@@ -105,7 +105,7 @@ def build(
         info=data.info,
         optimizer=optimizer,
         schedule=schedule,
-        precision=site.precision,
+        precision=context.precision,
         clip=_build_clipper(config, model, shaped.grouping),
         ema=average,
         compilation=shaped.compilation,
@@ -119,10 +119,10 @@ def build(
         data_note=data.note,
         groups_note=shaped.grouping.describe(),
     )
-    if config.backend.cudnn_benchmark == "auto" and site.resolved.cudnn_benchmark:
+    if config.backend.cudnn_benchmark == "auto" and context.resolved.cudnn_benchmark:
         run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
     if state is not None:
-        restore_training(run, state, site.before.total_steps)
+        restore_training(run, state, context.before.total_steps)
         notes = run.status.resumed_note, changed and f"other held-out data than before: {changed}"
         run.status.resumed_note = "; ".join(filter(None, notes))
     if ranks.is_first:
@@ -136,14 +136,16 @@ def _resolved_before(folder: Path, state_folder: Path | None) -> Resolved:
     return Resolved.read(state_folder.parent.parent if elsewhere and state_folder else folder)
 
 
-def _build_optimizer(site: Site, model: torch.nn.Module, grouping: Grouping) -> torch.optim.Optimizer:
-    section, resolved = site.config.optimizer, site.resolved
+def _build_optimizer(
+    context: BuildContext, model: torch.nn.Module, grouping: Grouping
+) -> torch.optim.Optimizer:
+    section, resolved = context.config.optimizer, context.resolved
     groups = None if grouping.trivial else grouping.parts()
-    optimizer, resolved.optimizer = build_optimizer(section.target, model, site.device, groups)
+    optimizer, resolved.optimizer = build_optimizer(section.target, model, context.device, groups)
     resolved.lr_scaling = scale_for_batch(
-        optimizer, section.lr_scaling, site.config.batch_size, section.reference_batch
+        optimizer, section.lr_scaling, context.config.batch_size, section.reference_batch
     )
-    if site.precision.scaler is not None:
+    if context.precision.scaler is not None:
         start_momentum(optimizer)
     return optimizer
 
@@ -160,8 +162,8 @@ def _build_clipper(config: Config, model: torch.nn.Module, grouping: Grouping) -
     )
 
 
-def _build_schedule(site: Site, course: Course, optimizer: torch.optim.Optimizer) -> Schedule:
-    section, resolved = site.config.schedule, site.resolved
+def _build_schedule(context: BuildContext, course: Course, optimizer: torch.optim.Optimizer) -> Schedule:
+    section, resolved = context.config.schedule, context.resolved
     schedule = build_schedule(
         section.target.build(),
         warmup=section.warmup,
@@ -184,7 +186,12 @@ def _build_callbacks(config: Config) -> list[Callback]:
 
 
 def _settings(
-    site: Site, data: Data, task: Task, course: Course, callbacks: list[Callback], freezing: Freezing | None
+    context: BuildContext,
+    data: Data,
+    task: Task,
+    course: Course,
+    callbacks: list[Callback],
+    freezing: Freezing | None,
 ) -> Settings:
     """The config's settings of the loop, durations as steps.
 
@@ -192,7 +199,7 @@ def _settings(
         ConfigError: C005 for a figure to follow that no evaluation will give; C011 for a duration that this
             data cannot be counted in.
     """
-    config, plan = site.config, course.plan
+    config, plan = context.config, course.plan
     stop = config.stop
     if not hooks(callbacks, "on_evaluation"):
         _check_metric(stop.metric, task, data.val is not None)
@@ -203,7 +210,7 @@ def _settings(
         seed=config.seed,
         total_steps=course.total_steps,
         batch_size=config.batch_size,
-        micro_batches=site.micro_batches,
+        micro_batches=context.micro_batches,
         cadence=Cadence(
             course.every("log_every", config.log_every),
             course.every("eval.every", config.eval.every),
@@ -220,7 +227,7 @@ def _settings(
         debug=config.debug.mode,
         log_norm=config.gradients.log_norm,
         flip=config.eval.flip,
-        full_size=full_size(config, data.info, site.micro_batches),
+        full_size=full_size(config, data.info, context.micro_batches),
     )
 
 

@@ -38,7 +38,7 @@ from ptfast.tasks.build_task import build_task
 from ptfast.training.course import Course
 from ptfast.training.evaluation.pad_batches import check_full_size
 from ptfast.training.evaluation.test_time_flip import check_flip
-from ptfast.training.prepare_machine import Site
+from ptfast.training.prepare_machine import BuildContext
 from ptfast.training.sequence_batching import arrange, describe_padding
 
 SMALL_SAMPLE_BYTES = 64 * 2**10
@@ -80,7 +80,7 @@ def load_data(
     return arrange(data, config)
 
 
-def load_run_data(site: Site, data: Data | None = None) -> tuple[Data, str]:
+def load_run_data(context: BuildContext, data: Data | None = None) -> tuple[Data, str]:
     """The splits of a run, and in what those held out differ from those of the state that it resumes.
 
     Args:
@@ -89,23 +89,23 @@ def load_run_data(site: Site, data: Data | None = None) -> tuple[Data, str]:
     Raises:
         SavedStateError: S003 when the data of training has changed.
     """
-    info = read_info(site.state.facts["info"]) if site.state is not None else None
+    info = read_info(context.state.facts["info"]) if context.state is not None else None
     if data is None:
-        with site.display.status("loading the data"):
+        with context.display.status("loading the data"):
             choice = build_choice(
-                site.config, site.micro_batches, site.device, site.before, site.ranks.num_ranks
+                context.config, context.micro_batches, context.device, context.before, context.ranks.num_ranks
             )
             measured = info.extra.get("normalize") if info is not None else None
-            data = load_data(site.config, site.ranks, choice, measured=measured)
+            data = load_data(context.config, context.ranks, choice, measured=measured)
     return data, check_same_data(info, data.info) if info is not None else ""
 
 
-def build_run_task(site: Site, info: DataInfo) -> Task:
+def build_run_task(context: BuildContext, info: DataInfo) -> Task:
     """The task that the config names, or that the data is for, if what it is evaluated with fits it."""
-    config = site.config
+    config = context.config
     named = config.task.name != "auto"
-    site.resolved.task = config.task.name if named else info.task
-    site.resolved.task_reason = "" if named else info.task_reason
+    context.resolved.task = config.task.name if named else info.task
+    context.resolved.task_reason = "" if named else info.task_reason
     task = build_task(config.task.name, info, **config.task.build_options())
     check_flip(config.eval.flip, info, task, targets=config.augment.targets)
     check_full_size(config.eval.last, task)
@@ -223,18 +223,20 @@ class Loaders:
     """Where the passes over iterable data began, for a run that is resumed."""
 
 
-def build_loaders(site: Site, data: Data, task: Task, course: Course, mark: Callable[[str], None]) -> Loaders:
+def build_loaders(
+    context: BuildContext, data: Data, task: Task, course: Course, mark: Callable[[str], None]
+) -> Loaders:
     """The loaders of the training data and of the splits that are evaluated.
 
     Args:
         data: with the choice of who loads it.
         mark: called with what the time from there on goes to.
     """
-    config, ranks, device, resolved = site.config, site.ranks, site.device, site.resolved
-    loader, info, micro_batches = config.dataloader, data.info, site.micro_batches
+    config, ranks, device, resolved = context.config, context.ranks, context.device, context.resolved
+    loader, info, micro_batches = config.dataloader, data.info, context.micro_batches
     choice: Choice = data.choice
     loading = reading(
-        site,
+        context,
         kind=choice.kind,
         reason=choice.reason,
         workers=choice.workers,
@@ -280,6 +282,6 @@ def build_loaders(site: Site, data: Data, task: Task, course: Course, mark: Call
     return Loaders(train_loader, eval_loaders, loading, marks)
 
 
-def reading(site: Site, **how: Any) -> Loading:
+def reading(context: BuildContext, **how: Any) -> Loading:
     """How samples are made ready for the model; keywords say who reads them, by default this process."""
-    return Loading(site.device, site.config.data.normalize, bool(site.resolved.channels_last), **how)
+    return Loading(context.device, context.config.data.normalize, bool(context.resolved.channels_last), **how)

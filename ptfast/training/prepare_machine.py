@@ -17,7 +17,7 @@ from ptfast.techniques.precision.number_formats import Precision, build_precisio
 
 
 @dataclass(kw_only=True)
-class Site:
+class BuildContext:
     """Where a run is built, for every stage: config, ranks, device, and what `auto` becomes."""
 
     config: Config
@@ -47,11 +47,11 @@ def prepare_machine(
     before: Resolved,
     state: State | None = None,
     trains: bool = True,
-) -> Site:
+) -> BuildContext:
     """Set torch's process-wide switches, before anything runs on the device.
 
     Args:
-        before: as in `Site`.
+        before: as in `BuildContext`.
         trains: False leaves cuDNN's search for kernels off, which a single evaluation does not repay.
 
     Raises:
@@ -73,7 +73,7 @@ def prepare_machine(
     )
     matmul = unless_resolved(config.precision.matmul_precision, before.matmul_precision)
     precision = build_precision(config.precision.mode, device, matmul, ranks)
-    site = Site(
+    context = BuildContext(
         config=config,
         ranks=ranks,
         device=device,
@@ -91,22 +91,22 @@ def prepare_machine(
         state=state,
     )
     if trains:
-        _cut_batch(site)
-    return site
+        _cut_batch(context)
+    return context
 
 
-def _cut_batch(site: Site) -> None:
+def _cut_batch(context: BuildContext) -> None:
     """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would give now.
 
     Raises:
         ConfigError: C010 or C011 for parts that cannot be, or that the ranks or the precision rule out.
     """
-    config, ranks, known = site.config, site.ranks, site.before.micro_batches
-    site.resolved.micro_batches = check_batch(
+    config, ranks, known = context.config, context.ranks, context.before.micro_batches
+    context.resolved.micro_batches = check_batch(
         config.batch_size,
         known or config.micro_batches,
         ranks.num_ranks,
         1 if known else config.gradients.accumulate,
         config.curriculum.batch_size_from,
     )
-    check_ranks(config, ranks.num_ranks, site.micro_batches, scales=site.precision.scaler is not None)
+    check_ranks(config, ranks.num_ranks, context.micro_batches, scales=context.precision.scaler is not None)

@@ -28,7 +28,7 @@ from ptfast.techniques.rewrites.model_rewrites import (
     resolve_channels_last,
 )
 from ptfast.training.prepare_data import first_samples, reading
-from ptfast.training.prepare_machine import Site
+from ptfast.training.prepare_machine import BuildContext
 from ptfast.training.sequence_batching import has_many_lengths
 from ptfast.training.state import restore_model
 from ptfast.training.user_code import constructing
@@ -45,53 +45,55 @@ class Shaped:
     compilation: Compilation | None
 
 
-def build_plain_model(site: Site, info: DataInfo) -> nn.Module:
+def build_plain_model(context: BuildContext, info: DataInfo) -> nn.Module:
     """The model as its own code makes it, on the CPU, with the weights that a new run starts from."""
-    target, section, fresh = site.config.model.target, site.config.model, site.state is None
+    target, section, fresh = context.config.model.target, context.config.model, context.state is None
     check_constructs(target, asdict(info))
-    with site.display.status("building the model"), constructing("model", target.path):
+    with context.display.status("building the model"), constructing("model", target.path):
         model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
     if fresh and section.weights and section.weights != "pretrained":
         for note in load_weights(model, section.weights, replace_head=section.replace_head):
-            site.display.note(note)
+            context.display.note(note)
     return model
 
 
-def place_model(model: nn.Module, site: Site, task: Task, data: Data | None, info: DataInfo) -> None:
+def place_model(
+    model: nn.Module, context: BuildContext, task: Task, data: Data | None, info: DataInfo
+) -> None:
     """Bring `model` into the form that computes, in place: layout, number format, device, saved weights.
 
     Args:
         data: of which a few samples are looked at where biases may be dropped; None drops none but those of
             before.
     """
-    config, resolved, before = site.config, site.resolved, site.before
+    config, resolved, before = context.config, context.resolved, context.before
     # Weights are shared out by rows that lie one after another.
-    resolved.channels_last = False if _is_sharded(site) else before.channels_last
+    resolved.channels_last = False if _is_sharded(context) else before.channels_last
     if resolved.channels_last is None:
         resolved.channels_last = resolve_channels_last(
-            config.rewrites.channels_last, model, info.kind, site.device
+            config.rewrites.channels_last, model, info.kind, context.device
         )
     if resolved.channels_last:
         apply_channels_last(model)
-    if site.precision.half_weights:
+    if context.precision.half_weights:
         apply_half_weights(model)
-    model.to(site.device)
+    model.to(context.device)
     dropped = before.dropped_biases
     if dropped is None and data is not None and not config.rewrites.bias_before_norm:
-        dropped = on_first_rank(lambda: _cancelled_biases(model, site, task, data), site.ranks)
+        dropped = on_first_rank(lambda: _cancelled_biases(model, context, task, data), context.ranks)
     resolved.dropped_biases = dropped or {}
     drop_biases(model, resolved.dropped_biases)
-    if site.state is not None:
-        restore_model(model, site.state)
+    if context.state is not None:
+        restore_model(model, context.state)
 
 
-def shape_model(model: nn.Module, site: Site, data: Data) -> Shaped:
+def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
     """Bring a placed model into the form that trains, in place.
 
     The order: BatchNorm over ranks, frozen parameters, checkpointed blocks, compiled blocks or model.
     Wrapping for ranks comes last, by `Shaped.wrap`.
     """
-    config, resolved, before, ranks = site.config, site.resolved, site.before, site.ranks
+    config, resolved, before, ranks = context.config, context.resolved, context.before, context.ranks
     if config.parallel.sync_batchnorm:
         apply_sync_batchnorm(model)
     section = config.optimizer
@@ -117,32 +119,32 @@ def shape_model(model: nn.Module, site: Site, data: Data) -> Shaped:
         dynamic = has_many_lengths(data, config) if known is None else known
     compilation = None
     if config.compile.mode != "none":
-        accumulates = site.micro_batches > ranks.num_ranks
+        accumulates = context.micro_batches > ranks.num_ranks
         compilation = Compilation(
-            config.compile.mode, site.device.type, dynamic=dynamic, accumulates=accumulates
+            config.compile.mode, context.device.type, dynamic=dynamic, accumulates=accumulates
         )
         compilation.apply(model, config.compile.blocks)
-    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if _is_sharded(site) else {}
+    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if _is_sharded(context) else {}
     resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
-    half_type = site.precision.half_type
+    half_type = context.precision.half_type
     wrap = partial(wrap_for_ranks, model, ranks, config.parallel, blocks=shards, half_type=half_type)
     return Shaped(wrap, grouping, compilation)
 
 
-def _is_sharded(site: Site) -> bool:
-    return site.config.parallel.strategy == "fsdp" and site.ranks.distributed
+def _is_sharded(context: BuildContext) -> bool:
+    return context.config.parallel.strategy == "fsdp" and context.ranks.distributed
 
 
-def _cancelled_biases(model: nn.Module, site: Site, task: Task, data: Data) -> dict[str, str]:
+def _cancelled_biases(model: nn.Module, context: BuildContext, task: Task, data: Data) -> dict[str, str]:
     """Biases that a BatchNorm subtracts, found on a few samples; none where the model cannot be looked at."""
 
     def forward() -> object:
-        with site.precision.autocast():
-            return task.loss(model, first_samples(data, reading(site)))
+        with context.precision.autocast():
+            return task.loss(model, first_samples(data, reading(context)))
 
     try:
         return find_cancelled_biases(model, forward)
     except Exception as error:
         # What is wrong with the model or the data, training will say; iterable data is not there to look at.
-        site.display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
+        context.display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
         return {}

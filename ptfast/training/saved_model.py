@@ -24,7 +24,7 @@ from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.precision.number_formats import Precision
 from ptfast.training.evaluation.evaluate import evaluate
 from ptfast.training.prepare_data import build_eval_loaders, build_run_task, full_size, load_data, reading
-from ptfast.training.prepare_machine import Site, prepare_machine
+from ptfast.training.prepare_machine import BuildContext, prepare_machine
 from ptfast.training.prepare_model import build_plain_model, place_model
 from ptfast.training.user_code import naming_user_code
 
@@ -38,16 +38,16 @@ class SavedModel:
     """Of its weights, where they were averaged; not in the model yet."""
     task: Task
     info: DataInfo
-    site: Site
+    context: BuildContext
     step: int
 
     @property
     def device(self) -> torch.device:
-        return self.site.device
+        return self.context.device
 
     @property
     def precision(self) -> Precision:
-        return self.site.precision
+        return self.context.precision
 
 
 def load_saved(config: Config, state_folder: Path) -> SavedModel:
@@ -59,7 +59,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         SavedStateError: S001 when the state is damaged, S002 when it is of another model.
     """
     state = read_state(state_folder)
-    site = prepare_machine(
+    context = prepare_machine(
         config,
         resolve_device(config.device, Ranks()),
         ranks=Ranks(),
@@ -69,9 +69,9 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         trains=False,
     )
     info = read_info(state.facts["info"])
-    task = build_run_task(site, info)
-    model = build_plain_model(site, info)
-    place_model(model, site, task, None, info)
+    task = build_run_task(context, info)
+    model = build_plain_model(context, info)
+    place_model(model, context, task, None, info)
     average = None
     if "ema" in state.training:
         # What never trained was not averaged.
@@ -80,7 +80,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
             parameter.requires_grad_(name in averaged)
         average = Average(model)
         average.load_state_dict(state.training["ema"])
-    return SavedModel(model.eval(), average, task, info, site, int(state.facts["progress"]["step"]))
+    return SavedModel(model.eval(), average, task, info, context, int(state.facts["progress"]["step"]))
 
 
 def evaluate_saved(
@@ -105,16 +105,16 @@ def evaluate_saved(
         if changed := check_same_data(saved.info, data.info, trains=False):
             what = f"has changed since training, which may have seen what is held out now: {changed}"
             print(f"ptfast: warning: data: {what}", file=sys.stderr)
-    task = build_run_task(saved.site, data.info)
+    task = build_run_task(saved.context, data.info)
     loaders = build_eval_loaders(
         config,
         data,
         reading(
-            saved.site,
+            saved.context,
             worker_threads=config.backend.worker_threads,
             **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
         ),
-        micro_batches=saved.site.micro_batches,
+        micro_batches=saved.context.micro_batches,
         side=open_side_stream(saved.device) if config.dataloader.side_stream else None,
     )
     if not loaders:
@@ -134,7 +134,7 @@ def evaluate_saved(
                 precision=saved.precision,
                 average=saved.average,
                 flip=config.eval.flip,
-                full_size=full_size(config, data.info, saved.site.micro_batches),
+                full_size=full_size(config, data.info, saved.context.micro_batches),
             )
         left_out = {"left_out": loaders[name].left_out} if loaders[name].left_out else {}
         print(json.dumps({"step": saved.step, "split": name, **figures, **left_out}))

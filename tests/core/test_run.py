@@ -1,0 +1,58 @@
+"""What a run keeps of how it was built, and when the host looks up from training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ptfast.core.run import Cadence, Resolved, unless_resolved
+
+
+def test_what_was_resolved_is_read_as_it_was_written(tmp_path: Path) -> None:
+    resolved = Resolved(threads=3, channels_last=False, dropped_biases={"a": "b"}, curriculum=["grows"])
+    resolved.write(tmp_path)
+    assert Resolved.read(tmp_path) == resolved
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"threads": 2, "a_key_of_another_version": [1]}', Resolved(threads=2)),
+        ("{}", Resolved()),
+        ("not JSON", Resolved()),
+        (None, Resolved()),
+    ],
+)
+def test_files_of_other_versions_are_read_too(
+    tmp_path: Path, content: str | None, expected: Resolved
+) -> None:
+    if content is not None:
+        (tmp_path / "resolved.json").write_text(content)
+    assert Resolved.read(tmp_path) == expected
+
+
+def test_the_keys_of_resolved_json_are_those_of_earlier_runs(tmp_path: Path) -> None:
+    """Notebooks and scripts read them."""
+    Resolved().write(tmp_path)
+    keys = """
+        channels_last checkpointed compile_dynamic cudnn_benchmark curriculum dataloader dataloader_reason
+        deterministic device dropped_biases interop_threads lr_scaling matmul_precision micro_batches momentum
+        num_ranks optimizer padding padding_share precision read_ahead shards side_stream task task_reason
+        threads total_steps worker_threads workers
+    """
+    assert sorted(json.loads((tmp_path / "resolved.json").read_text())) == keys.split()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "before", "expected"),
+    [("auto", 0, "auto"), ("auto", 4, 4), (2, 4, 2), ("auto", "", "auto"), ("plain", "memory", "plain")],
+)
+def test_what_the_config_gives_is_not_overruled(wanted: object, before: object, expected: object) -> None:
+    assert unless_resolved(wanted, before) == expected
+
+
+def test_the_host_looks_up_where_the_next_thing_is_due() -> None:
+    cadence = Cadence(range(5, 21, 5), (7, 14), (), switch_steps=(6,))
+    assert [cadence.next_stop(step, 20) for step in (0, 5, 6, 7, 14, 15, 20)] == [5, 6, 7, 10, 15, 20, 20]
