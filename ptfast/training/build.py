@@ -119,21 +119,15 @@ def build(
         data_note=data.note,
         groups_note=shaped.grouping.describe(),
     )
-    if config.backend.cudnn_benchmark == "auto" and context.resolved.cudnn_benchmark:
-        run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
-    if state is not None:
-        restore_training(run, state, context.before.total_steps)
-        notes = run.status.resumed_note, changed and f"other held-out data than before: {changed}"
-        run.status.resumed_note = "; ".join(filter(None, notes))
-    if ranks.is_first:
-        run.resolved.write(folder)
+    _finish(run, context, changed)
     return run
 
 
 def _resolved_before(folder: Path, state_folder: Path | None) -> Resolved:
     """Read what `auto` became before: in this run, or in the one whose state is resumed elsewhere."""
-    elsewhere = state_folder is not None and not (folder / run_directory.RESOLVED).exists()
-    return Resolved.read(state_folder.parent.parent if elsewhere and state_folder else folder)
+    if state_folder is not None and not (folder / run_directory.RESOLVED).exists():
+        folder = state_folder.parent.parent
+    return Resolved.read(folder)
 
 
 def _build_optimizer(
@@ -229,6 +223,22 @@ def _settings(
         flip=config.eval.flip,
         full_size=full_size(config, data.info, context.micro_batches),
     )
+
+
+def _finish(run: Run, context: BuildContext, changed: str) -> None:
+    """Watch what may become too much, restore the rest of the saved state, and write what `auto` became.
+
+    Args:
+        changed: how held-out data differs from that of the saved run.
+    """
+    if context.config.backend.cudnn_benchmark == "auto" and run.resolved.cudnn_benchmark:
+        run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
+    if context.state is not None:
+        restore_training(run, context.state, context.before.total_steps)
+        notes = run.status.resumed_note, changed and f"other held-out data than before: {changed}"
+        run.status.resumed_note = "; ".join(filter(None, notes))
+    if run.ranks.is_first:
+        run.resolved.write(run.folder)
 
 
 def _check_metric(metric: str | None, task: Task, has_val: bool) -> None:

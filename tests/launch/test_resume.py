@@ -239,6 +239,15 @@ def test_what_auto_became_is_kept_and_what_is_given_is_not_overruled(in_tmp: Pat
     assert_same_run(Path("whole"), Path("a"))
 
 
+def test_a_run_resumed_elsewhere_keeps_what_auto_became(in_tmp: Path) -> None:
+    arm("SIGTERM")
+    assert train(*BASE, "run.dir=a") == 75
+    resolved = json.loads(Path("a/resolved.json").read_text())
+    Path("a/resolved.json").write_text(json.dumps(resolved | {"dataloader_reason": "as it was begun"}))
+    assert train(*BASE, "run.resume=a", "run.dir=b") == 0
+    assert json.loads(Path("b/resolved.json").read_text())["dataloader_reason"] == "as it was begun"
+
+
 def test_micro_batches_outlive_the_ranks_they_came_from(in_tmp: Path) -> None:
     words = (*BASE, "gradients.accumulate=2", "run.dir=a")
     arm("SIGTERM")
