@@ -215,11 +215,11 @@ def _check_pairs(flags: dict[str, Any]) -> None:
 
 def _read_config(arguments: list[str], file: Path | None = None) -> Any:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
-    from ptfast.config.checks.unused_keys import idle_keys
+    from ptfast.config.checks.rules import unused_keys
     from ptfast.config.read import load_config, read_config
 
     composed, config = load_config(file, arguments) if file else read_config(arguments)
-    for warning in [*composed.warnings, *idle_keys(config, composed.place)]:
+    for warning in [*composed.warnings, *unused_keys(config, composed.place)]:
         print(f"ptfast: warning: {warning}", file=sys.stderr)
     chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
     if not file and not composed.recipe and COMMAND_LINE not in map(composed.places.get, chosen):

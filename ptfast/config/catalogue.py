@@ -1,10 +1,17 @@
-"""The catalogue of techniques: one record each, by family, as plain data without torch."""
+"""What the parts of the package say about themselves, collected: records, rules, keys without effect.
+
+A part is the light half of a folder: its section of the config, and beside it any of `TECHNIQUES`, `RULES`,
+`MACHINE_RULES` (what a machine lacks; asked where nothing else is wrong) and `UNUSED`. No torch is loaded.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ptfast import optim
+from ptfast.core.sections.key_rules import Rule, Unused
 from ptfast.core.technique import PROMISES, Kind, Need, Technique
-from ptfast.data import loaders, sampling, transforms
+from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.data.loaders import transfer_records
 from ptfast.optim import parameter_records
 from ptfast.techniques import (
@@ -23,27 +30,21 @@ from ptfast.techniques import (
     schedule,
 )
 
-__all__ = ["CATALOGUE", "PROMISES", "Kind", "Need", "Technique"]
+__all__ = ["CATALOGUE", "MACHINE_RULES", "PROMISES", "RULES", "UNUSED", "Kind", "Need", "Technique"]
 
-CATALOGUE: tuple[Technique, ...] = (
-    *loaders.TECHNIQUES,
-    *sampling.TECHNIQUES,
-    *debug.TECHNIQUES,
-    *transfer_records.TECHNIQUES,
-    *optim.TECHNIQUES,
-    *schedule.TECHNIQUES,
-    *gradients.TECHNIQUES,
-    *parameter_records.TECHNIQUES,
-    *precision.TECHNIQUES,
-    *backend.TECHNIQUES,
-    *checkpointing.TECHNIQUES,
-    *compile.TECHNIQUES,
-    *rewrites.TECHNIQUES,
-    *transforms.TECHNIQUES,
-    *curriculum.TECHNIQUES,
-    *regularisation.TECHNIQUES,
-    *ema.TECHNIQUES,
-    *parallel.TECHNIQUES,
-    *loop_practices.TECHNIQUES,
+PARTS: tuple[Any, ...] = (
+    *(loaders, sampling, decoding, debug, transfer_records, optim, schedule, gradients, parameter_records),
+    *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, regularisation, ema),
+    *(parallel, loop_practices),
 )
-"""Every technique, in the order of the README's table."""
+"""In the order of the table of techniques."""
+
+
+def _collect(name: str) -> tuple[Any, ...]:
+    return tuple(item for part in PARTS for item in getattr(part, name, ()))
+
+
+CATALOGUE: tuple[Technique, ...] = _collect("TECHNIQUES")
+RULES: tuple[Rule, ...] = _collect("RULES")
+MACHINE_RULES: tuple[Rule, ...] = _collect("MACHINE_RULES")
+UNUSED: tuple[Unused, ...] = _collect("UNUSED")

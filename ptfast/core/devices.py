@@ -52,6 +52,12 @@ def device_type(name: str) -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def usable_type(name: str) -> str:
+    """As `device_type`, or `cpu` where there is no such device, which another check reports."""
+    # torch would only fail on being asked more about it.
+    return device_type(name) if lack_of_device(name) is None else "cpu"
+
+
 def lack_of_device(name: str) -> Lack | None:
     """Return the reason why there is no device `name` (`cuda`, `mps`; any other is there)."""
     if name not in ("cuda", "mps"):

@@ -18,3 +18,9 @@ class Data(TargetSection):
     """Bring inputs to mean 0 and standard deviation 1 of the training data."""
     shuffle_buffer: Count | None = None
     """Samples that come next in a stream, of which one is drawn; null for the order that data lies in."""
+
+
+def panel(data: Data) -> dict[str, object]:
+    """What samples are drawn out of, where that is not the whole."""
+    size = data.shuffle_buffer
+    return {"shuffling": f"each sample is drawn out of {size:,} that lie together" if size else None}

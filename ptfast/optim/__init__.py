@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ptfast.core.durations import Duration
+from ptfast.core.errors import COMMAND_LINE
+from ptfast.core.protocols import Run
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
+from ptfast.core.sections.key_rules import Place, Unused
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section, TargetSection
+from ptfast.core.sections.targets import Target, keywords
 from ptfast.core.technique import Technique
+from ptfast.techniques.gradients import Gradients
+from ptfast.techniques.parallel import Parallel
+from ptfast.techniques.schedule import Schedule
 
 
 class ParameterGroup(Section):
@@ -42,6 +51,115 @@ class Optimizer(TargetSection):
     """How the learning rate grows with the batch size from that at `reference_batch`."""
     reference_batch: Count | None = None
     """The batch size that learning rate and weight decay are given for."""
+
+
+_WHOLE_LAYERS = ("lars.Lars", "lamb.Lamb", "nvlamb.Nvlamb", "novograd.Novograd", "muon.Muon")
+"""Our optimizers that look at a whole layer, of which a rank under fsdp has a part."""
+
+
+def one_way_of_clipping_groups(gradients: Gradients, optimizer: Optimizer) -> Problem | None:
+    """Refuse another way of clipping beside norms of groups, which take the place of the global one."""
+    other = next((name for name in ("clip_value", "clip_adaptive") if getattr(gradients, name)), None)
+    limits = [(index, group.clip_norm) for index, group in enumerate(optimizer.groups) if group.clip_norm]
+    if other is None or not limits:
+        return None
+    what = "contradicts optimizer.groups.{}.clip_norm={:g}".format(*limits[0])
+    value, hint = getattr(gradients, other), "Set one of the two to null"
+    return Problem("C011", what, key=f"gradients.{other}", value=value, suggestion=hint)
+
+
+def reference_of_scaling(optimizer: Optimizer) -> Problem | None:
+    """Refuse to scale the learning rate from no batch size."""
+    if optimizer.lr_scaling == "none" or optimizer.reference_batch is not None:
+        return None
+    what, hint = "there is no batch size to scale from", "Set optimizer.reference_batch=256, say"
+    return Problem("C011", what, key="optimizer.lr_scaling", value=optimizer.lr_scaling, suggestion=hint)
+
+
+def momentum_of_nesterov(optimizer: Optimizer) -> Problem | None:
+    """Refuse Nesterov's momentum without a momentum."""
+    kwargs = optimizer.target.kwargs
+    if kwargs.get("nesterov") is not True or kwargs.get("momentum") != 0:
+        return None
+    hint = "Set optimizer.momentum=0.9, or optimizer.nesterov=false"
+    return Problem("C011", "Nesterov needs a momentum", key="optimizer.nesterov", value=True, suggestion=hint)
+
+
+def momentum_to_cycle(optimizer: Optimizer, schedule: Schedule, place: Place) -> Problem | None:
+    """Refuse momenta typed for the schedule where the optimizer has none; those of an option stay off."""
+    momenta = {name: schedule.target.kwargs.get(name) for name in ("momentum_max", "momentum_min")}
+    typed = [name for name in momenta if momenta[name] and place(f"schedule.{name}") == COMMAND_LINE]
+    if not typed or _has_momentum(optimizer.target):
+        return None
+    what = f"there is no momentum to cycle in {optimizer.target.path} as it is configured"
+    hint = "Leave it out, or choose an optimizer with a momentum or betas, such as optimizer=sgd"
+    key = f"schedule.{typed[0]}"
+    return Problem("C011", what, key=key, value=momenta[typed[0]], suggestion=hint)
+
+
+def _has_momentum(optimizer: Target) -> bool:
+    given = {name: p.default for name, p in keywords(optimizer.resolve()).items() if p.default is not p.empty}
+    given |= optimizer.kwargs
+    return bool(given.get("momentum") or given.get("betas", (0,))[0])
+
+
+def one_form_of_step(optimizer: Optimizer) -> Problem | None:
+    """Refuse steps that are both fused and by lists of tensors."""
+    kwargs = optimizer.target.kwargs
+    if kwargs.get("fused") is not True or kwargs.get("foreach") is not True:
+        return None
+    what, hint = "contradicts optimizer.fused=true", "Leave one of the two out"
+    return Problem("C011", what, key="optimizer.foreach", value=True, suggestion=hint)
+
+
+def _trains_in_part(group: ParameterGroup) -> bool:
+    """Return True if what the entry is about trains in a part of the run only."""
+    begins, ends = group.trains_from, group.trains_until
+    return bool(begins is not None and begins.value) or bool(ends is not None and ends.value)
+
+
+def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[Problem]:
+    """Refuse optimizers and freezing that ranks with parts of the weights or gradients cannot follow."""
+    path, sharded = optimizer.target.path, parallel.strategy == "fsdp"
+    switching = any(map(_trains_in_part, optimizer.groups))
+    if switching and parallel.compression == "powersgd":
+        what = "remembers what it has not sent, by buckets that change with what is frozen"
+        hint = "Use parallel.compression=bf16, or freeze throughout with trains_until: 0"
+        yield Problem("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
+    if sharded and path.startswith("ptfast.optim.") and path.endswith(_WHOLE_LAYERS):
+        what = "goes by whole layers, of which each rank has a part under parallel=fsdp"
+        hint = "Use parallel=ddp, or an optimizer that goes by elements, such as optimizer=adamw"
+        yield Problem("C011", what, key="optimizer", value=path, suggestion=hint)
+    if sharded and path == "torch.optim.Adafactor":
+        what = "torch has no Adafactor for weights that are shared out, as under parallel=fsdp"
+        yield Problem("C011", what, key="optimizer", value=path, suggestion="Use optimizer=adamw")
+    if sharded and switching:
+        what = "parallel=fsdp shares weights out once, as they train at the start"
+        hint = "Freeze throughout with trains_until: 0, or use parallel=ddp"
+        yield Problem("C011", what, key="optimizer.groups", suggestion=hint)
+
+
+RULES = (
+    one_way_of_clipping_groups,
+    momentum_of_nesterov,
+    momentum_to_cycle,
+    reference_of_scaling,
+    one_form_of_step,
+    shared_out_parameters,
+)
+UNUSED = (
+    Unused(
+        ("optimizer.reference_batch",),
+        lambda optimizer: optimizer.lr_scaling != "none",
+        "to optimizer.lr_scaling=none",
+        "optimizer.lr_scaling=linear",
+    ),
+)
+
+
+def panel(run: Run) -> dict[str, object]:
+    """What is asked of single parameters."""
+    return {"parameters": run.groups_note}
 
 
 _SMALL = ("model.hidden=[16]",)

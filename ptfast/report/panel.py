@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import sys
 
+from ptfast import data, models, optim, tasks
 from ptfast.config.schema import Config
 from ptfast.core.protocols import TASKS
-from ptfast.core.run import Resolved, Run
-from ptfast.techniques.checkpointing import Checkpointing
+from ptfast.core.run import Run
+from ptfast.core.sections.key_rules import call_with
+from ptfast.data import decoding, loaders, sampling, transforms
+from ptfast.techniques import (
+    backend,
+    checkpointing,
+    compile,
+    curriculum,
+    ema,
+    gradients,
+    parallel,
+    rewrites,
+    schedule,
+)
 
 
 def build_panel(
@@ -17,7 +30,6 @@ def build_panel(
     from ptfast.core.machine import spare_cores
 
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
-    num_dropped = len(resolved.dropped_biases or ())
     num_parameters = sum(p.numel() for p in run.model.parameters())
     layout = ", channels last" if resolved.channels_last else ""
     processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
@@ -28,7 +40,6 @@ def build_panel(
         length = f"steps={config.steps}" + (f", {epochs:.3g} epochs" if epochs else "")
     # Weights that are shared out come with a class of torch's own making.
     model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
-    lr, reason = _rate(run), getattr(run.train_loader, "reason", None)
     table = [
         ("data", run.data_note),
         ("task", _task(run)),
@@ -37,38 +48,11 @@ def build_panel(
         ("precision", run.precision.describe()),
         ("batch", _batch(config, run)),
         ("steps", f"{run.total_steps:,} ({length})"),
-        ("optimizer", f"{type(run.optimizer).__name__}, lr {lr}, {resolved.optimizer}"),
-        ("schedule", _schedule(config, resolved.momentum)),
-        ("loader", f"{run.train_loader.kind} ({reason})" if reason else run.train_loader.kind),
+        ("optimizer", f"{type(run.optimizer).__name__}, lr {_rate(run)}, {resolved.optimizer}"),
     ]
-    switches = {
-        "parallel": _parallel(config, run),
-        "checkpointing": checkpointing_row(config.checkpointing, resolved.checkpointed),
-        "compile": run.compilation.describe() if run.compilation is not None else None,
-        "rewrites": f"{num_dropped} biases before a BatchNorm dropped" if num_dropped else None,
-        "clip norm": config.gradients.clip_norm,
-        "clip value": config.gradients.clip_value,
-        "clip adaptive": f"{share:g} of a unit's weights"
-        if (share := config.gradients.clip_adaptive)
-        else None,
-        "gradients": "their norm is logged" if config.gradients.log_norm else None,
-        "parameters": run.groups_note,
-        "kernels": _kernels(config, resolved),
-        "transfers": "on a side stream, one batch ahead" if resolved.side_stream else None,
-        "reading": "by a thread, one batch ahead" if resolved.read_ahead else None,
-        "average": run.ema.describe() if run.ema is not None else None,
-        "evaluation": _evaluation(run),
-        "padding": resolved.padding,
-        "curriculum": "; ".join(resolved.curriculum) or None,
-        "shuffling": _shuffling(config),
-        **_regularisation(config),
-        "decoding": "JPEG by the GPU, other files by the CPU"
-        if config.data.target.kwargs.get("decoder") == "nvjpeg"
-        else None,
-        "corrupt files": "skipped" if run.unreadable is not None else None,
-        "resumed": _resumed(run) if run.progress.step else None,
-    }
-    table += [(name, str(value)) for name, value in switches.items() if value is not None]
+    facts = {**dict(config), "run": run, "resolved": resolved}
+    switches = {name: row for part in PANELS for name, row in call_with(part, facts).items()}
+    table += [(name, str(row)) for name, row in switches.items() if row is not None]
     loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
     if run.precision.warning is not None:
         loud.append(run.precision.warning)
@@ -105,15 +89,10 @@ def _batch(config: Config, run: Run) -> str:
     return f"{batch_size} = " + " x ".join([*parts, f"{batch_size // micro_batches} samples"])
 
 
-def _schedule(config: Config, momentum: str | None) -> str:
-    """The shape of the learning rate, what tells it from others of its name, and the warm-up."""
-    schedule = config.schedule
-    words = [schedule.target.path.rsplit(".", 1)[-1]]
-    if (rise := schedule.target.kwargs.get("rise")) is not None:
-        words.append(f"up over {rise}")
-    if schedule.warmup.value:
-        words.append(f"warm-up {schedule.warmup}")
-    return ", ".join(words + ([f"momentum {momentum}"] if momentum else []))
+def _loader(run: Run) -> dict[str, object]:
+    """The loader, and why that one was chosen."""
+    kind, reason = run.train_loader.kind, getattr(run.train_loader, "reason", None)
+    return {"loader": f"{kind} ({reason})" if reason else kind}
 
 
 def left_out(run: Run) -> dict[str, int]:
@@ -121,7 +100,7 @@ def left_out(run: Run) -> dict[str, int]:
     return {name: count for name, loader in run.eval_loaders.items() if (count := loader.left_out)}
 
 
-def _evaluation(run: Run) -> str | None:
+def _evaluation(run: Run) -> dict[str, object]:
     """What is particular about evaluations."""
     words = ["over images and their mirror images"] * run.settings.flip
     if run.settings.full_size is not None:
@@ -129,29 +108,13 @@ def _evaluation(run: Run) -> str | None:
     if missing := left_out(run):
         parts = " and ".join(f"{count:,} of {name}" for name, count in missing.items())
         words.append(f"without the samples of a last, smaller batch ({parts})")
-    return "; ".join(words) or None
+    return {"evaluation": "; ".join(words) or None}
 
 
-def _resumed(run: Run) -> str:
-    """Where the run goes on, and what it took to come there."""
-    note = run.status.resumed_note
-    return f"at step {run.progress.step:,}" + (f"; {note}" if note else "")
-
-
-def _shuffling(config: Config) -> str | None:
-    """What samples are drawn out of, where that is not the whole."""
-    size = config.data.shuffle_buffer
-    return None if size is None else f"each sample is drawn out of {size:,} that lie together"
-
-
-def _kernels(config: Config, resolved: Resolved) -> str | None:
-    """How kernels are chosen, where there is a choice."""
-    if resolved.deterministic:
-        return "deterministic"
-    if not resolved.cudnn_benchmark:
-        return None
-    until = ", while inputs have few shapes" if config.backend.cudnn_benchmark == "auto" else ""
-    return f"cuDNN takes the quickest by trying{until}"
+def _resumed(run: Run) -> dict[str, object]:
+    """Where the run resumes, and what that took."""
+    note = f"at step {run.progress.step:,}" + (f"; {run.status.resumed_note}" if run.status.resumed_note else "")
+    return {"resumed": note if run.progress.step else None}
 
 
 def _rate(run: Run) -> str:
@@ -162,60 +125,6 @@ def _rate(run: Run) -> str:
     return f"{reference_lr(run.optimizer, 'initial_lr'):g}" + (f" ({scaling})" if scaling else "")
 
 
-def _parallel(config: Config, run: Run) -> str | None:
-    """How the ranks train together, and what of it is switched on; None where one process was asked for."""
-    parallel = config.parallel
-    if not run.ranks.distributed:
-        asked = parallel.strategy
-        return None if asked == "single" else f"one process: {asked} has nothing to share out here"
-    if run.sharded:
-        words = [f"fsdp, weights in {len(run.resolved.shards) + 1} parts"]
-    else:
-        words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]
-        words += ["copied gradients"] * (not parallel.gradient_as_bucket_view)
-        words += ["static graph"] * parallel.static_graph + ["unused parameters"] * parallel.unused_parameters
-        words += [f"{parallel.compression} gradients"] * (parallel.compression != "none")
-    return ", ".join(words + ["synced BatchNorm"] * parallel.sync_batchnorm)
-
-
-def _regularisation(config: Config) -> dict[str, str | float | None]:
-    """What makes training harder on purpose, where it is on."""
-    augment, keywords = config.augment, config.model.target.kwargs
-    jitter = ("brightness", "contrast", "saturation", "translation", "scaling")
-    images = {
-        f"crop after {augment.crop_padding} pixels of padding": augment.crop_padding,
-        _resized_crop(augment.resized_crop): augment.resized_crop,
-        "alternating flip" if augment.flip == "alternating" else "flip": augment.flip,
-        f"turn by up to {augment.rotation_degrees:g} degrees": augment.rotation_degrees,
-        **{f"{name} {getattr(augment, name):g}": getattr(augment, name) for name in jitter},
-        f"cutout of {augment.cutout} pixels": augment.cutout,
-        f"mixup {augment.mixup:g}": augment.mixup,
-        f"cutmix {augment.cutmix:g}": augment.cutmix,
-    }
-    rates = [keywords.get(name) for name in ("drop_path", "drop_path_rate", "stochastic_depth_prob")]
-    return {
-        "augment": ", ".join(name for name, on in images.items() if on) or None,
-        "label smoothing": config.task.options.get("label_smoothing") or None,
-        "drop path": next(filter(None, rates), None),
-    }
-
-
-def _resized_crop(parts: tuple[float, float] | None) -> str:
-    return "resized crop of {:.0%} to {:.0%}".format(*parts) if parts is not None else "resized crop"
-
-
-def checkpointing_row(checkpointing: Checkpointing, blocks: list[str]) -> str | None:
-    """What is computed again in the backward pass; None where nothing is."""
-    if checkpointing.mode == "none":
-        return None
-    if checkpointing.mode == "budget":
-        return f"the compiler keeps {checkpointing.memory_budget:.0%} of the activations"
-    what = "cheap operations" if checkpointing.mode == "selective" else "all"
-    which = f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else blocks[0]
-    every = f", 1 in {checkpointing.every}" if checkpointing.mode == "every_n" else ""
-    return f"{what} in {len(blocks)} block{'s' * (len(blocks) > 1)} computed again ({which}{every})"
-
-
 def device_name(run: Run) -> str:
     """What the run computes on, as its maker calls it."""
     if run.device.type != "cuda":
@@ -223,3 +132,12 @@ def device_name(run: Run) -> str:
     import torch
 
     return torch.cuda.get_device_name(run.device)
+
+
+PANELS = (
+    *(schedule.panel, _loader),
+    *(parallel.panel, checkpointing.panel, compile.panel, rewrites.panel, gradients.panel, optim.panel),
+    *(backend.panel, loaders.panel, ema.panel, _evaluation, sampling.panel, curriculum.panel, data.panel),
+    *(transforms.panel, tasks.panel, models.panel, decoding.panel, _resumed),
+)
+"""What says which rows there are after the first ones, in their order; a row of None is left out."""

@@ -20,3 +20,8 @@ class Task(Section):
     def build_options(self) -> dict[str, Any]:
         """Keywords of the task's constructor; what they name by import path is built."""
         return built(self.options)
+
+
+def panel(task: Task) -> dict[str, object]:
+    """What makes the targets softer."""
+    return {"label smoothing": task.options.get("label_smoothing") or None}

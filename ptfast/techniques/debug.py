@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from ptfast.core import devices
 from ptfast.core.sections.coerce import NOT_NEGATIVE
+from ptfast.core.sections.key_rules import Unused
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
 from ptfast.core.technique import Technique
 
@@ -21,6 +24,24 @@ class Debug(Section):
     active: Count = 5
     """Steps that `profiler` and `memory` look at."""
 
+
+def marks_for_a_gpu(debug: Debug, device: str) -> Problem | None:
+    """Refuse marks for Nsight where no CUDA device is used."""
+    if debug.mode != "nvtx" or devices.usable_type(device) == "cuda":
+        return None
+    what, hint = "marks are for a CUDA device, and none is used", "Use debug=profiler"
+    return Problem("E005", what, key="debug", value="nvtx", suggestion=hint)
+
+
+MACHINE_RULES = (marks_for_a_gpu,)
+UNUSED = (
+    Unused(
+        ("debug.wait", "debug.warmup", "debug.active"),
+        lambda debug: debug.mode in ("profiler", "memory"),
+        "to debug={debug.mode}",
+        "debug=profiler",
+    ),
+)
 
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(

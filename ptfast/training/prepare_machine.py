@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ptfast.config.checks.parallel_rules import check_ranks
+from ptfast.techniques.parallel import check_ranks
 from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
@@ -109,4 +109,4 @@ def _cut_batch(context: BuildContext) -> None:
         1 if known else config.gradients.accumulate,
         config.curriculum.batch_size_from,
     )
-    check_ranks(config, ranks.num_ranks, context.micro_batches, scales=context.precision.scaler is not None)
+    check_ranks(config.parallel, ranks.num_ranks, context.micro_batches, scales=context.precision.scaler is not None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from config_trees import Tree, cannot_run, check, refused, typed
 
-from ptfast.config.checks.unused_keys import idle_keys
+from ptfast.config.checks.rules import unused_keys
 from ptfast.config.checks.validate import check_batch
 from ptfast.core.errors import ConfigError
 
@@ -94,38 +94,38 @@ def test_keys_that_would_change_nothing(
     key: str, value: Any, remedy: Tree | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ptfast.core.devices.lack_of_compiler", lambda device: None)
-    (warning,) = idle_keys(check(**{key: value}), typed)
+    (warning,) = unused_keys(check(**{key: value}), typed)
     assert warning.startswith(f"{key.replace('__', '.')}=")
     assert "means nothing" in warning
     if remedy is not None:
-        assert not list(idle_keys(check(**{key: value}, **remedy), typed))
+        assert not list(unused_keys(check(**{key: value}, **remedy), typed))
     # An option file may bring figures for a switch that is off.
-    assert not list(idle_keys(check(**{key: value}), lambda key: "mine.yaml:3"))
+    assert not list(unused_keys(check(**{key: value}), lambda key: "mine.yaml:3"))
 
 
 @pytest.mark.parametrize("kind", ["plain", "memory", "device", "packed"])
 def test_keys_of_workers_where_there_are_none(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptfast.config.checks.rules._packed_problem", lambda config: None)
+    monkeypatch.setattr("ptfast.config.checks.rules.RULES", ())
     keys: Tree = {"dataloader__workers": 4, "dataloader__prefetch": 3, "backend__worker_threads": 2}
-    warnings = list(idle_keys(check(dataloader__kind=kind, **keys), typed))
+    warnings = list(unused_keys(check(dataloader__kind=kind, **keys), typed))
     assert [warning.partition("=")[0].replace(".", "__") for warning in warnings] == list(keys)
     assert all(f"means nothing to dataloader={kind}" in warning for warning in warnings)
     for other in ("auto", "workers"):
-        assert not list(idle_keys(check(dataloader__kind=other, **keys), typed))
+        assert not list(unused_keys(check(dataloader__kind=other, **keys), typed))
 
 
 def test_keys_that_what_is_chosen_leaves_without_effect() -> None:
-    (warning,) = idle_keys(check(batching__pack=True, batching__multiple=8), typed)
+    (warning,) = unused_keys(check(batching__pack=True, batching__multiple=8), typed)
     assert warning.startswith("batching.multiple=8")
     tokens = {"batching__buckets": True, "batching__batch_tokens": 4096}
-    assert "dataloader.last=drop" in " ".join(idle_keys(check(**tokens, dataloader__last="drop"), typed))
+    assert "dataloader.last=drop" in " ".join(unused_keys(check(**tokens, dataloader__last="drop"), typed))
     only = {"batch_size": "command line"}
-    (warning,) = idle_keys(check(**tokens, batch_size=32), lambda key: only.get(key, "mine.yaml:3"))
+    (warning,) = unused_keys(check(**tokens, batch_size=32), lambda key: only.get(key, "mine.yaml:3"))
     assert warning.startswith("batch_size=32 (command line): means nothing to training by batching.batch_tok")
-    assert not list(idle_keys(check(batch_size=32), typed))
-    (warning,) = idle_keys(check(run__name="mine", run__dir="there"), typed)
+    assert not list(unused_keys(check(batch_size=32), typed))
+    (warning,) = unused_keys(check(run__name="mine", run__dir="there"), typed)
     assert warning.startswith("run.name=mine (command line): means nothing beside run.dir=there")
-    assert not list(idle_keys(check(run__name="mine"), typed))
+    assert not list(unused_keys(check(run__name="mine"), typed))
 
 
 def test_memory_is_not_pinned_for_a_cpu() -> None:

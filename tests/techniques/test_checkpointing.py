@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
 from ptfast.models.mlp import Mlp
-from ptfast.report.panel import checkpointing_row
+from ptfast.techniques.checkpointing import panel
 from ptfast.techniques.checkpointing.activation_checkpointing import (
     CheckpointedForward,
     apply_checkpointing,
@@ -206,10 +206,10 @@ def test_what_was_found_is_written_and_shown(tmp_path: Path) -> None:
     again = build_run(tmp_path, *words)
     assert again.resolved.checkpointed == ["blocks.0", "blocks.2", "blocks.4"]
     config = check(checkpointing={"mode": "every_n", "every": 2}).checkpointing
-    row = checkpointing_row(config, run.resolved.checkpointed)
+    row = panel(config, run.resolved)["checkpointing"]
     assert row == "all in 3 blocks computed again (blocks.0 to blocks.4, 1 in 2)"
     off = check(checkpointing={"mode": "none"}).checkpointing
-    assert checkpointing_row(off, []) is None
+    assert panel(off, run.resolved)["checkpointing"] is None
 
 
 @pytest.mark.parametrize(

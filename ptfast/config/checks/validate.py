@@ -8,11 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ptfast.config.checks.rules import Place, across_keys, check_batch
+from ptfast.config.checks.rules import across_keys, check_batch
 from ptfast.config.checks.target_kinds import check_target
 from ptfast.config.checks.trust import Trust
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
+from ptfast.core.sections.key_rules import Place
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Section

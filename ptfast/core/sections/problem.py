@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ptfast.core.devices import Lack
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 
 
@@ -40,6 +41,13 @@ class Problem(ValueError):  # noqa: N818 - one message of many until `error` mak
             place=place or None,
             suggestion=self.suggestion,
         )
+
+
+def cannot_run(lack: Lack | None, key: str, value: Any) -> Problem | None:
+    """An E005 for a lack that stops a run; one that only slows it down is no problem."""
+    if lack is None or lack.runs:
+        return None
+    return Problem("E005", lack.what, key=key, value=value, suggestion=lack.remedy)
 
 
 def shown(value: Any) -> Any:

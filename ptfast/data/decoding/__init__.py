@@ -1,1 +1,48 @@
 """Files and texts into arrays."""
+
+from __future__ import annotations
+
+from ptfast.core import devices
+from ptfast.core.protocols import Run
+from ptfast.core.sections.problem import Problem
+from ptfast.data import Data
+from ptfast.data.loaders import Dataloader
+from ptfast.data.transforms import Augment
+
+
+def _by_gpu(data: Data) -> bool:
+    return data.target.kwargs.get("decoder") == "nvjpeg"
+
+
+def crops_for_nvjpeg(data: Data, augment: Augment, dataloader: Dataloader) -> Problem | None:
+    """Refuse a GPU that decodes for something else than crops, or in processes that have no part in it."""
+    if not _by_gpu(data):
+        return None
+    if augment.resized_crop is None:
+        what = "nvJPEG decodes for augment.resized_crop"
+        hint = "Use augment=resized_crop, or data.decoder=cpu"
+        return Problem("C011", what, key="data.decoder", value="nvjpeg", suggestion=hint)
+    if (kind := dataloader.kind) not in ("auto", "plain"):
+        what, hint = "data.decoder=nvjpeg decodes in the process that trains", "Use dataloader=plain"
+        return Problem("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
+    return None
+
+
+def gpu_for_nvjpeg(data: Data, device: str) -> Problem | None:
+    """Refuse nvJPEG where no CUDA device is used."""
+    if not _by_gpu(data) or devices.usable_type(device) == "cuda":
+        return None
+    what, hint = "nvJPEG decodes on a CUDA device, and none is used", "Use data.decoder=cpu"
+    return Problem("E005", what, key="data.decoder", value="nvjpeg", suggestion=hint)
+
+
+RULES = (crops_for_nvjpeg,)
+MACHINE_RULES = (gpu_for_nvjpeg,)
+
+
+def panel(data: Data, run: Run) -> dict[str, object]:
+    """Who decodes, and what becomes of files that cannot be read."""
+    return {
+        "decoding": "JPEG by the GPU, other files by the CPU" if _by_gpu(data) else None,
+        "corrupt files": "skipped" if run.unreadable is not None else None,
+    }

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from ptfast.core.run import Resolved
+from ptfast.core import devices
 from ptfast.core.sections.coerce import NOT_NEGATIVE
+from ptfast.core.sections.key_rules import Unused
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.technique import Technique
+from ptfast.data import Data
 
 
 class Dataloader(Section):
@@ -26,6 +32,67 @@ class Dataloader(Section):
     """Read the next batch in a thread while this one trains, on a CPU."""
     last: Literal["keep", "drop", "pad"] = "keep"
     """Whether an epoch's last, smaller batch is trained on; `pad` fills it from the epoch's start."""
+
+
+PACK_FILES = ("manifest.json", "pack.unfinished")
+"""Of which a pack has one, whole or not."""
+
+
+def data_of_a_pack(dataloader: Dataloader, data: Data) -> Problem | None:
+    """Refuse data that is to be read from a pack, and is none."""
+    if dataloader.kind != "packed":
+        return None
+    target = data.target
+    key = {
+        "ptfast.data.sources.imagefolder.ImageFolder": "root",
+        "ptfast.data.sources.text_dataset.TextFile": "path",
+    }.get(target.path)
+    if key is None:
+        what, hint = "only image folders and text files are packed", "Use dataloader=auto"
+        return Problem("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
+    path = Path(str(target.kwargs[key])).expanduser()
+    # What is missing or unfinished is reported when it is opened.
+    if not path.exists() or any((path / name).is_file() for name in PACK_FILES):
+        return None
+    what, pack = f"data.{key}={path} is no pack", f"{path}-packed"
+    hint = f"Make one with ptfast pack {path} {pack} and use data.{key}={pack}, or use dataloader=auto"
+    return Problem("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
+
+
+def memory_to_pin(dataloader: Dataloader, device: str) -> Problem | None:
+    """Refuse pinned memory where nothing is copied to a CUDA device."""
+    if dataloader.pin is not True or devices.usable_type(device) == "cuda":
+        return None
+    what, hint = "memory is pinned for copies to a CUDA device, and none is used", "Use dataloader.pin=auto"
+    return Problem("E005", what, key="dataloader.pin", value=True, suggestion=hint)
+
+
+def thread_for_a_cpu(dataloader: Dataloader, device: str) -> Problem | None:
+    """Refuse a thread that reads ahead where a side stream does it."""
+    if not dataloader.read_ahead or devices.usable_type(device) == "cpu":
+        return None
+    what, hint = "a thread reads ahead for a CPU", "Use dataloader.side_stream=true, which does it for a GPU"
+    return Problem("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
+
+
+RULES = (data_of_a_pack,)
+MACHINE_RULES = (memory_to_pin, thread_for_a_cpu)
+UNUSED = (
+    Unused(
+        ("dataloader.workers", "dataloader.prefetch", "backend.worker_threads"),
+        lambda dataloader: dataloader.kind in ("auto", "workers"),
+        "to dataloader={dataloader.kind}",
+        "dataloader=workers",
+    ),
+)
+
+
+def panel(resolved: Resolved) -> dict[str, object]:
+    """How batches come to the device."""
+    return {
+        "transfers": "on a side stream, one batch ahead" if resolved.side_stream else None,
+        "reading": "by a thread, one batch ahead" if resolved.read_ahead else None,
+    }
 
 
 TECHNIQUES: tuple[Technique, ...] = (

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+from ptfast.core.run import Resolved
+from ptfast.core.sections.key_rules import Unused
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
 from ptfast.core.technique import Technique
+from ptfast.optim import Optimizer
+from ptfast.techniques.curriculum import Curriculum
 
 
 class Batching(Section):
@@ -21,6 +26,53 @@ class Batching(Section):
     """Tokens of one optimizer step over all ranks, padding included, in place of `batch_size` samples."""
     pack: bool = False
     """Documents of a text to model side by side in windows of the context length, each seen by itself."""
+
+
+def one_way_of_batching(batching: Batching, curriculum: Curriculum, optimizer: Optimizer) -> Problem | None:
+    """Refuse batches by tokens of any length, and batches that both grow and go by length or tokens."""
+    first, scaling = curriculum.batch_size_from, optimizer.lr_scaling
+    if batching.buckets and batching.pack:
+        what, hint = "packed windows are all of one length", "Set one of the two to false"
+        return Problem("C011", what, key="batching.pack", value="true", suggestion=hint)
+    if not batching.buckets and batching.batch_tokens is not None:
+        what, hint = "counts on texts of like length", "Use batching=tokens, or set batching.buckets=true"
+        value = batching.batch_tokens
+        return Problem("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
+    if batching.buckets and first is not None:
+        what, hint = "batches by length are of one size", "Use curriculum=none or batching=longest"
+        return Problem("C011", what, key="curriculum.batch_size_from", value=first, suggestion=hint)
+    if batching.batch_tokens is not None and scaling != "none":
+        what, hint = "batches of so many tokens have no size to scale by", "Use optimizer.lr_scaling=none"
+        return Problem("C011", what, key="optimizer.lr_scaling", value=scaling, suggestion=hint)
+    return None
+
+
+RULES = (one_way_of_batching,)
+UNUSED = (
+    Unused(
+        ("batching.multiple", "batching.padding"),
+        lambda batching: not batching.pack,
+        "to batching=pack, whose windows have one length",
+        "batching=longest",
+    ),
+    Unused(
+        ("batch_size",),
+        lambda batching: batching.batch_tokens is None,
+        "to training by batching.batch_tokens={batching.batch_tokens}",
+        "batching.batch_tokens for a step's tokens and eval.batch_size for evaluation, or batching=buckets",
+    ),
+    Unused(
+        ("dataloader.last",),
+        lambda batching: batching.batch_tokens is None,
+        "where batches are made up by their tokens",
+        "batching=buckets",
+    ),
+)
+
+
+def panel(resolved: Resolved) -> dict[str, object]:
+    """How sequences come to one length."""
+    return {"padding": resolved.padding}
 
 
 _LINES = (

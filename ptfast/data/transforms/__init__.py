@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from ptfast.core.sections.coerce import NOT_NEGATIVE, Range
+from ptfast.core.sections.key_rules import Unused
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Part, Ratio, Section
 from ptfast.core.technique import Technique
 
@@ -40,6 +42,47 @@ class Augment(Section):
     """Paste a patch of another image into each: parameter of its Beta distribution; 0 for none."""
     targets: Literal["auto", "keep"] = "auto"
     """`auto` moves masks with their images, and refuses targets that may be places; `keep` moves none."""
+
+
+def one_way_of_cropping(augment: Augment) -> Problem | None:
+    """Refuse two ways of cropping at once, and ranges the wrong way round."""
+    for name in ("resized_crop", "resized_ratio"):
+        low, high = getattr(augment, name) or (0, 0)
+        if low > high:
+            what, hint = "the largest comes first", f"Use augment.{name}=[{high:g},{low:g}]"
+            return Problem("C011", what, key=f"augment.{name}", value=[low, high], suggestion=hint)
+    if augment.resized_crop is None or not augment.crop_padding:
+        return None
+    what, hint = f"contradicts augment.crop_padding={augment.crop_padding}", "Set augment.crop_padding=0"
+    value = list(augment.resized_crop)
+    return Problem("C011", what, key="augment.resized_crop", value=value, suggestion=hint)
+
+
+RULES = (one_way_of_cropping,)
+UNUSED = (
+    Unused(
+        ("augment.resized_ratio",),
+        lambda augment: augment.resized_crop is not None,
+        "without augment.resized_crop",
+        "augment=resized_crop",
+    ),
+)
+
+
+def panel(augment: Augment) -> dict[str, object]:
+    """The random changes to images that are on."""
+    parts, jitter = augment.resized_crop, ("brightness", "contrast", "saturation", "translation", "scaling")
+    images = {
+        f"crop after {augment.crop_padding} pixels of padding": augment.crop_padding,
+        "resized crop of {:.0%} to {:.0%}".format(*(parts or (0, 1))): parts,
+        "alternating flip" if augment.flip == "alternating" else "flip": augment.flip,
+        f"turn by up to {augment.rotation_degrees:g} degrees": augment.rotation_degrees,
+        **{f"{name} {getattr(augment, name):g}": getattr(augment, name) for name in jitter},
+        f"cutout of {augment.cutout} pixels": augment.cutout,
+        f"mixup {augment.mixup:g}": augment.mixup,
+        f"cutmix {augment.cutmix:g}": augment.cutmix,
+    }
+    return {"augment": ", ".join(name for name, on in images.items() if on) or None}
 
 
 TECHNIQUES: tuple[Technique, ...] = (

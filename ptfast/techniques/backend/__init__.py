@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ptfast.core.run import Resolved
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.technique import Technique
 
@@ -17,6 +21,25 @@ class Backend(Section):
     """Let cuDNN time its kernels and take the quickest; `auto` while the shapes of inputs are few."""
     deterministic: bool = False
     """Only kernels that give the same bits in every run."""
+
+
+def repeatable_kernels(backend: Backend) -> Problem | None:
+    """Refuse to choose kernels by timing where bits must repeat."""
+    if not (backend.deterministic and backend.cudnn_benchmark is True):
+        return None
+    what = "kernels chosen by timing differ from run to run, which backend.deterministic forbids"
+    hint = "Use backend.cudnn_benchmark=auto"
+    return Problem("C011", what, key="backend.cudnn_benchmark", value=True, suggestion=hint)
+
+
+RULES = (repeatable_kernels,)
+
+
+def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
+    """How kernels are chosen, where there is a choice."""
+    until = ", while inputs have few shapes" if backend.cudnn_benchmark == "auto" else ""
+    searched = f"cuDNN takes the quickest by trying{until}" if resolved.cudnn_benchmark else None
+    return {"kernels": "deterministic" if resolved.deterministic else searched}
 
 
 TECHNIQUES: tuple[Technique, ...] = (

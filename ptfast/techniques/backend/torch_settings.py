@@ -10,9 +10,10 @@ import torch
 
 from ptfast.core.devices import device_type, lack_of_device
 from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
-from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.errors import ConfigError
 from ptfast.core.machine import usable_cores
 from ptfast.core.protocols import StepBatch
+from ptfast.core.sections.problem import cannot_run
 
 MOST_SHAPES = 8
 """Shapes of inputs up to which searching for kernels pays: full and last batches, a few sizes of images."""
@@ -108,9 +109,8 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
         MachineError: E005 when the device asked for is not there.
         ConfigError: C012 when there are fewer GPUs than ranks.
     """
-    lack = lack_of_device(name)
-    if lack is not None:
-        raise MachineError("E005", lack.what, key="device", value=name, suggestion=lack.remedy)
+    if problem := cannot_run(lack_of_device(name), "device", name):
+        raise problem.error(None)
     name = device_type(name)
     if name == "cuda":
         count = torch.cuda.device_count()

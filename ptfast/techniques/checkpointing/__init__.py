@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+from ptfast.core.run import Resolved
+from ptfast.core.sections.key_rules import Unused
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
 from ptfast.core.technique import Technique
+from ptfast.techniques.compile import Compile
 
 
 class Checkpointing(Section):
@@ -19,6 +23,56 @@ class Checkpointing(Section):
     """For `every_n`: 2 takes every second block."""
     memory_budget: float | None = None
     """For `budget`: the share that is kept of what a compiled model keeps."""
+
+
+def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> Problem | None:
+    """Refuse a budget without a compiler, and a mode without its figure."""
+    mode = checkpointing.mode
+    if mode == "budget" and compile.mode in ("none", "pointwise"):
+        what, hint = "a memory budget is kept by the compiler", "Set compile=model, or use checkpointing=full"
+        return Problem("C011", what, key="checkpointing", value=mode, suggestion=hint)
+    for name, owner, usual in (("every", "every_n", 2), ("memory_budget", "budget", 0.5)):
+        if mode == owner and getattr(checkpointing, name) is None:
+            what, key = f"needed by checkpointing={mode}", f"checkpointing.{name}"
+            return Problem("C016", what, key=key, suggestion=f"Set {key}={usual}")
+    return None
+
+
+RULES = (what_the_mode_needs,)
+UNUSED = (
+    Unused(
+        ("checkpointing.every",),
+        lambda checkpointing: checkpointing.mode == "every_n",
+        "to checkpointing={checkpointing.mode}",
+        "checkpointing=every_n",
+    ),
+    Unused(
+        ("checkpointing.memory_budget",),
+        lambda checkpointing: checkpointing.mode == "budget",
+        "to checkpointing={checkpointing.mode}",
+        "checkpointing=budget",
+    ),
+    Unused(
+        ("checkpointing.blocks",),
+        lambda checkpointing: checkpointing.mode in ("full", "every_n", "selective"),
+        "to checkpointing={checkpointing.mode}",
+        "checkpointing=full",
+    ),
+)
+
+
+def panel(checkpointing: Checkpointing, resolved: Resolved) -> dict[str, object]:
+    """What is computed again in the backward pass; None where nothing is."""
+    if checkpointing.mode == "none":
+        return {"checkpointing": None}
+    if checkpointing.mode == "budget":
+        return {"checkpointing": f"the compiler keeps {checkpointing.memory_budget:.0%} of the activations"}
+    blocks = resolved.checkpointed
+    what = "cheap operations" if checkpointing.mode == "selective" else "all"
+    which = f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else blocks[0]
+    every = f", 1 in {checkpointing.every}" if checkpointing.mode == "every_n" else ""
+    plural = "s" * (len(blocks) > 1)
+    return {"checkpointing": f"{what} in {len(blocks)} block{plural} computed again ({which}{every})"}
 
 
 _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=14", "optimizer.lr=0.01")

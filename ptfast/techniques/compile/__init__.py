@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ptfast.core import devices
+from ptfast.core.protocols import Run
+from ptfast.core.sections.key_rules import Unused
+from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import OrAuto, Section
 from ptfast.core.technique import Technique
+from ptfast.techniques.gradients import Gradients
+from ptfast.techniques.parallel import Parallel
 
 
 class Compile(Section):
@@ -19,8 +25,69 @@ class Compile(Section):
     """One code for batches of any length; `auto` for texts that come in more than a few lengths."""
 
 
-OVERWRITES = "a CUDA graph overwrites the gradients of the micro-batch before"
-OVERWRITES_HINT = "Use one micro-batch for each rank, or compile=model"
+_WHOLE_MODEL = ("pointwise", "model", "reduce_overhead", "max_autotune")
+"""Modes that compile the model as one piece."""
+
+
+def accumulating_in_graphs() -> Problem:
+    """CUDA graphs under accumulation."""
+    what = "a CUDA graph overwrites the gradients of the micro-batch before"
+    hint = "Use one micro-batch for each rank, or compile=model"
+    return Problem("C011", what, key="compile", value="reduce_overhead", suggestion=hint)
+
+
+def graphs_without_accumulation(
+    compile: Compile, parallel: Parallel, gradients: Gradients, micro_batches: int | None
+) -> Problem | None:
+    """Refuse CUDA graphs where a step has several micro-batches on a rank."""
+    many = parallel.strategy == "single" and (micro_batches or 1) > 1
+    accumulates = many or gradients.accumulate > 1
+    return accumulating_in_graphs() if compile.mode == "reduce_overhead" and accumulates else None
+
+
+def blocks_under_fsdp(compile: Compile, parallel: Parallel) -> Problem | None:
+    """Refuse to compile a model in one piece whose weights are gathered block by block."""
+    if parallel.strategy != "fsdp" or compile.mode not in _WHOLE_MODEL:
+        return None
+    what = "parallel=fsdp gathers weights between blocks, where a whole model cannot be compiled"
+    return Problem("C011", what, key="compile", value=compile.mode, suggestion="Use compile=blocks")
+
+
+def compiler(compile: Compile, device: str) -> Problem | None:
+    """Refuse to compile where a tool or device is missing."""
+    mode = compile.mode
+    return None if mode == "none" else compiler_problem(mode, devices.usable_type(device))
+
+
+def compiler_problem(mode: str, device: str) -> Problem | None:
+    """An E005 where a mode cannot compile for a device of that type."""
+    graphs = devices.lack_of_cuda_graphs(device) if mode == "reduce_overhead" else None
+    return cannot_run(devices.lack_of_compiler(device) or graphs, "compile", mode)
+
+
+RULES = (graphs_without_accumulation, blocks_under_fsdp)
+MACHINE_RULES = (compiler,)
+UNUSED = (
+    Unused(
+        ("compile.blocks",),
+        lambda compile: compile.mode == "blocks",
+        "to compile={compile.mode}",
+        "compile=blocks",
+    ),
+    Unused(
+        ("compile.dynamic",),
+        lambda compile: compile.mode != "none",
+        "without compiling",
+        "compile=model",
+    ),
+)
+
+
+def panel(run: Run) -> dict[str, object]:
+    """What is compiled."""
+    return {"compile": run.compilation.describe() if run.compilation is not None else None}
+
+
 _OFF = ("compile=none",)
 _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=8", "optimizer=sgd")
 

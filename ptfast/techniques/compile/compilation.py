@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from ptfast.core.devices import lack_of_compiler, lack_of_cuda_graphs
-from ptfast.core.errors import ConfigError, MachineError
-from ptfast.techniques.compile import OVERWRITES, OVERWRITES_HINT
+from ptfast.core.errors import ConfigError
+from ptfast.techniques.compile import accumulating_in_graphs, compiler_problem
 from ptfast.techniques.repeated_blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -54,13 +53,11 @@ class Compilation:
     """
 
     def __init__(self, mode: Mode, device: str, *, dynamic: bool = False, accumulates: bool = False) -> None:
-        lack = lack_of_compiler(device) or (
-            lack_of_cuda_graphs(device) if mode == "reduce_overhead" else None
-        )
-        if lack is not None:
-            raise MachineError("E005", lack.what, key="compile", value=mode, suggestion=lack.remedy)
-        if mode == "reduce_overhead" and accumulates:
-            raise ConfigError("C011", OVERWRITES, key="compile", value=mode, suggestion=OVERWRITES_HINT)
+        problem = compiler_problem(mode, device)
+        if problem is None and mode == "reduce_overhead" and accumulates:
+            problem = accumulating_in_graphs()
+        if problem is not None:
+            raise problem.error(None)
         self.mode: Mode = mode
         self.blocks: dict[str, nn.Module] = {}
         self.fusion: PointwiseFusion | None = None

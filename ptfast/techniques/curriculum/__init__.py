@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
+from ptfast.core.run import Resolved
 from ptfast.core.durations import Duration
 from ptfast.core.sections.coerce import POSITIVE, InUnit
+from ptfast.core.sections.key_rules import Unused, longer_than_run
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.technique import Technique
 
@@ -25,6 +28,41 @@ class Curriculum(Section):
     """Samples of a batch at first, by which it then grows; `auto` for a quarter, null for all."""
     over: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(60, "percent")
     """How long it takes to grow to full size, such as `60%` or `5epochs`."""
+
+
+def _grows(curriculum: Curriculum) -> bool:
+    sizes = (curriculum.image_size_from, curriculum.length_from, curriculum.batch_size_from)
+    return sizes != (None, None, None)
+
+
+def growth_within_run(curriculum: Curriculum, epochs: int | None, steps: int | None) -> Problem | None:
+    """Refuse growing for longer than the run."""
+    if not _grows(curriculum):
+        return None
+    return longer_than_run("curriculum.over", curriculum.over, epochs, steps)
+
+
+RULES = (growth_within_run,)
+UNUSED = (
+    Unused(("curriculum.over",), _grows, "where nothing grows", "curriculum.batch_size_from=auto, say"),
+    Unused(
+        ("curriculum.image_size_multiple",),
+        lambda curriculum: curriculum.image_size_from is not None,
+        "where images do not grow",
+        "curriculum.image_size_from=auto",
+    ),
+    Unused(
+        ("curriculum.length_multiple",),
+        lambda curriculum: curriculum.length_from is not None,
+        "where sequences do not grow",
+        "curriculum.length_from=auto",
+    ),
+)
+
+
+def panel(resolved: Resolved) -> dict[str, object]:
+    """What grows, and how."""
+    return {"curriculum": "; ".join(resolved.curriculum) or None}
 
 
 TECHNIQUES: tuple[Technique, ...] = (

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from ptfast.core.durations import Duration
+from ptfast.core.protocols import Run
 from ptfast.core.sections.coerce import InUnit
+from ptfast.core.sections.key_rules import Unused
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Every, Section
 from ptfast.core.technique import Technique
 
@@ -19,6 +22,30 @@ class Ema(Section):
     """From where on weights count alike in an average (SWA), such as `75%`; null for no such average."""
     swa_every: Every = Duration(1, "epochs")
     """How far apart the weights lie that SWA averages, such as `1epochs` or `100steps`."""
+
+
+def one_average(ema: Ema) -> Problem | None:
+    """Refuse two averages of the weights, of which one alone could be evaluated."""
+    if ema.decay is None or ema.swa_start is None:
+        return None
+    what, hint = f"contradicts ema.decay={ema.decay:g}", "Set one of the two to null"
+    return Problem("C011", what, key="ema.swa_start", value=ema.swa_start, suggestion=hint)
+
+
+RULES = (one_average,)
+UNUSED = (
+    Unused(
+        ("ema.swa_every",),
+        lambda ema: ema.swa_start is not None,
+        "without such an average",
+        "ema.swa_start=75%",
+    ),
+)
+
+
+def panel(run: Run) -> dict[str, object]:
+    """The average that is evaluated."""
+    return {"average": run.ema.describe() if run.ema is not None else None}
 
 
 _RATE = ("optimizer.lr=0.01",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ptfast.core.sections.coerce import POSITIVE
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
 from ptfast.core.technique import Technique
 
@@ -22,6 +23,31 @@ class Gradients(Section):
     """Largest norm of a unit's gradient as a part of its weights' norm, such as 0.01; the head is spared."""
     log_norm: bool = False
     """Log the global norm of the gradients before clipping as `grad_norm`."""
+
+
+def one_way_of_clipping(gradients: Gradients) -> Problem | None:
+    """Refuse two ways of clipping at once, of which the later would act on what the other has left."""
+    names = ("clip_norm", "clip_value", "clip_adaptive")
+    found = [(name, value) for name in names if (value := getattr(gradients, name)) is not None]
+    if len(found) < 2:
+        return None
+    (first, limit), (name, value) = found[:2]
+    what, hint = f"contradicts gradients.{first}={limit:g}", "Set one of the two to null"
+    return Problem("C011", what, key=f"gradients.{name}", value=value, suggestion=hint)
+
+
+RULES = (one_way_of_clipping,)
+
+
+def panel(gradients: Gradients) -> dict[str, object]:
+    """How gradients are clipped and logged."""
+    adaptive = gradients.clip_adaptive
+    return {
+        "clip norm": gradients.clip_norm,
+        "clip value": gradients.clip_value,
+        "clip adaptive": f"{adaptive:g} of a unit's weights" if adaptive else None,
+        "gradients": "their norm is logged" if gradients.log_norm else None,
+    }
 
 
 TECHNIQUES: tuple[Technique, ...] = (

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from ptfast.core.durations import Duration
+from ptfast.core.protocols import Run
 from ptfast.core.sections.coerce import POSITIVE, Range
+from ptfast.core.sections.key_rules import Unused
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section, WallTime
 from ptfast.core.technique import Technique
+from ptfast.techniques.debug import Debug
+from ptfast.techniques.gradients import Gradients
+from ptfast.techniques.precision import Precision
+from ptfast.techniques.rewrites import Rewrites
 
 
 class Parallel(Section):
@@ -39,6 +47,154 @@ class Parallel(Section):
     """Steps that send whole gradients before."""
     blocks: list[str] | Literal["auto"] = "auto"
     """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` finds what repeats."""
+
+
+_OF_DDP = {"compression": "none", "static_graph": False, "unused_parameters": False}
+"""Keys that only `ddp` follows, with their values when off."""
+
+
+def keys_of_the_strategy(parallel: Parallel) -> Iterator[Problem]:
+    """Refuse what the strategy rules out."""
+    if parallel.strategy != "ddp":
+        for name, off in _OF_DDP.items():
+            if (value := getattr(parallel, name)) != off:
+                what, hint = f"belongs to parallel=ddp, not {parallel.strategy}", "Use parallel=ddp"
+                yield Problem("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
+    if parallel.strategy == "single":
+        if parallel.sync_batchnorm:
+            yield _without_ranks("Use parallel=ddp")
+        for name in ("nproc", "nnodes"):
+            if (value := getattr(parallel, name)) not in (1, "auto"):
+                what, hint = "one process trains under parallel=single", "Use parallel=ddp"
+                yield Problem("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
+
+
+def one_static_graph(
+    parallel: Parallel, gradients: Gradients, micro_batches: int | None
+) -> Iterator[Problem]:
+    """Refuse what a graph that is recorded once leaves out."""
+    if not parallel.static_graph:
+        return
+    if parallel.unused_parameters:
+        what = "contradicts parallel.static_graph=true, which learns them in the first step"
+        hint = "Set one of the two to false"
+        yield Problem("C011", what, key="parallel.unused_parameters", value=True, suggestion=hint)
+    ranks = None if parallel.nproc == "auto" else parallel.nproc * parallel.nnodes
+    if gradients.accumulate > 1 or (ranks and micro_batches and micro_batches > ranks):
+        yield _static_graph_accumulating()
+
+
+def finite_compression(parallel: Parallel, precision: Precision) -> Problem | None:
+    """Refuse PowerSGD for gradients that may overflow."""
+    scaled = parallel.compression == "powersgd" and precision.mode == "amp_fp16"
+    return _powersgd_scaled() if scaled else None
+
+
+def whole_under_fsdp(
+    parallel: Parallel, gradients: Gradients, debug: Debug, rewrites: Rewrites
+) -> Iterator[Problem]:
+    """Refuse what needs whole layers, of which a rank has a part."""
+    if parallel.strategy != "fsdp":
+        return
+    if gradients.clip_adaptive is not None:
+        what = "goes by whole units, of which each rank has a part under parallel=fsdp"
+        value, hint = gradients.clip_adaptive, "Use gradients.clip_norm, or parallel=ddp"
+        yield Problem("C011", what, key="gradients.clip_adaptive", value=value, suggestion=hint)
+    if debug.mode == "gradcheck":
+        what = "checks a copy of the model, which parallel=fsdp has shared out"
+        yield Problem("C011", what, key="debug", value="gradcheck", suggestion="Use parallel=ddp")
+    if rewrites.channels_last is True:
+        what = "parallel=fsdp shares out weights by rows, which have to lie one after another"
+        hint = "Use rewrites.channels_last=auto, which leaves them so"
+        yield Problem("C011", what, key="rewrites.channels_last", value=True, suggestion=hint)
+
+
+def gpus_for_ranks(parallel: Parallel, device: str) -> Problem | None:
+    """Refuse more ranks than there are GPUs, where there are any."""
+    if parallel.strategy == "single" or parallel.nproc == "auto" or device not in ("auto", "cuda"):
+        return None
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if parallel.nproc <= num_gpus or num_gpus == 0:
+        return None
+    what = f"more ranks than GPUs, this machine has {num_gpus}"
+    hint = f"Use at most parallel.nproc={num_gpus}"
+    return Problem("C012", what, key="parallel.nproc", value=parallel.nproc, suggestion=hint)
+
+
+RULES = (keys_of_the_strategy, one_static_graph, finite_compression, whole_under_fsdp)
+MACHINE_RULES = (gpus_for_ranks,)
+UNUSED = (
+    Unused(
+        ("parallel.powersgd_rank", "parallel.powersgd_start"),
+        lambda parallel: parallel.compression == "powersgd",
+        "to parallel.compression={parallel.compression}",
+        "parallel.compression=powersgd",
+    ),
+    Unused(
+        ("parallel.bucket_mb", "parallel.gradient_as_bucket_view"),
+        lambda parallel: parallel.strategy == "ddp",
+        "to parallel={parallel.strategy}",
+        "parallel=ddp",
+    ),
+    Unused(
+        ("parallel.blocks",),
+        lambda parallel: parallel.strategy == "fsdp",
+        "to parallel={parallel.strategy}",
+        "parallel=fsdp",
+    ),
+)
+
+
+def check_ranks(parallel: Parallel, num_ranks: int, micro_batches: int, *, scales: bool) -> None:
+    """Refuse what the ranks, the parts of a batch and the precision rule out that `auto` became.
+
+    Args:
+        scales: fp16 gradients are scaled, so that they may overflow.
+
+    Raises:
+        ConfigError: C011.
+    """
+    if parallel.sync_batchnorm and num_ranks == 1:
+        raise _without_ranks("Set it to false").error(None)
+    if parallel.static_graph and micro_batches > num_ranks:
+        raise _static_graph_accumulating().error(None)
+    if parallel.compression == "powersgd" and scales:
+        raise _powersgd_scaled().error(None)
+
+
+def _without_ranks(suggestion: str) -> Problem:
+    what = "there are no ranks to take statistics over"
+    return Problem("C011", what, key="parallel.sync_batchnorm", value=True, suggestion=suggestion)
+
+
+def _powersgd_scaled() -> Problem:
+    what = "remembers what it has lost, which an fp16 gradient that overflows would make infinite for good"
+    hint = "Use precision=bf16, or parallel.compression=fp16"
+    return Problem("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
+
+
+def _static_graph_accumulating() -> Problem:
+    what = "DDP records its graph in a step of one backward pass"
+    hint = "Use gradients.accumulate=1, one micro-batch a rank"
+    return Problem("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
+
+
+def panel(parallel: Parallel, run: Run) -> dict[str, object]:
+    """How the ranks train together, and what of it is switched on; None where one process was asked for."""
+    if not run.ranks.distributed:
+        asked = parallel.strategy
+        alone = f"one process: {asked} has nothing to share out here"
+        return {"parallel": None if asked == "single" else alone}
+    if run.sharded:
+        words = [f"fsdp, weights in {len(run.resolved.shards) + 1} parts"]
+    else:
+        words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]
+        words += ["copied gradients"] * (not parallel.gradient_as_bucket_view)
+        words += ["static graph"] * parallel.static_graph + ["unused parameters"] * parallel.unused_parameters
+        words += [f"{parallel.compression} gradients"] * (parallel.compression != "none")
+    return {"parallel": ", ".join(words + ["synced BatchNorm"] * parallel.sync_batchnorm)}
 
 
 _DDP = ("parallel=ddp", "model=resnet_digits", "model.width=4")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ptfast.core import devices
+from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import Section
 from ptfast.core.technique import Technique
 
@@ -16,6 +18,17 @@ class Precision(Section):
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "highest"
     """Of float32 matrix products, measured before use; `auto` is the quickest as exact as float32."""
 
+
+def number_format(precision: Precision, device: str) -> Problem | None:
+    """Refuse a number format that the device cannot compute in."""
+    mode = precision.mode
+    if mode in ("fp32", "amp"):
+        # They run anywhere: torch need not be imported to tell.
+        return None
+    return cannot_run(devices.lack_of_precision(mode, devices.usable_type(device)), "precision", mode)
+
+
+MACHINE_RULES = (number_format,)
 
 _SMALL = ("model.hidden=[16]",)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ptfast.core.devices import lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
-from ptfast.core.errors import MachineError
+from ptfast.core.sections.problem import cannot_run
 
 Mode = Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"]
 Matmul = Literal["highest", "high", "medium"]
@@ -89,8 +89,8 @@ def build_precision(
         MachineError: E005 where the device cannot run `mode`.
     """
     lack = lack_of_precision(mode, device.type)
-    if lack is not None and not lack.runs:
-        raise MachineError("E005", lack.what, key="precision", value=mode, suggestion=lack.remedy)
+    if problem := cannot_run(lack, "precision", mode):
+        raise problem.error(None)
     ranks = ranks or Ranks()
     if matmul == "auto" and mode == "tf32":
         matmul = "high"

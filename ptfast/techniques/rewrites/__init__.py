@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ptfast.core.run import Resolved
 from ptfast.core.sections.section import OrAuto, Section
 from ptfast.core.technique import Technique
 
@@ -13,6 +16,12 @@ class Rewrites(Section):
     """Store images with the channels innermost; `auto` where that usually pays."""
     bias_before_norm: bool = True
     """Keep a layer's bias where the BatchNorm right behind subtracts it again."""
+
+
+def panel(resolved: Resolved) -> dict[str, object]:
+    """What was rewritten, beside the memory format, which stands with the model."""
+    dropped = len(resolved.dropped_biases or ())
+    return {"rewrites": f"{dropped} biases before a BatchNorm dropped" if dropped else None}
 
 
 TECHNIQUES: tuple[Technique, ...] = (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
+from ptfast.core.run import Resolved
 from ptfast.core.durations import Duration
 from ptfast.core.sections.coerce import InUnit
+from ptfast.core.sections.key_rules import longer_than_run
+from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import TargetSection
 from ptfast.core.technique import Technique
 
@@ -19,6 +22,39 @@ class Schedule(TargetSection):
 
 _OFF = ("schedule=constant",)
 _RATE = ("optimizer.lr=0.01",)
+
+
+def warmup_within_run(schedule: Schedule, epochs: int | None, steps: int | None) -> Problem | None:
+    """Refuse a warm-up that is longer than the run."""
+    return longer_than_run("schedule.warmup", schedule.warmup, epochs, steps)
+
+
+def rising_milestones(schedule: Schedule) -> Problem | None:
+    """Refuse milestones of one unit that do not rise."""
+    values = schedule.target.kwargs.get("milestones")
+    if not isinstance(values, (list, tuple)):
+        return None
+    if len({value.unit for value in values if isinstance(value, Duration)}) > 1:
+        return None
+    numbers = [value.value if isinstance(value, Duration) else value for value in values]
+    if numbers == sorted(numbers):
+        return None
+    return Problem("C011", "milestones must be in rising order", key="schedule.milestones", value=values)
+
+
+RULES = (warmup_within_run, rising_milestones)
+
+
+def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
+    """The shape of the learning rate, what tells it from others of its name, and the warm-up."""
+    words = [schedule.target.path.rsplit(".", 1)[-1]]
+    if (rise := schedule.target.kwargs.get("rise")) is not None:
+        words.append(f"up over {rise}")
+    if schedule.warmup.value:
+        words.append(f"warm-up {schedule.warmup}")
+    momentum = resolved.momentum
+    return {"schedule": ", ".join(words + ([f"momentum {momentum}"] if momentum else []))}
+
 
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
