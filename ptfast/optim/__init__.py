@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import COMMAND_LINE
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
 from ptfast.core.sections.key_rules import Place, Unused
 from ptfast.core.sections.problem import Problem

@@ -113,7 +113,9 @@ def _evaluation(run: Run) -> dict[str, object]:
 
 def _resumed(run: Run) -> dict[str, object]:
     """Where the run resumes, and what that took."""
-    note = f"at step {run.progress.step:,}" + (f"; {run.status.resumed_note}" if run.status.resumed_note else "")
+    note = f"at step {run.progress.step:,}" + (
+        f"; {run.status.resumed_note}" if run.status.resumed_note else ""
+    )
     return {"resumed": note if run.progress.step else None}
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ptfast.techniques.parallel import check_ranks
 from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.run import Display, Resolved, unless_resolved
 from ptfast.core.saved_state import State
 from ptfast.techniques.backend.torch_settings import apply_backend
+from ptfast.techniques.parallel import check_ranks
 from ptfast.techniques.precision.number_formats import Precision, build_precision
 
 
@@ -109,4 +109,6 @@ def _cut_batch(context: BuildContext) -> None:
         1 if known else config.gradients.accumulate,
         config.curriculum.batch_size_from,
     )
-    check_ranks(config.parallel, ranks.num_ranks, context.micro_batches, scales=context.precision.scaler is not None)
+    check_ranks(
+        config.parallel, ranks.num_ranks, context.micro_batches, scales=context.precision.scaler is not None
+    )

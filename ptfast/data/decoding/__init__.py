@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ptfast.core import devices
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.core.sections.problem import Problem
 from ptfast.data import Data
 from ptfast.data.loaders import Dataloader

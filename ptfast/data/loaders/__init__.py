@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ptfast.core.run import Resolved
 from ptfast.core import devices
+from ptfast.core.run import Resolved
 from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem

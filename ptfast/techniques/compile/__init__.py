@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ptfast.core import devices
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import OrAuto, Section

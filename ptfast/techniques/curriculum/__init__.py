@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from ptfast.core.run import Resolved
 from ptfast.core.durations import Duration
+from ptfast.core.run import Resolved
 from ptfast.core.sections.coerce import POSITIVE, InUnit
 from ptfast.core.sections.key_rules import Unused, longer_than_run
 from ptfast.core.sections.problem import Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ptfast.core.durations import Duration
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem

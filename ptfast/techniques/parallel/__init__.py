@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from ptfast.core.durations import Duration
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.core.sections.coerce import POSITIVE, Range
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
