@@ -69,6 +69,7 @@ class Bench:
 
         from ptfast.models.gpt import Gpt
         from ptfast.models.resnet_cifar import ResNetCifar
+        from ptfast.techniques.checkpointing import Checkpointing
         from ptfast.techniques.checkpointing.activation_checkpointing import (
             apply_checkpointing,
             apply_memory_budget,
@@ -91,7 +92,7 @@ class Bench:
         self.model.to(self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, fused=True)
         if mode in EAGER:
-            apply_checkpointing(self.model, mode, every=2)  # type: ignore[arg-type]
+            apply_checkpointing(self.model, Checkpointing(mode=mode, every=2))  # type: ignore[arg-type]
         else:
             apply_memory_budget(float(mode.split()[1]) if mode.startswith("budget") else None)
             self.model.compile()

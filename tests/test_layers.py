@@ -194,7 +194,9 @@ def test_what_compiles_nothing_does_not_load_the_compiler() -> None:
     code = """
 import sys, torch
 import ptfast.training.build
+from ptfast.techniques.backend import Backend
 from ptfast.techniques.backend.torch_settings import apply_backend
+from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing, apply_memory_budget
 from ptfast.core.sections.targets import Target
 from ptfast.profiling.limits.step_counting import Operators, StepCounter
@@ -202,8 +204,8 @@ from ptfast.models.gpt import Gpt
 from ptfast.optim.build_optimizer import build_optimizer, build_step
 
 heavy = {"torch._dynamo", "torch._functorch.config", "torch.utils.flop_counter"}
-apply_backend(1, cudnn_benchmark=True, deterministic=False, device=torch.device("cpu"))
-apply_checkpointing(Gpt(5, 4, width=4, heads=2), "none")
+apply_backend(Backend(threads=1, cudnn_benchmark=True), device=torch.device("cpu"))
+apply_checkpointing(Gpt(5, 4, width=4, heads=2), Checkpointing(mode="none"))
 apply_memory_budget(None)
 assert not heavy & set(sys.modules), "building"
 inputs = torch.ones(3, requires_grad=True)

@@ -28,7 +28,7 @@ from ptfast.optim.build_optimizer import (
 )
 from ptfast.report.loggers import NoLogger
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
-from ptfast.techniques.gradients.clipping import Clipper, build_clipper, head_of
+from ptfast.techniques.gradients.clipping import build_clipper, head_of
 from ptfast.techniques.schedule.lr_schedules import Schedule, build_schedule
 from ptfast.training.averaging import build_average
 from ptfast.training.course import Course, build_course, check_last_batch
@@ -106,7 +106,9 @@ def build(
         optimizer=optimizer,
         schedule=schedule,
         precision=context.precision,
-        clip=_build_clipper(config, model, shaped.grouping),
+        clip=build_clipper(
+            config.gradients, model.parameters(), head=head_of(model), by_group=shaped.grouping.clip_norms()
+        ),
         ema=average,
         compilation=shaped.compilation,
         freezing=freezing,
@@ -142,18 +144,6 @@ def _build_optimizer(
     if context.precision.scaler is not None:
         start_momentum(optimizer)
     return optimizer
-
-
-def _build_clipper(config: Config, model: torch.nn.Module, grouping: Grouping) -> Clipper | None:
-    gradients = config.gradients
-    return build_clipper(
-        gradients.clip_norm,
-        gradients.clip_value,
-        model.parameters(),
-        clip_adaptive=gradients.clip_adaptive,
-        head=head_of(model) if gradients.clip_adaptive is not None else (),
-        by_group=grouping.clip_norms(),
-    )
 
 
 def _build_schedule(context: BuildContext, course: Course, optimizer: torch.optim.Optimizer) -> Schedule:

@@ -9,7 +9,7 @@ import torch
 from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
-from ptfast.core.run import Display, Resolved, unless_resolved
+from ptfast.core.run import Display, Resolved
 from ptfast.core.saved_state import State
 from ptfast.techniques.backend.torch_settings import apply_backend
 from ptfast.techniques.parallel import check_ranks
@@ -60,19 +60,9 @@ def prepare_machine(
     if trains and before.num_ranks != ranks.num_ranks:
         # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
         before = replace(before, threads=0, workers=0)
-    benchmark = config.backend.cudnn_benchmark if trains else False
-    if benchmark == "auto" and (before.device, before.cudnn_benchmark) == ("cuda", False):
-        # Shapes had become too many before.
-        benchmark = False
-    switches = apply_backend(
-        threads=unless_resolved(config.backend.threads, before.threads),
-        cudnn_benchmark=benchmark,
-        deterministic=config.backend.deterministic,
-        device=device,
-        num_local_ranks=ranks.num_local_ranks,
-    )
-    matmul = unless_resolved(config.precision.matmul_precision, before.matmul_precision)
-    precision = build_precision(config.precision.mode, device, matmul, ranks)
+    backend = config.backend if trains else config.backend.model_copy(update={"cudnn_benchmark": False})
+    switches = apply_backend(backend, device=device, num_local_ranks=ranks.num_local_ranks, before=before)
+    precision = build_precision(config.precision, device, ranks, before=before)
     context = BuildContext(
         config=config,
         ranks=ranks,

@@ -16,17 +16,12 @@ from ptfast.data.build_data import Data
 from ptfast.models.build_model import build_model
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.build_optimizer import Grouping
-from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing, apply_memory_budget
-from ptfast.techniques.compile.compilation import Compilation
+from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
+from ptfast.techniques.compile.compilation import Compilation, apply_compile
 from ptfast.techniques.parallel.wrapping import apply_sync_batchnorm, wrap_for_ranks
 from ptfast.techniques.precision.number_formats import apply_half_weights
 from ptfast.techniques.repeated_blocks import find_blocks
-from ptfast.techniques.rewrites.model_rewrites import (
-    apply_channels_last,
-    drop_biases,
-    find_cancelled_biases,
-    resolve_channels_last,
-)
+from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
 from ptfast.training.prepare_data import first_samples, reading
 from ptfast.training.prepare_machine import BuildContext
 from ptfast.training.sequence_batching import has_many_lengths
@@ -60,29 +55,29 @@ def build_plain_model(context: BuildContext, info: DataInfo) -> nn.Module:
 def place_model(
     model: nn.Module, context: BuildContext, task: Task, data: Data | None, info: DataInfo
 ) -> None:
-    """Bring `model` into the form that computes, in place: layout, number format, device, saved weights.
+    """Bring `model` into the form that computes, in place: number format, device, rewrites, saved weights.
 
     Args:
         data: of which a few samples are looked at where biases may be dropped; None drops none but those of
             before.
     """
-    config, resolved, before = context.config, context.resolved, context.before
-    # Weights are shared out by rows that lie one after another.
-    resolved.channels_last = False if _is_sharded(context) else before.channels_last
-    if resolved.channels_last is None:
-        resolved.channels_last = resolve_channels_last(
-            config.rewrites.channels_last, model, info.kind, context.device
-        )
-    if resolved.channels_last:
-        apply_channels_last(model)
     if context.precision.half_weights:
         apply_half_weights(model)
     model.to(context.device)
-    dropped = before.dropped_biases
-    if dropped is None and data is not None and not config.rewrites.bias_before_norm:
-        dropped = on_first_rank(lambda: _cancelled_biases(model, context, task, data), context.ranks)
-    resolved.dropped_biases = dropped or {}
-    drop_biases(model, resolved.dropped_biases)
+
+    apply_rewrites(
+        model,
+        context.config.rewrites,
+        kind=info.kind,
+        device=context.device,
+        cancelled_biases=None
+        if data is None
+        else partial(on_first_rank, partial(_cancelled_biases, model, context, task, data), context.ranks),
+        # Weights are shared out by rows that lie one after another.
+        sharded=_is_sharded(context),
+        before=context.before,
+        resolved=context.resolved,
+    )
     if context.state is not None:
         restore_model(model, context.state)
 
@@ -105,25 +100,15 @@ def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
         dropped=[f"{name}.bias" for name in resolved.dropped_biases or ()],
     )
     grouping.freeze()
-    checkpointing = config.checkpointing
-    blocks = apply_checkpointing(
-        model,
-        checkpointing.mode,
-        blocks=before.checkpointed or checkpointing.blocks,
-        every=1 if before.checkpointed else checkpointing.every,
-    )
-    apply_memory_budget(checkpointing.memory_budget if checkpointing.mode == "budget" else None)
+    blocks = apply_checkpointing(model, config.checkpointing, known=before.checkpointed)
     dynamic = config.compile.dynamic
     if dynamic == "auto":
         known = before.compile_dynamic
         dynamic = has_many_lengths(data, config) if known is None else known
-    compilation = None
-    if config.compile.mode != "none":
-        accumulates = context.micro_batches > ranks.num_ranks
-        compilation = Compilation(
-            config.compile.mode, context.device.type, dynamic=dynamic, accumulates=accumulates
-        )
-        compilation.apply(model, config.compile.blocks)
+    accumulates = context.micro_batches > ranks.num_ranks
+    compilation = apply_compile(
+        model, config.compile, context.device, dynamic=dynamic, accumulates=accumulates
+    )
     shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if _is_sharded(context) else {}
     resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
     half_type = context.precision.half_type

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
+from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 
 MODES = ("full", "every_n", "selective")
@@ -79,7 +80,7 @@ def pair(make: Callable[[], nn.Module], mode: Any, **options: Any) -> tuple[nn.M
     torch.manual_seed(0)
     plain = make().train()
     other = copy.deepcopy(plain)
-    apply_checkpointing(other, mode, every=2, **options)
+    apply_checkpointing(other, Checkpointing(mode=mode, every=2, **options))
     return plain, other
 
 

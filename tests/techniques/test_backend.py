@@ -18,6 +18,7 @@ from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.core.run_directory import read_json
 from ptfast.profiling.debug_aids.debugging import debugging
+from ptfast.techniques.backend import Backend
 from ptfast.techniques.backend.torch_settings import (
     apply_backend,
     resolve_threads,
@@ -72,11 +73,13 @@ def test_threads_spin_a_little_before_they_sleep_unless_the_user_says_how(monkey
 @pytest.mark.usefixtures("restore_backend")
 class TestBackend:
     def test_threads_are_set_and_recorded(self):
-        resolved = apply_backend(2, cudnn_benchmark=True, deterministic=False, device=CPU)
+        resolved = apply_backend(Backend(threads=2, cudnn_benchmark=True, deterministic=False), device=CPU)
         assert torch.get_num_threads() == resolved["threads"] == 2
         assert resolved["deterministic"] is False
         assert resolved["cudnn_benchmark"] is False
-        again = apply_backend(resolved["threads"], cudnn_benchmark=True, deterministic=False, device=CPU)
+        again = apply_backend(
+            Backend(threads=resolved["threads"], cudnn_benchmark=True, deterministic=False), device=CPU
+        )
         assert again == resolved
 
     def test_the_users_own_number_wins_but_not_torchruns(self, monkeypatch):
@@ -94,11 +97,11 @@ class TestBackend:
         assert 1 <= usable_cores() <= (os.cpu_count() or 1)
 
     def test_deterministic(self):
-        apply_backend(1, cudnn_benchmark=False, deterministic=True, device=CPU)
+        apply_backend(Backend(threads=1, cudnn_benchmark=False, deterministic=True), device=CPU)
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.deterministic
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        apply_backend(1, cudnn_benchmark=False, deterministic=False, device=CPU)
+        apply_backend(Backend(threads=1, cudnn_benchmark=False, deterministic=False), device=CPU)
         assert not torch.are_deterministic_algorithms_enabled()
 
     @pytest.mark.parametrize(
@@ -113,7 +116,9 @@ class TestBackend:
     )
     def test_cudnn_searches_on_a_gpu_alone(self, wanted, deterministic, device, expected):
         where = torch.device(device)
-        resolved = apply_backend(1, cudnn_benchmark=wanted, deterministic=deterministic, device=where)
+        resolved = apply_backend(
+            Backend(threads=1, cudnn_benchmark=wanted, deterministic=deterministic), device=where
+        )
         assert resolved["cudnn_benchmark"] is torch.backends.cudnn.benchmark is expected
 
 
@@ -141,9 +146,8 @@ class TestShapes:
     def test_a_run_says_it_and_remembers(self, tmp_path, monkeypatch):
         """On a GPU; here the switch is a stand-in's."""
 
-        def as_on_cuda(*args, **kwargs):
-            wanted = kwargs["cudnn_benchmark"]
-            return {**apply_backend(*args, **kwargs), "cudnn_benchmark": bool(wanted)}
+        def as_on_cuda(backend, **kwargs):
+            return {**apply_backend(backend, **kwargs), "cudnn_benchmark": bool(backend.cudnn_benchmark)}
 
         monkeypatch.setattr(prepare_machine, "apply_backend", as_on_cuda)
         monkeypatch.setattr(build, "MOST_SHAPES", 1)
@@ -159,16 +163,19 @@ class TestShapes:
         assert build_run(tmp_path / "off", *words, "backend.cudnn_benchmark=true").watch is None
 
     def test_a_resumed_run_does_not_search_again(self, tmp_path, monkeypatch):
-        asked = []
-        monkeypatch.setattr(
-            prepare_machine, "apply_backend", lambda **kwargs: asked.append(kwargs) or apply_backend(**kwargs)
-        )
+        """On a GPU; a run that comes from a CPU had not tried."""
+
+        def as_on_cuda(backend, **kwargs):
+            return apply_backend(backend, **{**kwargs, "device": torch.device("cuda")})
+
+        monkeypatch.setattr(prepare_machine, "apply_backend", as_on_cuda)
+        found = []
         for device in ("cuda", "cpu"):
             (tmp_path / "resolved.json").write_text(
                 json.dumps({"device": device, "cudnn_benchmark": False, "num_ranks": 1})
             )
-            build_run(tmp_path, "model.hidden=[8]", "steps=1")
-        assert [kwargs["cudnn_benchmark"] for kwargs in asked] == [False, "auto"]
+            found.append(build_run(tmp_path, "model.hidden=[8]", "steps=1").resolved.cudnn_benchmark)
+        assert found == [False, True]
 
 
 class TestSeeding:

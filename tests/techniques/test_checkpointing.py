@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
 from ptfast.models.mlp import Mlp
-from ptfast.techniques.checkpointing import panel
+from ptfast.techniques.checkpointing import Checkpointing, panel
 from ptfast.techniques.checkpointing.activation_checkpointing import (
     CheckpointedForward,
     apply_checkpointing,
@@ -89,21 +89,28 @@ def test_names_stay_and_a_copy_has_its_own_layers() -> None:
 
 
 def test_which_blocks() -> None:
-    assert list(apply_checkpointing(resnet(), "every_n", every=4)) == ["blocks.0", "blocks.4"]
+    assert list(apply_checkpointing(resnet(), Checkpointing(mode="every_n", every=4))) == [
+        "blocks.0",
+        "blocks.4",
+    ]
     model = gpt()
-    found = apply_checkpointing(model, "full", blocks="blocks")
+    found = apply_checkpointing(model, Checkpointing(mode="full", blocks="blocks"))
     assert list(found) == ["blocks.0", "blocks.1", "blocks.2"]
     assert all(isinstance(block.forward, CheckpointedForward) for block in model.blocks)
-    chosen = apply_checkpointing(gpt(), "full", blocks=["blocks.1", "head"])
+    chosen = apply_checkpointing(gpt(), Checkpointing(mode="full", blocks=["blocks.1", "head"]))
     assert list(chosen) == ["blocks.1", "head"]
-    assert apply_checkpointing(gpt(), "none") == apply_checkpointing(gpt(), "budget") == {}
+    assert (
+        apply_checkpointing(gpt(), Checkpointing(mode="none"))
+        == apply_checkpointing(gpt(), Checkpointing(mode="budget"))
+        == {}
+    )
 
 
 def test_what_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"checkpointing\.blocks=bloks\.\*: .*There is blocks"):
-        apply_checkpointing(gpt(), "full", blocks="bloks.*")
+        apply_checkpointing(gpt(), Checkpointing(mode="full", blocks="bloks.*"))
     with pytest.raises(ConfigError, match="Mlp has no blocks that recur") as caught:
-        apply_checkpointing(Mlp((4,), 2), "full")
+        apply_checkpointing(Mlp((4,), 2), Checkpointing(mode="full"))
     assert caught.value.code == "C011"
 
 
@@ -118,7 +125,7 @@ def test_a_norm_that_stands_still_at_first_writes_once_later() -> None:
     def trained(mode: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), NormOfItsOwn(4)) for _ in range(3)))
-        apply_checkpointing(model, mode)
+        apply_checkpointing(model, Checkpointing(mode=mode))
         norms = [module for module in model.modules() if isinstance(module, NormOfItsOwn)]
         for writes in (False, True, True):
             for norm in norms:
@@ -244,7 +251,7 @@ class Changing(nn.Module):
 
 def test_a_block_that_computes_something_else_the_second_time() -> None:
     model = nn.Sequential(*(Changing() for _ in range(3)))
-    apply_checkpointing(model, "full", blocks="*")
+    apply_checkpointing(model, Checkpointing(mode="full", blocks="*"))
     with pytest.raises(ConfigError, match="the second time") as caught, naming_mismatch("full"):
         model(torch.randn(2, 4)).sum().backward()
     assert caught.value.code == "C011"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
+from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing, apply_memory_budget
 from ptfast.techniques.compile.compilation import Compilation
 
@@ -47,7 +48,7 @@ def test_a_compiled_model(case: str) -> None:
     step(expected, inputs)
     for mode in ("full", "selective", "budget"):
         other = copy.deepcopy(model)
-        apply_checkpointing(other, mode)  # type: ignore[arg-type]
+        apply_checkpointing(other, Checkpointing(mode=mode))  # type: ignore[arg-type]
         apply_memory_budget(0.3 if mode == "budget" else None)
         other.compile()
         step(other, inputs)
@@ -87,7 +88,7 @@ class Dropped(nn.Module):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_dropout_of_a_compiled_model(mode: Any) -> None:
     model = nn.Sequential(Dropped())
-    apply_checkpointing(model, mode, blocks="0")
+    apply_checkpointing(model, Checkpointing(mode=mode, blocks="0"))
     model.compile()
     output = model(torch.rand(500) + 0.5)
     output.sum().backward()

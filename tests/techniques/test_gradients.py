@@ -10,6 +10,7 @@ from running import build_run, records, same_bits, train
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper, clip_adaptively, global_norm, head_of
 from ptfast.training.fit import fit
 
@@ -29,7 +30,7 @@ def grads(of: list[nn.Parameter]) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [0.001, 1.0, 1e6])
 def test_norm_equals_torch(scale):
     ours, theirs = parameters(scale), parameters(scale)
-    clip = build_clipper(0.5, None, ours)
+    clip = build_clipper(Gradients(clip_norm=0.5), ours)
     assert clip is not None
     norm, expected = clip(), clip_grad_norm_(theirs, 0.5)
     assert norm is not None
@@ -41,7 +42,7 @@ def test_norm_equals_torch(scale):
 def test_short_gradients_are_left_alone():
     ours = parameters(0.001)
     before = grads(ours).clone()
-    clip = build_clipper(10.0, None, ours)
+    clip = build_clipper(Gradients(clip_norm=10.0), ours)
     assert clip is not None
     clip()
     assert torch.equal(grads(ours), before)
@@ -49,7 +50,7 @@ def test_short_gradients_are_left_alone():
 
 def test_value_equals_torch():
     ours, theirs = parameters(), parameters()
-    clip = build_clipper(None, 0.1, ours)
+    clip = build_clipper(Gradients(clip_value=0.1), ours)
     assert clip is not None
     assert clip() is None
     clip_grad_value_(theirs, 0.1)
@@ -59,7 +60,7 @@ def test_value_equals_torch():
 
 def test_both_clamp_first():
     ours, theirs = parameters(), parameters()
-    clip = build_clipper(0.2, 0.1, ours)
+    clip = build_clipper(Gradients(clip_norm=0.2, clip_value=0.1), ours)
     assert clip is not None
     clip_grad_value_(theirs, 0.1)
     expected = clip_grad_norm_(theirs, 0.2)
@@ -70,7 +71,7 @@ def test_both_clamp_first():
 
 
 def test_off():
-    assert build_clipper(None, None, parameters()) is None
+    assert build_clipper(Gradients(), parameters()) is None
 
 
 def test_missing_and_frozen_gradients():
@@ -79,7 +80,7 @@ def test_missing_and_frozen_gradients():
     frozen = some[1].requires_grad_(False)
     assert frozen.grad is not None
     before = frozen.grad.clone()
-    clip = build_clipper(0.1, None, some)
+    clip = build_clipper(Gradients(clip_norm=0.1), some)
     assert clip is not None
     clip()
     assert torch.equal(frozen.grad, before)
@@ -91,7 +92,7 @@ def test_missing_and_frozen_gradients():
 def test_a_norm_that_is_not_finite_reaches_the_caller():
     some = parameters()
     some[0].grad = torch.full_like(some[0], torch.nan)
-    clip = build_clipper(1.0, None, some)
+    clip = build_clipper(Gradients(clip_norm=1.0), some)
     assert clip is not None
     norm = clip()
     assert norm is not None
@@ -116,7 +117,7 @@ def test_adaptive_equals_timm(scale: float, memory_format: torch.memory_format) 
         assert p.grad is not None
         q.grad = p.grad.clone()
     before = grads(ours)
-    clip = build_clipper(None, None, ours, clip_adaptive=0.02)
+    clip = build_clipper(Gradients(clip_adaptive=0.02), ours)
     assert clip is not None
     clip()
     timm.adaptive_clip_grad(theirs, 0.02)
@@ -143,7 +144,7 @@ def test_the_head_is_spared() -> None:
     assert [id(p) for p in head_of(tied)] == [id(tied[0].weight)]
     for p in model.parameters():
         p.grad = torch.full_like(p, 100.0)
-    clip = build_clipper(None, None, model.parameters(), clip_adaptive=0.01, head=head_of(model))
+    clip = build_clipper(Gradients(clip_adaptive=0.01), model.parameters(), head=head_of(model))
     assert clip is not None
     clip()
     long = [bool((p.grad == 100).all()) for p in model.parameters() if p.grad is not None]
@@ -152,14 +153,14 @@ def test_the_head_is_spared() -> None:
 
 def test_groups_are_clipped_apart_from_the_others() -> None:
     ours, theirs = parameters(), parameters()
-    clip = build_clipper(0.5, None, ours, by_group=[(0.1, ours[:2])])
+    clip = build_clipper(Gradients(clip_norm=0.5), ours, by_group=[(0.1, ours[:2])])
     assert clip is not None
     norm, expected = clip(), clip_grad_norm_(theirs[2:], 0.5)
     clip_grad_norm_(theirs[:2], 0.1)
     assert norm is not None
     assert torch.equal(norm, expected)
     assert torch.equal(grads(ours), grads(theirs))
-    alone = build_clipper(None, None, ours, by_group=[(0.01, ours[:2])])
+    alone = build_clipper(Gradients(), ours, by_group=[(0.01, ours[:2])])
     assert alone is not None
     alone()
     assert global_norm([p.grad for p in ours[:2] if p.grad is not None]) == pytest.approx(0.01, rel=1e-4)
@@ -229,7 +230,7 @@ def test_no_host_synchronisation_on_cuda():
     some = [nn.Parameter(p.detach().cuda()) for p in parameters()]
     for parameter in some:
         parameter.grad = torch.ones_like(parameter)
-    clip = build_clipper(0.5, None, some)
+    clip = build_clipper(Gradients(clip_norm=0.5), some)
     assert clip is not None
     clip()
     torch.cuda.set_sync_debug_mode("error")

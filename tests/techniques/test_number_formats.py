@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ptfast.cli import command_line
 from ptfast.techniques.ema.weight_averages import Ema
+from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper
 from ptfast.techniques.precision.number_formats import apply_half_weights
 from ptfast.training.fit import fit
@@ -150,7 +151,7 @@ def test_half_gradients_are_measured_in_float32() -> None:
     for parameter in parameters:
         parameter.grad = torch.linspace(0.1, 1, parameter.numel()).to(parameter.dtype)
     exact = sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None) ** 0.5
-    clip = build_clipper(1.0, None, parameters)
+    clip = build_clipper(Gradients(clip_norm=1.0), parameters)
     assert clip is not None
     assert float(clip()) == pytest.approx(exact, rel=1e-6)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ptfast.core import devices
 from ptfast.core.errors import MachineError
+from ptfast.techniques.precision import Precision as Section
 from ptfast.techniques.precision import number_formats as precision_module
 from ptfast.techniques.precision.number_formats import build_precision, try_matmuls
 
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def test_fp32_enters_nothing():
-    precision = build_precision("fp32", CPU)
+    precision = build_precision(Section(mode="fp32"), CPU)
     assert not precision.enabled
     assert precision.scaler is None
     with precision.autocast():
@@ -41,7 +42,7 @@ def cpu(monkeypatch, tmp_path):
 def test_bf16_computes_in_it_on_any_cpu(cpu):
     for flags in ("avx2", "avx2 avx512_bf16"):
         cpu(f"flags\t\t: {flags}\n")
-        precision = build_precision("bf16", CPU)
+        precision = build_precision(Section(mode="bf16"), CPU)
         assert precision.scaler is None
         with precision.autocast():
             assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
@@ -59,14 +60,14 @@ def test_bf16_computes_in_it_on_any_cpu(cpu):
 )
 def test_a_cpu_without_the_instructions_is_warned_of_with_the_cost(cpu, mode, native, remedy):
     cpu(f"flags\t\t: avx2 {native}\n")
-    assert build_precision(mode, CPU).warning is None
+    assert build_precision(Section(mode=mode), CPU).warning is None
     cpu("flags\t\t: fpu avx2 fma f16c\n")
     name = "float16" if mode == "amp_fp16" else "bf16"
     expected = (
         rf"precision={mode}: this CPU has no {name} instructions: matrix products take \d+\.\dx and "
         rf"convolutions take \d+\.\dx as long as in fp32\. {remedy}"
     )
-    assert re.fullmatch(expected, build_precision(mode, CPU).warning)
+    assert re.fullmatch(expected, build_precision(Section(mode=mode), CPU).warning)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_cpu_without_the_instructions_is_warned_of_with_the_cost(cpu, mode, na
 )
 def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
     cpu(text)
-    precision = build_precision("amp", CPU)
+    precision = build_precision(Section(mode="amp"), CPU)
     assert precision.enabled is has_bf16
     assert precision.warning is None
     fp32 = "fp32 (amp: this CPU has no bf16 instructions)"
@@ -98,11 +99,11 @@ def test_where_linux_says_nothing_torch_is_asked(monkeypatch, tmp_path, text):
             monkeypatch.delattr(torch.cpu, "get_capabilities")
         else:
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda c=capabilities: c, raising=False)
-        assert build_precision("amp", CPU).enabled is ("arm_bf16" in (capabilities or ()))
+        assert build_precision(Section(mode="amp"), CPU).enabled is ("arm_bf16" in (capabilities or ()))
 
 
 def test_one_context_serves_every_step():
-    precision = build_precision("bf16", CPU)
+    precision = build_precision(Section(mode="bf16"), CPU)
     assert precision.autocast() is precision.autocast()
     with pytest.raises(RuntimeError, match="inside"), precision.autocast():
         raise RuntimeError("inside")
@@ -110,7 +111,7 @@ def test_one_context_serves_every_step():
 
 
 def test_converted_weights_follow_the_optimizer():
-    precision, layer = build_precision("bf16", CPU), nn.Linear(4, 1, bias=False)
+    precision, layer = build_precision(Section(mode="bf16"), CPU), nn.Linear(4, 1, bias=False)
     inputs = torch.ones(1, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     outputs = []
@@ -128,12 +129,12 @@ def test_converted_weights_follow_the_optimizer():
 @pytest.mark.parametrize(("mode", "device"), [("amp_fp16", "mps"), ("tf32", "cpu"), ("tf32", "mps")])
 def test_what_a_device_has_not(mode, device):
     with pytest.raises(MachineError, match=rf"precision={mode}: .* {device}") as caught:
-        build_precision(mode, torch.device(device))
+        build_precision(Section(mode=mode), torch.device(device))
     assert caught.value.code == "E005"
 
 
 def test_fp16_on_a_cpu_scales_its_loss():
-    precision = build_precision("amp_fp16", CPU)
+    precision = build_precision(Section(mode="amp_fp16"), CPU)
     with precision.autocast():
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float16
     assert precision.scaler is not None
@@ -144,7 +145,7 @@ def test_amp_on_cuda_is_bf16_where_the_gpu_multiplies_it(monkeypatch, native, dt
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device: device)
     monkeypatch.setattr(torch, "autocast", lambda device, dtype: SimpleNamespace(fast_dtype=dtype))
-    precision = build_precision("amp", torch.device("cuda"))
+    precision = build_precision(Section(mode="amp"), torch.device("cuda"))
     assert precision.half_type is dtype
     assert precision.scaler == (None if native else "cuda")
     name = "bf16 autocast" if native else "fp16 autocast with gradient scaling"
@@ -160,12 +161,12 @@ def test_bf16_on_an_older_gpu_is_emulated_or_refused(monkeypatch, emulates):
     monkeypatch.setattr(torch, "autocast", lambda device, dtype: SimpleNamespace(fast_dtype=dtype))
     monkeypatch.setattr(precision_module, "try_half", lambda dtype, device: f"{dtype} crawls")
     if emulates:
-        warning = build_precision("bf16", torch.device("cuda")).warning
+        warning = build_precision(Section(mode="bf16"), torch.device("cuda")).warning
         remedy = "Use precision=amp, which is fp16 here"
         assert warning == f"precision=bf16: Tesla T4 has no bf16: torch.bfloat16 crawls. {remedy}"
         return
     with pytest.raises(MachineError, match=r"Tesla T4 has no bf16\. Use precision=amp") as caught:
-        build_precision("bf16", torch.device("cuda"))
+        build_precision(Section(mode="bf16"), torch.device("cuda"))
     assert caught.value.code == "E005"
 
 
@@ -181,18 +182,18 @@ def hardware(monkeypatch):
 
     monkeypatch.setattr(precision_module, "_timed", timed)
     yield seconds
-    build_precision("fp32", CPU)
+    build_precision(Section(mode="fp32"), CPU)
 
 
 def test_auto_takes_the_quickest_products_that_are_as_exact_as_fp32(hardware):
     before = torch.get_rng_state()
-    precision = build_precision("fp32", CPU, "auto")
+    precision = build_precision(Section(mode="fp32", matmul_precision="auto"), CPU)
     assert precision.matmul == torch.get_float32_matmul_precision() == "high"
     assert re.fullmatch(
         r"fp32, high matmuls: 1\.5x at relative error \de-07, as exact as fp32", precision.note
     )
     hardware["high"] = 2.9
-    stays = build_precision("fp32", CPU, "auto")
+    stays = build_precision(Section(mode="fp32", matmul_precision="auto"), CPU)
     assert stays.matmul == torch.get_float32_matmul_precision() == "highest"
     assert stays.note.startswith("fp32, highest matmuls (high: 1.0x at relative error")
     assert stays.note.endswith("coarser than fp32)")
@@ -200,14 +201,14 @@ def test_auto_takes_the_quickest_products_that_are_as_exact_as_fp32(hardware):
 
 
 def test_products_that_are_asked_for_are_measured_and_taken(hardware):
-    precision = build_precision("fp32", CPU, "medium")
+    precision = build_precision(Section(mode="fp32", matmul_precision="medium"), CPU)
     assert precision.matmul == torch.get_float32_matmul_precision() == "medium"
     assert re.search(r"medium matmuls: 3\.0x at relative error \de-03, coarser than fp32", precision.note)
 
 
 def test_no_setting_outlives_its_run():
     for matmul in ("medium", "highest"):
-        build_precision("fp32", CPU, matmul)
+        build_precision(Section(mode="fp32", matmul_precision=matmul), CPU)
         assert torch.get_float32_matmul_precision() == matmul
     assert torch.backends.cudnn.allow_tf32 is False
 
@@ -215,8 +216,8 @@ def test_no_setting_outlives_its_run():
 def test_only_float32_is_worth_trying(monkeypatch):
     monkeypatch.setattr(precision_module, "try_matmuls", None)
     for mode in ("bf16", "amp_fp16", "bf16_true"):
-        assert build_precision(mode, CPU, "auto").matmul == "highest"
-    assert build_precision("fp32", CPU, "highest").note == "fp32"
+        assert build_precision(Section(mode=mode, matmul_precision="auto"), CPU).matmul == "highest"
+    assert build_precision(Section(mode="fp32", matmul_precision="highest"), CPU).note == "fp32"
 
 
 def test_the_error_is_that_of_the_product():
@@ -237,18 +238,19 @@ def test_a_resumed_run_keeps_its_products(tmp_path, hardware):
 @pytest.mark.gpu
 def test_tf32_rounds_products_and_convolutions():
     device = torch.device("cuda")
-    exact, tf32 = (build_precision("fp32", device), build_precision("tf32", device, "auto"))
+    exact = build_precision(Section(mode="fp32"), device)
+    tf32 = build_precision(Section(mode="tf32", matmul_precision="auto"), device)
     assert torch.backends.cudnn.allow_tf32
     assert (exact.matmul, tf32.matmul) == ("highest", "high")
     assert "coarser than fp32" in tf32.note
-    build_precision("fp32", device)
+    build_precision(Section(mode="fp32"), device)
     assert not torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["amp", "amp_fp16"])
 def test_half_width_on_cuda(mode):
-    precision, layer = build_precision(mode, torch.device("cuda")), nn.Linear(8, 8).cuda()
+    precision, layer = build_precision(Section(mode=mode), torch.device("cuda")), nn.Linear(8, 8).cuda()
     with precision.autocast():
         outputs = layer(torch.ones(2, 8, device="cuda"))
     native = torch.cuda.is_bf16_supported(including_emulation=False)

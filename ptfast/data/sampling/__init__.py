@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ptfast.core.run import Resolved
 from ptfast.core.sections.key_rules import Unused

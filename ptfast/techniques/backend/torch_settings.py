@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,19 +13,20 @@ from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
 from ptfast.core.errors import ConfigError
 from ptfast.core.machine import usable_cores
 from ptfast.core.protocols import StepBatch
+from ptfast.core.run import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
+from ptfast.techniques.backend import Backend
 
 MOST_SHAPES = 8
 """Shapes of inputs up to which searching for kernels pays: full and last batches, a few sizes of images."""
 
 
 def apply_backend(
-    threads: int | Literal["auto"],
+    backend: Backend,
     *,
-    cudnn_benchmark: bool | Literal["auto"],
-    deterministic: bool,
     device: torch.device,
     num_local_ranks: int = 1,
+    before: Resolved | None = None,
 ) -> dict[str, Any]:
     """Set torch's process-wide switches and say what `auto` became.
 
@@ -33,18 +34,23 @@ def apply_backend(
     is recorded and given back as `threads` when the run resumes.
 
     Args:
-        threads: CPU threads of this process; `auto`: an equal share of the usable cores for each local rank.
-        cudnn_benchmark: let cuDNN time its kernels on each new shape and keep the fastest; `auto`: unless
-            `deterministic`, and until `watch_shapes` has seen too many.
-        deterministic: refuse operations whose result depends on timing; slower, bit-identical from run to
-            run.
+        backend: `threads=auto` takes an equal share of the usable cores for each local rank;
+            `cudnn_benchmark=auto` lets cuDNN time its kernels on each new shape, unless `deterministic`, and
+            until `watch_shapes` has seen too many; `deterministic` refuses operations whose result depends
+            on timing: slower, bit-identical from run to run.
         device: where the model will be.
         num_local_ranks: processes of this run on this machine.
+        before: what `auto` became when the run began; None for a new one.
 
     Returns:
         `threads`, `interop_threads`, `cudnn_benchmark` and `deterministic`, JSON-serialisable.
     """
+    before = before or Resolved()
+    threads, deterministic = unless_resolved(backend.threads, before.threads), backend.deterministic
     num_threads = resolve_threads(num_local_ranks) if threads == "auto" else threads
+    # On a GPU shapes had become too many before.
+    had_many = (before.device, before.cudnn_benchmark) == ("cuda", False)
+    benchmark = not had_many if backend.cudnn_benchmark == "auto" else backend.cudnn_benchmark
     torch.set_num_threads(num_threads)
     if deterministic:
         # cuBLAS reads this when it first makes a handle.
@@ -54,7 +60,7 @@ def apply_backend(
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     # Kernels chosen by timing differ from run to run.
-    torch.backends.cudnn.benchmark = bool(cudnn_benchmark) and not deterministic and device.type == "cuda"
+    torch.backends.cudnn.benchmark = benchmark and not deterministic and device.type == "cuda"
     return {
         "threads": num_threads,
         "interop_threads": torch.get_num_interop_threads(),

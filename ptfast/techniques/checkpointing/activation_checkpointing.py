@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, update_wrapper
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import checkpoint as torch_checkpoint
 
 from ptfast.core.errors import ConfigError
+from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.repeated_blocks import find_blocks
 
 KEPT_OPS = (
@@ -35,11 +36,7 @@ _HOOKS_ARE_TOLD = {name: True for name in ("respect_saved_tensors_hooks",) if na
 
 
 def apply_checkpointing(
-    model: nn.Module,
-    mode: Literal["none", "full", "every_n", "selective", "budget"],
-    *,
-    blocks: str | Sequence[str] = "auto",
-    every: int | None = None,
+    model: nn.Module, checkpointing: Checkpointing, *, known: Sequence[str] | None = None
 ) -> dict[str, nn.Module]:
     """Have blocks of `model` drop what they compute, and compute it again in the backward pass.
 
@@ -49,13 +46,13 @@ def apply_checkpointing(
 
     Args:
         model: in its final form but for compiling and wrapping; blocks are changed in place, names stay.
-        mode: `full` takes every block; `every_n` the first of every `every`, and leaves the others alone;
-            `selective` every block, but keeps the results of matrix products, convolutions and attention,
-            so that only the cheap operations between them are computed again. `none` and `budget`, which is
-            the compiler's (`apply_memory_budget`), take none.
-        blocks: `auto` for the repeated blocks of the model, or patterns over module names (`layers.*`), the
-            outermost that match; a list of modules stands for its members.
-        every: for `every_n`.
+        checkpointing: its `mode` is `full` for every block; `every_n` for the first of every `every`;
+            `selective` for every block, but keeping the results of matrix products, convolutions and
+            attention, so that only the cheap operations between them are computed again. `none` takes none,
+            nor does `budget`, which is the compiler's (`apply_memory_budget`). Its `blocks` are `auto` for
+            the repeated blocks of the model, or patterns over module names (`layers.*`), the outermost that
+            match; a list of modules stands for its members.
+        known: names of the blocks that were taken when the run began.
 
     Returns:
         The blocks by name.
@@ -70,6 +67,8 @@ def apply_checkpointing(
     torch's checkpointing loads the compiler, 1 to 3 s at start-up. None of it in evaluation.
     Source: Chen, Xu, Zhang, Guestrin 2016, arXiv:1604.06174; torch.utils.checkpoint.
     """
+    mode, blocks = checkpointing.mode, known or checkpointing.blocks
+    apply_memory_budget(checkpointing.memory_budget if mode == "budget" else None)
     if mode in ("none", "budget"):
         return {}
     found: dict[str, nn.Module] = {}
@@ -79,8 +78,8 @@ def apply_checkpointing(
         what = f"{type(model).__name__} has no blocks that recur"
         hint = "Name modules, as in checkpointing.blocks=[layers.*], or use checkpointing=none"
         raise ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)
-    if mode == "every_n":
-        found = dict(list(found.items())[::every])
+    if mode == "every_n" and not known:
+        found = dict(list(found.items())[:: checkpointing.every])
     # Decoders of transformers would append to the keys and values of past tokens a second time.
     for part in model.modules():
         settings: Any = getattr(part, "config", None)

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ptfast.core.errors import ConfigError
-from ptfast.techniques.compile import accumulating_in_graphs, compiler_problem
+from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler_problem
 from ptfast.techniques.repeated_blocks import find_blocks
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from ptfast.core.clock import Clock
@@ -21,6 +22,26 @@ Mode = Literal["pointwise", "blocks", "model", "reduce_overhead", "max_autotune"
 MANY_SHAPES = 3
 """Times that all is compiled again, after which shapes change too often. Once is usual: the last batch of an
 epoch is shorter."""
+
+
+def apply_compile(
+    model: nn.Module, section: Compile, device: torch.device, *, dynamic: bool, accumulates: bool
+) -> Compilation | None:
+    """Compile `model` in place as the section asks; None where it asks for nothing.
+
+    Args:
+        model: on its device, in its final form but for wrapping.
+        dynamic: batches come in many lengths.
+        accumulates: a step has several micro-batches on a rank.
+
+    Raises:
+        MachineError, ConfigError: as `Compilation`, and C005 or C011 where no block of the model fits.
+    """
+    if section.mode == "none":
+        return None
+    compilation = Compilation(section.mode, device.type, dynamic=dynamic, accumulates=accumulates)
+    compilation.apply(model, section.blocks)
+    return compilation
 
 
 class Compilation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from ptfast.core.durations import Duration
 from ptfast.core.run import Resolved

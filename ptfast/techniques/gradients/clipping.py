@@ -10,26 +10,24 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_
 
 from ptfast.core.dtensors import is_sharded, local_parts, norm_over_ranks
+from ptfast.techniques.gradients import Gradients
 
 Clipper = Callable[[], Tensor | None]
 
 
 def build_clipper(
-    clip_norm: float | None,
-    clip_value: float | None,
+    gradients: Gradients,
     parameters: Iterable[Tensor],
     *,
-    clip_adaptive: float | None = None,
     head: Iterable[Tensor] = (),
     by_group: Sequence[tuple[float, Sequence[Tensor]]] = (),
 ) -> Clipper | None:
     """What clips the gradients between backward and the optimizer's step, or None where nothing does.
 
     Args:
-        clip_norm: longest allowed norm of all gradients taken as one vector; longer ones are rescaled.
-        clip_value: largest allowed magnitude of a single entry; clamped before all else.
+        gradients: `clip_value` clamps single entries before all else; `clip_adaptive` is the `factor` of
+            `clip_adaptively`; `clip_norm` is the longest norm of all gradients taken as one vector.
         parameters: those being trained; gradients must be unscaled and, with several ranks, averaged.
-        clip_adaptive: as `factor` of `clip_adaptively`.
         head: parameters that adaptive clipping leaves alone.
         by_group: longest norm of each group that has one of its own, and its parameters; `clip_norm` then
             holds for all others.
@@ -41,16 +39,17 @@ def build_clipper(
     Cost: one pass over the gradients for the norm and one to rescale, a few kernels in all.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    apart = {id(member) for _, members in by_group for member in members} | {id(p) for p in head}
+    spared = head if gradients.clip_adaptive is not None else ()
+    apart = {id(member) for _, members in by_group for member in members} | {id(p) for p in spared}
     rest = [parameter for parameter in trained if id(parameter) not in apart]
     steps: list[Clipper] = []
-    if clip_value is not None:
-        steps.append(partial(_clip_to_value, trained, clip_value))
+    if gradients.clip_value is not None:
+        steps.append(partial(_clip_to_value, trained, gradients.clip_value))
     steps += [partial(clip_to_norm, list(members), norm) for norm, members in by_group]
-    if clip_adaptive is not None:
-        steps.append(partial(clip_adaptively, sorted(rest, key=_has_units), clip_adaptive))
-    if clip_norm is not None:
-        steps.append(partial(clip_to_norm, rest, clip_norm))
+    if gradients.clip_adaptive is not None:
+        steps.append(partial(clip_adaptively, sorted(rest, key=_has_units), gradients.clip_adaptive))
+    if gradients.clip_norm is not None:
+        steps.append(partial(clip_to_norm, rest, gradients.clip_norm))
     if len(steps) < 2:
         return steps[0] if steps else None
 

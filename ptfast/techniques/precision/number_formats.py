@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from ptfast.core.devices import lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
+from ptfast.core.run import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
+from ptfast.techniques.precision import Precision as PrecisionSection
 
 Mode = Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"]
 Matmul = Literal["highest", "high", "medium"]
@@ -63,10 +65,11 @@ class Precision:
 
 
 def build_precision(
-    mode: Mode,
+    section: PrecisionSection,
     device: torch.device,
-    matmul: Literal["auto"] | Matmul = "highest",
     ranks: Ranks | None = None,
+    *,
+    before: Resolved | None = None,
 ) -> Precision:
     """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
 
@@ -74,20 +77,25 @@ def build_precision(
     them, 2 times on a CPU with native bf16.
 
     Args:
-        mode: `fp32`; `tf32`: float32 whose products and convolutions round their inputs to 10 bits, on NVIDIA
-            GPUs; `bf16` autocast, on hardware without it too, slowly and with a warning; `amp_fp16`, fp16
+        section: its `mode` is `fp32`; `tf32`: float32 whose products and convolutions round their inputs to
+            10 bits, on NVIDIA GPUs; `bf16` autocast, on hardware without it too, slowly; `amp_fp16`, fp16
             autocast with a gradient scaler; `amp`: what is quick here, which is `bf16` where the device
             multiplies it, else `amp_fp16` on CUDA and `fp32` on a CPU; `bf16_true`: weights in bf16 and no
             autocast, see `apply_half_weights`.
+            Its `matmul_precision` is torch's setting for float32 products; `auto` takes the quickest that
+            errs no more than float32 does, found by trying on the first rank. What is not `highest` is tried
+            in any case, and the note says how far it is off.
         device: where the model is.
-        matmul: torch's setting for float32 products; `auto` takes the quickest that errs no more than
-            float32 does, found by trying on the first rank. What is not `highest` is tried in any case, and
-            the note says how far it is off.
         ranks: that train together.
+        before: what `auto` became when the run began; None for a new one.
 
     Raises:
         MachineError: E005 where the device cannot run `mode`.
     """
+    mode, matmul = (
+        section.mode,
+        unless_resolved(section.matmul_precision, (before or Resolved()).matmul_precision),
+    )
     lack = lack_of_precision(mode, device.type)
     if problem := cannot_run(lack, "precision", mode):
         raise problem.error(None)

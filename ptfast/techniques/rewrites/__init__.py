@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ptfast.core.run import Resolved
 from ptfast.core.sections.section import OrAuto, Section
 from ptfast.core.technique import Technique

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ptfast.core.run import Resolved
 from ptfast.core.trees import tree_leaves
+from ptfast.techniques.rewrites import Rewrites
 
 _BIASED = (
     nn.Linear,
@@ -20,6 +22,40 @@ _BIASED = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def apply_rewrites(
+    model: nn.Module,
+    rewrites: Rewrites,
+    *,
+    kind: str,
+    device: torch.device,
+    cancelled_biases: Callable[[], dict[str, str]] | None,
+    sharded: bool = False,
+    before: Resolved,
+    resolved: Resolved,
+) -> None:
+    """Rewrite `model` in place, as the section asks.
+
+    Args:
+        model: on `device`, in its final number format, without saved weights.
+        kind: of the data's inputs.
+        cancelled_biases: finds biases that a BatchNorm subtracts, where the section drops them and no run
+            before has found them; None to drop none but those of before.
+        sharded: ranks share weights out by rows, which have to lie one after another.
+        before: as resolved when the run began.
+        resolved: as resolved now; takes `channels_last` and `dropped_biases`.
+    """
+    resolved.channels_last = False if sharded else before.channels_last
+    if resolved.channels_last is None:
+        resolved.channels_last = resolve_channels_last(rewrites.channels_last, model, kind, device)
+    if resolved.channels_last:
+        apply_channels_last(model)
+    dropped = before.dropped_biases
+    if dropped is None and cancelled_biases is not None and not rewrites.bias_before_norm:
+        dropped = cancelled_biases()
+    resolved.dropped_biases = dropped or {}
+    drop_biases(model, resolved.dropped_biases)
 
 
 def apply_channels_last(model: nn.Module) -> nn.Module:
@@ -38,7 +74,7 @@ def apply_channels_last(model: nn.Module) -> nn.Module:
 def resolve_channels_last(
     setting: bool | Literal["auto"], model: nn.Module, kind: str, device: torch.device
 ) -> bool:
-    """Whether to use channels-last: the setting, or for `auto` where it usually pays.
+    """Return the setting, or for `auto` True where channels-last usually pays.
 
     That is on image inputs (`kind` of the data) on a CPU or CUDA device, for models whose 2-d convolutions
     are mostly ungrouped.
@@ -149,7 +185,7 @@ def _load_into_mean(
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether it does what its class does: hooks may look at what comes out, or change it."""
+    """Return True if it does what its class does: hooks may look at what comes out, or change it."""
     return not (module._forward_hooks or module._forward_pre_hooks)
 
 
