@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ptfast.config.schema import with_defaults
 from ptfast.core.errors import EXIT_OK, ConfigError, MachineError, shorten
 from ptfast.core.units import TOO_SHORT, better_mode, duration, figure, is_fraction
 from ptfast.report.html.html_page import header, html_table, page
@@ -201,7 +202,7 @@ def _config_differences(runs: Sequence[RunFiles]) -> Labels:
 
     Where runs use different targets in a section, the keywords that only some of them know are left out.
     """
-    flat = [dict(_flatten(run.config)) for run in runs]
+    flat = [dict(_flatten(with_defaults(run.config) if run.config else {})) for run in runs]
     readable = [config for config in flat if config]
     differing = []
     for key in dict.fromkeys(key for config in readable for key in config):

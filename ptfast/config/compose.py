@@ -29,7 +29,7 @@ from ptfast.config.files.paths import shown
 from ptfast.config.files.search_path import PRIMARY, PtfastSource, search_path
 from ptfast.config.files.yaml_file import YamlFile, read_yaml
 from ptfast.config.overrides import Argument, parse
-from ptfast.config.schema import flatten
+from ptfast.config.schema import defaults, flatten
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.sections.nearest_name import did_you_mean
 
@@ -47,6 +47,10 @@ _PLUGINS = {
     ("hydra/hydra_logging", "colorlog"): "hydra-colorlog",
 }
 """What to install for the options that Hydra's own plugins bring (hydra.cc/docs/plugins)."""
+
+
+DEFAULT = "default"
+"""The place of a key that nothing has set."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Loader(ConfigLoaderImpl):
                 package = default.package or result.header["package"] or ""
                 if config_path.startswith(f"{paths.RECIPES}/"):
                     package = ""
-                self.files.append((package.replace("_global_", ""), read_yaml(file)))
+                self.files.append((package.replace("_global_", ""), read_yaml(file, allow_empty=True)))
                 break
         return result
 
@@ -176,10 +180,10 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     given = parse(arguments)
     expanded, preset_places = presets.expand(given)
     tree, loader = _load([a for a in expanded if a.kind != "hydra"])
-    places = loader.places()
-    of_files = set(places)
+    places = {**dict.fromkeys(flatten(defaults()), DEFAULT), **loader.places()}
+    with_value = set(places)
     for key, place in preset_places.items():
-        if "." in key and key not in of_files:
+        if "." in key and key not in with_value:
             # A preset speaks to the options that have the key: not every optimizer can be fused.
             _delete(tree, key)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
@@ -11,7 +12,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import is_secret
 from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
 from ptfast.core.sections.section import Count, Section
-from ptfast.core.sections.targets import Target
+from ptfast.core.sections.targets import Target, plain
 from ptfast.data import Data
 from ptfast.data.loaders import Dataloader
 from ptfast.data.sampling import Batching
@@ -116,6 +117,33 @@ def entry_of(annotation: Any) -> type[Section] | None:
     return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
+@functools.cache
+def defaults() -> dict[str, Any]:
+    """Every key that has a default, as plain values: what option files and recipes are laid over."""
+    return _defaults(Config)
+
+
+def _defaults(part: type[Section]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, field in part.model_fields.items():
+        section = section_of(field.annotation)
+        if section is Task:
+            tree[name] = Task().name
+        elif section:
+            tree[name] = _defaults(section)
+        elif name != "target" and not field.is_required():
+            tree[name] = plain(field.get_default(call_default_factory=True))
+    return tree
+
+
+def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
+    """A whole config, of any age, with every key that has a default."""
+    return tree | {
+        key: {**default, **(tree.get(key) or {})} if isinstance(default, dict) else tree.get(key, default)
+        for key, default in defaults().items()
+    }
+
+
 def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = False) -> list[str]:
     """The dotted keys in which two whole configs, as plain values, differ, sorted.
 
@@ -124,7 +152,7 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = Fals
     Args:
         moves: leave out where data lies, too, if it is read by ptfast.
     """
-    before, after = flatten(old), flatten(new)
+    before, after = flatten(with_defaults(old)), flatten(with_defaults(new))
     known = str(after.get("data._target_")).startswith("ptfast.data.")
     free_keys = FREE_KEYS + (DATA_PLACES if moves and known else ())
     return sorted(

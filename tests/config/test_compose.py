@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ptfast.config.editors import help as config_help
 from ptfast.config.editors.completion import complete
 from ptfast.config.files import paths
 from ptfast.config.files.lineage import lineage
+from ptfast.config.schema import Config, defaults, section_of
 from ptfast.core.errors import ConfigError
 
 
@@ -48,7 +50,7 @@ def test_every_option_composes_and_says_what_it_is(number: int) -> None:
     chosen = {group: options[number] for group, options in OPTIONS.items() if number < len(options)}
     composed = compose([f"{group}={option}" for group, option in chosen.items()], complete=False)
     for group, option in chosen.items():
-        written = yaml.safe_load(paths.options(group)[option].read_text())
+        written = yaml.safe_load(paths.options(group)[option].read_text()) or {}
         written.pop("defaults", None)
         assert written.items() <= composed.tree[group].items()
         entry = next(e for e in config_help.entries(group) if e.name == option)
@@ -91,6 +93,7 @@ def test_a_preset_that_a_recipe_names_goes_under_the_recipe() -> None:
 def test_a_preset_leaves_alone_what_an_option_does_not_have() -> None:
     write("conf/optimizer/mine.yaml", "_target_: my.Optimizer\nlr: 0.1\n")
     assert compose(["optimizer=mine", "preset=plain"]).tree["optimizer"] == {
+        **defaults()["optimizer"],
         "_target_": "my.Optimizer",
         "lr": 0.1,
     }
@@ -103,6 +106,22 @@ def test_a_preset_sets_keys_of_an_option_that_it_names_before_them() -> None:
     assert plain.tree["dataloader"]["pin"] is False
     assert plain.place("dataloader.pin") == _line("conf/preset/plain.yaml", "dataloader.pin")
     assert compose(["preset=plain", "dataloader.pin=true"]).tree["dataloader"]["pin"] is True
+
+
+def test_a_section_alone_holds_its_defaults() -> None:
+    """Option files set what they are about, and one of each group names every key of its section."""
+    tree = compose().tree
+    for group in set(paths.groups()) - {paths.PRESETS}:
+        part = section_of(Config.model_fields[group].annotation)
+        assert part is not None
+        texts = [file.read_text() for file in paths.options(group).values()]
+        for key, value in defaults()[group].items():
+            assert key in tree[group]
+            named = any(re.search(rf"\b{key}\b", text) for text in texts) or group == "optimizer"
+            assert named, f"no option of {group} names {key}"
+            bases = [text for text in texts if "defaults:" not in text]
+            repeated = [text for text in bases if f"\n{key}: {yaml.safe_dump(value).split()[0]}\n" in text]
+            assert value is None or not repeated, repeated
 
 
 def test_numbers_of_one_optimizer_do_not_leak_into_another() -> None:
@@ -123,7 +142,8 @@ def test_each_key_has_a_place() -> None:
     assert composed.place("optimizer.nesterov") == _line("conf/optimizer/sgd_cifar.yaml", "nesterov")
     assert composed.place("optimizer.momentum") == _line("conf/optimizer/sgd.yaml", "momentum")
     assert composed.place("epochs") == _line("recipes/resnet_cifar.yaml", "epochs")
-    assert composed.place("run.root") == _line("conf/config.yaml", "  root")
+    assert composed.place("steps") == _line("conf/config.yaml", "steps")
+    assert composed.place("run.root") == composed.place("gradients.clip_norm") == "default"
     assert composed.place("optimizer.fused") == _line("conf/preset/plain.yaml", "optimizer.fused")
     assert composed.place("optimizer.lr.deeper") == "command line"
     assert composed.place("model.unheard") == "conf/model/resnet20.yaml"
@@ -139,7 +159,8 @@ def test_own_options_and_recipes_come_first() -> None:
     write("conf/optimizer/tuned.yaml", "# Tuned\ndefaults:\n  - adamw\n  - _self_\nlr: 0.5\n")
     write("conf/config.yaml", "of: another program\n")
     write("recipes/resnet_digits.yaml", "epochs: 99\n")
-    assert compose(["optimizer=sgd"]).tree["optimizer"] == {"_target_": "my.Sgd", "lr": 7}
+    own = {**defaults()["optimizer"], "_target_": "my.Sgd", "lr": 7}
+    assert compose(["optimizer=sgd"]).tree["optimizer"] == own
     assert compose(["optimizer=tuned"]).tree["optimizer"]["betas"] == [0.9, 0.999]
     composed = compose(["+recipe=resnet_digits"])
     assert composed.tree["epochs"] == 99

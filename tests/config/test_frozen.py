@@ -10,6 +10,7 @@ import yaml
 from ptfast.config.compose import compose
 from ptfast.config.files.frozen import freeze, load, redact
 from ptfast.config.multirun import show_config
+from ptfast.config.schema import changed_keys
 from ptfast.core.errors import ConfigError, is_secret
 
 HARD_VALUES = [
@@ -214,3 +215,15 @@ def test_a_damaged_file_is_named_by_line(text: str, place: str) -> None:
 def test_a_missing_file() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
         load(Path("nowhere.yaml"))
+
+
+def test_a_key_that_a_run_was_written_without_has_its_default() -> None:
+    """Or runs from before the key could not be resumed."""
+    tree = compose().tree
+    old = {**tree, "optimizer": {k: v for k, v in tree["optimizer"].items() if k != "lr_scaling"}}
+    del old["rewrites"]
+    assert changed_keys(old, compose(["rewrites.bias_before_norm=true"]).tree) == []
+    assert changed_keys(old, compose(["rewrites.channels_last=false"]).tree) == [
+        "rewrites.bias_before_norm",
+        "rewrites.channels_last",
+    ]

@@ -123,9 +123,10 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
 
 
 def known_keys(arguments: Sequence[str] = ()) -> list[str]:
-    """Every dotted key of the config that `arguments` choose, read from the option files alone."""
+    """Every dotted key of the config that `arguments` choose: of its sections and of its option files."""
     from ptfast.config.files.lineage import lineage
     from ptfast.config.files.yaml_file import read_yaml
+    from ptfast.config.schema import defaults
 
     primary = read_yaml(paths.builtin_root().conf / "config.yaml").data
     chosen: dict[str, str] = {}
@@ -138,8 +139,8 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
             if isinstance(entry, dict):
                 chosen |= {str(k).removeprefix("override ").lstrip("/ "): str(v) for k, v in entry.items()}
     chosen |= {group: option for group, option in given.items() if group in chosen}
-    tree = primary | {group: _option(group, option) for group, option in chosen.items()}
-    return sorted(_flat(tree, ""))
+    options = {group: _option(group, option) for group, option in chosen.items()}
+    return sorted({*_flat(defaults(), ""), *_flat(primary | options, "")})
 
 
 def _option(group: str, option: str) -> dict[str, Any]:

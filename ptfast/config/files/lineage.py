@@ -43,7 +43,7 @@ def base_file(group: str, entry: str, content: YamlFile, place: str | None = Non
 
 
 def _lineage(group: str, file: Path, heirs: tuple[Path, ...]) -> Iterator[YamlFile]:
-    content, chain = read_yaml(file), (*heirs, file)
+    content, chain = read_yaml(file, allow_empty=group != paths.RECIPES), (*heirs, file)
     for index, entry in enumerate(content.defaults):
         if entry == SELF:
             yield content

@@ -16,6 +16,7 @@ from ptfast.config.checks.options import check_option
 from ptfast.config.files import paths
 from ptfast.config.files.lineage import SELF, base_file, lineage
 from ptfast.config.files.yaml_file import YamlFile, read_yaml
+from ptfast.config.schema import with_defaults
 
 PRIMARY = "config"
 
@@ -34,10 +35,10 @@ class PtfastSource(ConfigSource):
         file = self.file(config_path)
         if file is None:
             raise ConfigLoadError(f"no such option: {config_path}")
-        content = read_yaml(file)
-        header = self._get_header_dict(content.text)
-        data = with_sections(content.data)
         group = paths.RECIPES if _is_recipe(config_path) else config_path.rpartition("/")[0]
+        content = read_yaml(file, allow_empty=group != paths.RECIPES)
+        header = self._get_header_dict(content.text)
+        data = with_sections(with_defaults(content.data) if config_path == PRIMARY else content.data)
         if "defaults" in data:
             # Files that inherit each other would keep Hydra going round.
             lineage(group, file)

@@ -104,8 +104,11 @@ class _Text:
         return ConfigError("C007", f"{problem}: `{shorten(self.lines[line].rstrip())}`", place=place)
 
 
-def read_yaml(path: Path) -> YamlFile:
+def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
     """Read a file that holds one mapping.
+
+    Args:
+        allow_empty: comments alone are an option that sets nothing.
 
     Raises:
         ConfigError: C007, with file, line and column, when it cannot be read, is empty or gives a key twice.
@@ -122,7 +125,9 @@ def read_yaml(path: Path) -> YamlFile:
         loader = _Loader(content)
         node = loader.get_single_node()
         if node is None:
-            raise ConfigError("C007", "the file is empty", place=name)
+            if not (allow_empty and content.strip()):
+                raise ConfigError("C007", "the file is empty", place=name)
+            return YamlFile(path, content, {})
         if not isinstance(node, yaml.MappingNode):
             mark = node.start_mark
             raise text.odd_space(mark) or text.error(mark, "expected `key: value` lines")
