@@ -131,7 +131,8 @@ def _defaults(part: type[Section]) -> dict[str, Any]:
             tree[name] = Task().name
         elif section:
             tree[name] = _defaults(section)
-        elif name != "target" and not field.is_required():
+        # Over a list Hydra would refuse a single entry, which validation explains.
+        elif name != "target" and not field.is_required() and entry_of(field.annotation) is None:
             tree[name] = plain(field.get_default(call_default_factory=True))
     return tree
 
