@@ -25,7 +25,7 @@ _OF_THE_RUN: dict[Need, str] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a technique applies here."""
+    """The answer for one technique."""
 
     applies: bool
     text: str
@@ -89,7 +89,7 @@ class ThisMachine:
 
 
 def verdict(technique: Technique, machine: ThisMachine) -> Verdict:
-    """Whether `technique` applies on `machine`, going by what it needs."""
+    """Judge if `technique` applies on `machine`, by what it needs."""
     for need in technique.needs:
         if lack := machine.lacks(need):
             return Verdict(False, f"no: {lack}")

@@ -17,7 +17,7 @@ class Eval(Section):
     batch_size: Count | None = None
     """Samples of an evaluation's batch on each rank; null for at least 256."""
     last: Literal["keep", "drop", "pad"] = "keep"
-    """Whether a split's last, smaller batch is evaluated; `pad` fills it with stand-ins that do not count."""
+    """What becomes of a split's last, smaller batch; `pad` fills it with stand-ins that do not count."""
     flip: bool = False
     """Average what the model says of an image and of its mirror image; predictions too."""
 
@@ -34,7 +34,7 @@ class Stop(Section):
 
 
 class RunOptions(Section):
-    """Where the run lies, what it goes on from, how long it may take."""
+    """Where the run lies, what it resumes from, how long it may take."""
 
     name: str | None = None
     """Folder under `run.root`; null for the recipe's name."""
@@ -43,7 +43,7 @@ class RunOptions(Section):
     dir: str | None = None
     """The run's own folder; null for a new one under `run.root`."""
     resume: Literal["auto", "never"] | str = "never"
-    """`never`, `auto` (the newest unfinished run of this config), or a state folder to go on from."""
+    """`never`, `auto` (the newest unfinished run of this config), or a state folder to resume from."""
     max_time: WallTime | None = None
     """Save and leave after so much wall time, such as `2h`."""
 

@@ -42,7 +42,7 @@ class Optimizer(TargetSection):
     """What changes the weights."""
 
     decay_1d: bool = True
-    """Whether norms and biases (parameters of at most one dimension) have weight decay."""
+    """Norms and biases (parameters of at most one dimension) have weight decay."""
     layer_decay: Annotated[float, Range(0, 1, open_low=True)] | None = None
     """Factor on the learning rate for every layer between a parameter and the output, such as 0.75."""
     groups: list[ParameterGroup] = Field(default_factory=list)

@@ -81,7 +81,7 @@ def build_optimizer(
     given = [dict(group) for group in groups or ()] or parameters
     if wanted is not False and not fused and is_sharded(parameters[0]) and _takes(target, "foreach"):
         # Each operation on weights that are shared out costs its Python, a list's not more than one weight's:
-        # a third of the time. Torch takes it for plain tensors only, unless it is told.
+        # a third of the time. Torch takes it for plain tensors only, unless it is asked to.
         unfused = replace(unfused, kwargs={"foreach": True, **kwargs})
     optimizer = _construct(_with_fused(unfused) if fused else unfused, given, model)
     _check_decay(optimizer, groups or ())
@@ -153,7 +153,7 @@ def apply_lr(
 
 
 def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there is a momentum, or a beta1, that is on: what a schedule may cycle."""
+    """Return True if there is a momentum, or a beta1, that is on: what a schedule may cycle."""
     return any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
 
 
@@ -166,7 +166,7 @@ def _check_step(target: Target) -> None:
 
 
 def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether a fused step runs, found by taking one on a scalar: some optimizers refuse only then."""
+    """Return True if a fused step runs, found by taking one on a scalar: some optimizers refuse only then."""
     if not _takes(target, "fused"):
         return False
     kinds = {(p.device, p.dtype): torch.zeros(1, device=p.device, dtype=p.dtype) for p in parameters}
@@ -195,7 +195,7 @@ def _with_fused(target: Target) -> Target:
 def _construct(
     target: Target, parameters: Sequence[Any], model: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """Build it; one that takes a keyword `model` is told which module each parameter belongs to."""
+    """Build it; one that takes a keyword `model` receives which module each parameter belongs to."""
     try:
         return target.build(list(parameters), model=model)
     except (TypeError, ValueError) as error:

@@ -24,14 +24,14 @@ class Freezing:
     """Parameters that train in a part of the run only.
 
     A frozen parameter needs no gradient: it is not updated, has no weight decay, its momentum stands still,
-    and backward ends where nothing below trains. Its BatchNorm goes on measuring: running statistics are no
+    and backward ends where nothing below trains. Its BatchNorm keeps measuring: running statistics are no
     parameters.
 
     Args:
         windows: of the parameters that some step freezes.
-        others: whether there are parameters that always train.
+        others: there are parameters that always train.
         total_steps: of the run.
-        extendable: whether a longer run would freeze at the same steps.
+        extendable: a longer run would freeze at the same steps.
 
     Raises:
         ConfigError: C011 where a window is empty, or where no parameter at all trains in some step.

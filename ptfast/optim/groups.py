@@ -39,12 +39,12 @@ class Asked:
 
     @property
     def frozen(self) -> bool:
-        """Whether it never trains."""
+        """Return True if it never trains."""
         return self.trains_until is not None and not self.trains_until.value
 
     @property
     def switches(self) -> bool:
-        """Whether it trains in a part of the run only."""
+        """Return True if it trains in a part of the run only."""
         return not self.frozen and (self.trains_until is not None or bool(self.trains_from.value))
 
 
@@ -57,7 +57,7 @@ class Grouping:
 
     Args:
         model: the plain model.
-        decay_1d: whether parameters of at most one dimension have weight decay, unless an entry says so.
+        decay_1d: parameters of at most one dimension have weight decay, unless an entry says so.
         layer_decay: in (0, 1], about 0.65 to 0.9 for fine-tuning transformers.
         groups: the entries.
         dropped: names of parameters without effect that a rewrite has taken away; patterns may match them.
@@ -107,7 +107,7 @@ class Grouping:
 
     @property
     def trivial(self) -> bool:
-        """Whether nothing is asked of any parameter."""
+        """Return True if nothing is asked of any parameter."""
         return not self._notes
 
     def freeze(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ptfast.optim.layer_batches import Group, Portion, Tensors, multiplied
+from ptfast.optim.layer_batches import Group, LayerBatch, Tensors, multiplied
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, trust_ratios
 
 
@@ -32,7 +32,7 @@ class Lamb(LayerwiseOptimizer):
         eps: added to the root of the second moment, >= 0.
         weight_decay: >= 0, within the trust ratio as above.
         norm_range: bounds that phi clamps a layer's norm to, e.g. [0, 10]; none by default: phi(x) = x.
-        adapt: whether steps are scaled at all; without it a step is AdamW's.
+        adapt: scale steps; without it a step is AdamW's.
         exclude_1d: take 1-d parameters (biases, norm weights) as Adam would, without scaling or decay.
 
     Cost: 2.3 of AdamW's fused steps on the CPU, since a layer's update is written out before its norm is
@@ -54,43 +54,43 @@ class Lamb(LayerwiseOptimizer):
         exclude_1d: bool = True,
     ) -> None:
         super().__init__(params, defaults_of(locals()))
-        self._rooms: dict[torch.dtype, Tensors] = {}
+        self._buffers: dict[torch.dtype, Tensors] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._rooms = {}
+        self._buffers = {}
         super().__setstate__(state)
 
-    def _update(self, group: Group, portion: Portion) -> None:
-        (steps,) = portion.scalars
-        found_inf = portion.found_inf
+    def _update(self, group: Group, batch: LayerBatch) -> None:
+        (steps,) = batch.scalars
+        found_inf = batch.found_inf
         torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)
-        excluded = group["exclude_1d"] and portion.ndim <= 1
+        excluded = group["exclude_1d"] and batch.ndim <= 1
         decay = 0.0 if excluded else group["weight_decay"]
         adam = {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"]}
         adam |= {"amsgrad": False, "maximize": False, "found_inf": found_inf}
-        rooms, scaling = portion.rooms(self._rooms), not excluded and group["adapt"]
+        buffers, scaling = batch.buffers(self._buffers), not excluded and group["adapt"]
         updates: list[Tensors] = []
         weight_sizes: Tensors = []
         update_sizes: Tensors = []
-        pairs = zip(rooms, portion.pieces, strict=True)
+        pairs = zip(buffers, batch.pieces, strict=True)
         for (kept, passing), (weights, grads, exp_avgs, exp_avg_sqs) in pairs:
-            state = (portion.scaled(grads, passing), exp_avgs, exp_avg_sqs, [], steps)
+            state = (batch.scaled(grads, passing), exp_avgs, exp_avg_sqs, [], steps)
             if not scaling:
                 torch._fused_adamw_(weights, *state, lr=group["lr"], weight_decay=decay, **adam)
                 continue
-            weight_sizes += portion.sizes(weights)
+            weight_sizes += batch.sizes(weights)
             # Adam's kernel subtracts: with rate 1 it leaves minus the whole update.
             update = multiplied(weights, -decay, kept)
             torch._fused_adam_(update, *state, lr=1.0, weight_decay=0.0, **adam)
-            update_sizes += portion.sizes(update)
+            update_sizes += batch.sizes(update)
             updates.append(update)
         if not scaling:
             return
-        norms = portion.norms(weight_sizes)
+        norms = batch.norms(weight_sizes)
         if group["norm_range"] is not None:
             norms = norms.clamp(*group["norm_range"])
-        ratios = trust_ratios(norms, portion.norms(update_sizes)) * group["lr"]
-        ratios = portion.unless_found_inf(ratios, 0.0).unbind()
+        ratios = trust_ratios(norms, batch.norms(update_sizes)) * group["lr"]
+        ratios = batch.unless_found_inf(ratios, 0.0).unbind()
         # Backwards: what was written last is in the cache still.
-        for (weights, *_), update in zip(reversed(portion.pieces), reversed(updates), strict=True):
+        for (weights, *_), update in zip(reversed(batch.pieces), reversed(updates), strict=True):
             torch._foreach_addcmul_(weights, update, ratios)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ptfast.optim.layer_batches import Group, Portion
+from ptfast.optim.layer_batches import Group, LayerBatch
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step_by_momentum
 
 
@@ -34,7 +34,7 @@ class Lars(LayerwiseOptimizer):
         weight_decay: L2 coefficient, >= 0.
         trust: the coefficient above, > 0, about 1e-3 to 2e-2.
         eps: added to the denominator, >= 0.
-        adapt: whether gradients are scaled at all; without it a step is SGD's.
+        adapt: scale gradients; without it a step is SGD's.
         exclude_1d: take 1-d parameters (biases, norm weights) as SGD would, without scaling or decay.
 
     Cost: 1.3 to 1.5 of AdamW's fused steps on the CPU, with half its state.
@@ -60,19 +60,19 @@ class Lars(LayerwiseOptimizer):
             raise ValueError("nesterov needs a momentum")
         super().__init__(params, defaults_of(locals()))
 
-    def _update(self, group: Group, portion: Portion) -> None:
-        excluded = group["exclude_1d"] and portion.ndim <= 1
+    def _update(self, group: Group, batch: LayerBatch) -> None:
+        excluded = group["exclude_1d"] and batch.ndim <= 1
         decay = 0.0 if excluded else group["weight_decay"]
-        factors = None if excluded or not group["adapt"] else self._ratios(group, portion, decay)
+        factors = None if excluded or not group["adapt"] else self._ratios(group, batch, decay)
         keywords = {name: group[name] for name in ("lr", "momentum", "nesterov")}
-        step_by_momentum(portion, factors, decay_within=decay, **keywords)
+        step_by_momentum(batch, factors, decay_within=decay, **keywords)
 
-    def _ratios(self, group: Group, portion: Portion, decay: float) -> Tensor:
+    def _ratios(self, group: Group, batch: LayerBatch, decay: float) -> Tensor:
         layer_norms, grad_norms = (
-            portion.norms([size for piece in portion.pieces for size in portion.sizes(piece[column])])
+            batch.norms([size for piece in batch.pieces for size in batch.sizes(piece[column])])
             for column in (0, 1)
         )
-        if portion.grad_factor is not None:
-            grad_norms = grad_norms * portion.grad_factor
+        if batch.grad_factor is not None:
+            grad_norms = grad_norms * batch.grad_factor
         ratios = group["trust"] * layer_norms / (grad_norms + decay * layer_norms + group["eps"])
         return torch.where(torch.minimum(layer_norms, grad_norms) > 0, ratios, 1.0)

@@ -1,4 +1,4 @@
-"""The layers of one optimizer step, many in one operation, in portions that the cache holds."""
+"""The layers of an optimizer step in batches: many in one operation, as much as the cache holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ptfast.core.errors import ConfigError
 Group: TypeAlias = dict[str, Any]
 Tensors: TypeAlias = list[Tensor]
 
-CPU_PORTION = 1 << 19
+CPU_CHUNK_SIZE = 1 << 19
 """Elements that all passes of a step go over before the next ones do: what a CPU's cache keeps in between."""
-DEVICE_PORTION = 1 << 26
+DEVICE_CHUNK_SIZE = 1 << 26
 """The same elsewhere, where it bounds the memory a step takes for a while: to 256 MiB in float32."""
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-class Portion:
+class LayerBatch:
     """Layers that are updated together: of one group, device and type, all with a gradient.
 
     They are 1-d all or none. Either they are whole, in one piece, or it is a single long layer in several. On
@@ -48,7 +48,7 @@ class Portion:
         self.ndim = max(layer.ndim for layer in layers)
         """Number of dimensions of the layers, or the largest of them."""
         self.on_cpu = layers[0].is_cpu
-        """Whether the host has nothing to wait for."""
+        """The host has nothing to wait for."""
         self.scalars: list[Tensors] = [[state[name] for state in states] for name in scalar_state]
         """State that is one number per layer, by name."""
         columns = [weights, *([state[name] for state in states] for name in layer_state)]
@@ -60,14 +60,14 @@ class Portion:
         """0-d; what gradients are to be multiplied by, None for 1."""
         self.found_inf: Tensor | None = None
         """0-d, 1 where the step is to change nothing, None for 0."""
-        self._rooms: list[Any] | None = None
+        self._buffers: list[Any] | None = None
         self._made_from = [
             (layer, layer.data_ptr(), layer.stride(), state, [*state.values()])
             for layer, state in zip(layers, states, strict=True)
         ]
 
     def holds(self, layers: Tensors, states: dict[Tensor, Group]) -> bool:
-        """Whether it is of these layers still, and they and their state lie where they did."""
+        """Return True if it is of these layers still, and they and their state lie where they did."""
         if len(layers) != len(self.layers):
             return False
         for layer, (known, address, strides, state, values) in zip(layers, self._made_from, strict=True):
@@ -77,7 +77,7 @@ class Portion:
                 return False
         return True
 
-    def put_in_grads(self) -> None:
+    def load_grads(self) -> None:
         """Take the gradients that the layers have now.
 
         Raises:
@@ -108,66 +108,66 @@ class Portion:
             return stacked
         return (stacked if len(self.pieces) == 1 else stacked.sum(0, keepdim=True)).sqrt_()
 
-    def scaled(self, grads: Tensors, room: Tensors | None = None) -> Tensors:
-        """The gradients times their factor where there is one, in `room` or as new tensors."""
-        return grads if self.grad_factor is None else multiplied(grads, self.grad_factor, room)
+    def scaled(self, grads: Tensors, out: Tensors | None = None) -> Tensors:
+        """The gradients times their factor where there is one, in `out` or as new tensors."""
+        return grads if self.grad_factor is None else multiplied(grads, self.grad_factor, out)
 
-    def rooms(self, shared: dict[torch.dtype, Tensors]) -> list[tuple[Tensors | None, Tensors | None]]:
-        """Per piece, memory like its weights': for what is kept to the end of the portion, and of the piece.
+    def buffers(self, shared: dict[torch.dtype, Tensors]) -> list[tuple[Tensors | None, Tensors | None]]:
+        """Scratch memory per piece, like its weights: one to the end of the batch, one to that of the piece.
 
-        On the CPU it stays from step to step, `shared` by all portions: to have it mapped anew takes several
+        On the CPU it stays from step to step, `shared` by all batches: to have it mapped anew takes several
         times as long as to compute what goes there. Elsewhere there is none.
         """
         if not self.on_cpu:
             return [(None, None)] * len(self.pieces)
-        if self._rooms is None:
+        if self._buffers is None:
             weight = self.pieces[0][0][0]
             memory = shared.setdefault(weight.dtype, [])
-            memory += [weight.new_empty(CPU_PORTION) for _ in range(len(memory), len(self.pieces) + 1)]
+            memory += [weight.new_empty(CPU_CHUNK_SIZE) for _ in range(len(memory), len(self.pieces) + 1)]
             passing, *kept = memory
-            self._rooms = []
-            for (weights, *_), room in zip(self.pieces, kept, strict=False):
+            self._buffers = []
+            for (weights, *_), buffer in zip(self.pieces, kept, strict=False):
                 lengths = [len(weight) for weight in weights]
-                pair = (list(each[: sum(lengths)].split(lengths)) for each in (room, passing))
-                self._rooms.append(tuple(pair))
-        return self._rooms
+                pair = (list(each[: sum(lengths)].split(lengths)) for each in (buffer, passing))
+                self._buffers.append(tuple(pair))
+        return self._buffers
 
     def unless_found_inf(self, new: Tensor, old: Tensor | float) -> Tensor:
         """`new`, or `old` where an infinity was found; chosen on the device."""
         return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
 
     def _cut(self, column: Tensors) -> list[Tensors]:
-        """A column as one piece, or in pieces of `CPU_PORTION` elements where it is one longer layer."""
+        """A column as one piece, or in pieces of `CPU_CHUNK_SIZE` elements where it is one longer layer."""
         if not self.on_cpu:
             return [column]
-        # All columns are laid out alike, so that it does not matter in which order elements are gone through.
+        # All columns are in one layout, so that it does not matter in which order elements are gone through.
         flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in column]
-        if len(flat) > 1 or flat[0].numel() <= CPU_PORTION:
+        if len(flat) > 1 or flat[0].numel() <= CPU_CHUNK_SIZE:
             return [flat]
-        return [[piece] for piece in flat[0].split(CPU_PORTION)]
+        return [[piece] for piece in flat[0].split(CPU_CHUNK_SIZE)]
 
 
-def multiplied(tensors: Tensors, factor: float | Tensor, room: Tensors | None) -> Tensors:
-    """`tensors` times `factor`, in `room` where there is some."""
-    if room is None:
+def multiplied(tensors: Tensors, factor: float | Tensor, out: Tensors | None) -> Tensors:
+    """`tensors` times `factor`, in `out` where there is some."""
+    if out is None:
         return list(torch._foreach_mul(tensors, factor))
-    return [torch.mul(tensor, factor, out=out) for tensor, out in zip(tensors, room, strict=True)]
+    return [torch.mul(tensor, factor, out=each) for tensor, each in zip(tensors, out, strict=True)]
 
 
-def part(layers: Tensors) -> list[tuple[Tensors, bool]]:
-    """Portions that stay in the cache, one device and type each, 1-d layers apart; whether each is copied."""
+def batch_layers(layers: Tensors) -> list[tuple[Tensors, bool]]:
+    """Batches that stay in the cache, one device and type each, 1-d layers apart; True for those to copy."""
     current: dict[tuple[Any, ...], Tensors] = {}
-    portions: list[tuple[Tensors, bool]] = []
+    batches: list[tuple[Tensors, bool]] = []
     for layer in layers:
         copied = layer.dtype in HALF_TYPES or not _is_dense(layer)
         kind = (layer.device, layer.dtype, layer.ndim <= 1, copied)
-        portion = current.get(kind)
-        limit = CPU_PORTION if layer.is_cpu else DEVICE_PORTION
-        if portion is None or sum(other.numel() for other in portion) + layer.numel() > limit:
-            portion = current[kind] = []
-            portions.append((portion, copied))
-        portion.append(layer)
-    return portions
+        batch = current.get(kind)
+        limit = CPU_CHUNK_SIZE if layer.is_cpu else DEVICE_CHUNK_SIZE
+        if batch is None or sum(other.numel() for other in batch) + layer.numel() > limit:
+            batch = current[kind] = []
+            batches.append((batch, copied))
+        batch.append(layer)
+    return batches
 
 
 def _grad_of(layer: Tensor, weight: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _grad_of(layer: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill a stretch of memory, in any order of dimensions."""
+    """Return True if a tensor's elements fill a stretch of memory, in any order of dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

@@ -1,4 +1,4 @@
-"""What the layer-wise optimizers share: steps over portions of layers, and manners like torch's own."""
+"""What the layer-wise optimizers share: steps over batches of layers, and manners like torch's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ptfast.optim.layer_batches import Group, Portion, Tensors, laid_out_as, part, working_copy
+from ptfast.optim.layer_batches import Group, LayerBatch, Tensors, batch_layers, laid_out_as, working_copy
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 
@@ -45,8 +45,8 @@ class LayerwiseOptimizer(Optimizer):
         self._plans: dict[int, list[_Planned]] = {}
         super().__init__(params, defaults)
 
-    def _update(self, group: Group, portion: Portion) -> None:
-        """Update weights and state of `portion` in place."""
+    def _update(self, group: Group, batch: LayerBatch) -> None:
+        """Update weights and state of `batch` in place."""
         raise NotImplementedError
 
     def _grad_factor(self, device: torch.device) -> Tensor | None:
@@ -77,11 +77,11 @@ class LayerwiseOptimizer(Optimizer):
                 device = layers[0].device
                 if device not in factors:
                     factors[device] = self._useful_factor(device), self._found_inf(device)
-                portion = self._portion(planned, layers)
-                portion.grad_factor, portion.found_inf = factors[device]
-                portion.put_in_grads()
-                self._update(group, portion)
-                portion.finish(copied=planned.copied)
+                batch = self._batch(planned, layers)
+                batch.grad_factor, batch.found_inf = factors[device]
+                batch.load_grads()
+                self._update(group, batch)
+                batch.finish(copied=planned.copied)
         return loss
 
     def add_param_group(self, param_group: Group) -> None:
@@ -122,19 +122,19 @@ class LayerwiseOptimizer(Optimizer):
         return None if found_inf is None else found_inf.to(device, non_blocking=True).clamp(max=1)
 
     def _plan(self, index: int, layers: Tensors) -> list[_Planned]:
-        """The layers of a group in portions, found once."""
+        """The layers of a group in batches, found once."""
         plan = self._plans.get(index)
         if plan is None:
-            plan = self._plans[index] = [_Planned(*planned) for planned in part(layers)]
+            plan = self._plans[index] = [_Planned(*planned) for planned in batch_layers(layers)]
         return plan
 
-    def _portion(self, planned: _Planned, layers: Tensors) -> Portion:
-        """The portion of those of the planned layers that have a gradient."""
-        if planned.portion is None or planned.copied or not planned.portion.holds(layers, self.state):
+    def _batch(self, planned: _Planned, layers: Tensors) -> LayerBatch:
+        """The batch of those of the planned layers that have a gradient."""
+        if planned.batch is None or planned.copied or not planned.batch.holds(layers, self.state):
             weights = [working_copy(layer) if planned.copied else layer.detach() for layer in layers]
             states = [self._state_of(*pair) for pair in zip(layers, weights, strict=True)]
-            planned.portion = Portion(layers, weights, states, self.layer_state, self.scalar_state)
-        return planned.portion
+            planned.batch = LayerBatch(layers, weights, states, self.layer_state, self.scalar_state)
+        return planned.batch
 
     def _state_of(self, layer: Tensor, weight: Tensor) -> dict[str, Tensor]:
         state = self.state[layer]
@@ -156,8 +156,8 @@ class _Planned:
 
     layers: Tensors
     copied: bool
-    """Whether it is a copy of them that is updated."""
-    portion: Portion | None = None
+    """A copy of them is updated, and written back."""
+    batch: LayerBatch | None = None
     """As of the last step."""
 
 
@@ -167,7 +167,7 @@ def defaults_of(arguments: Group) -> Group:
 
 
 def step_by_momentum(
-    portion: Portion,
+    batch: LayerBatch,
     factors: Tensor | None,
     *,
     lr: float | Tensor,
@@ -181,7 +181,7 @@ def step_by_momentum(
         v <- momentum * v + factor * (g + decay_within * w) + decay_beside * w;    w <- w - lr * v
 
     Args:
-        portion: what to update; its pieces are `w`, `g` and `v`.
+        batch: what to update; its pieces are `w`, `g` and `v`.
         factors: one per layer, above 0, on the device; None for 1.
         lr: learning rate.
         momentum: in [0, 1).
@@ -192,21 +192,21 @@ def step_by_momentum(
     Cost: one fused pass on the CPU; up to two before it elsewhere and with Nesterov.
     """
     sgd = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "maximize": False, "is_first_step": False}
-    sgd |= {"found_inf": portion.found_inf}
+    sgd |= {"found_inf": batch.found_inf}
     if factors is not None and factors.is_cpu and momentum and not nesterov:
         # No host waits for a CPU: with the factor as its own dampening the kernel needs no pass before it.
-        unscale = 1.0 if portion.grad_factor is None else portion.grad_factor.item()
+        unscale = 1.0 if batch.grad_factor is None else batch.grad_factor.item()
         whole = factors if unscale == 1 else factors * unscale
-        numbers, decays = whole.tolist(), [decay_within / unscale] * len(portion.layers)
+        numbers, decays = whole.tolist(), [decay_within / unscale] * len(batch.layers)
         if decay_beside:
             decays = (whole.reciprocal() * decay_beside + decays[0]).tolist()
-        for columns in portion.pieces:
+        for columns in batch.pieces:
             for weight, grad, velocity, number, decay in zip(*columns, numbers, decays, strict=True):
                 kernel = {"weight_decay": decay, "dampening": 1 - number, **sgd}
                 torch._fused_sgd_([weight], [grad], [velocity], **kernel)
         return
-    for weights, grads, velocities in portion.pieces:
-        update, decay = portion.scaled(grads), decay_beside + decay_within
+    for weights, grads, velocities in batch.pieces:
+        update, decay = batch.scaled(grads), decay_beside + decay_within
         if factors is not None:
             if decay_within:
                 update = torch._foreach_add(update, weights, alpha=decay_within)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ptfast.optim.layer_batches import Group, Portion
+from ptfast.optim.layer_batches import Group, LayerBatch
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step_by_momentum
 
 
@@ -53,18 +53,18 @@ class Novograd(LayerwiseOptimizer):
     ) -> None:
         super().__init__(params, defaults_of(locals()))
 
-    def _update(self, group: Group, portion: Portion) -> None:
-        (exp_avg_sqs,) = portion.scalars
+    def _update(self, group: Group, batch: LayerBatch) -> None:
+        (exp_avg_sqs,) = batch.scalars
         beta1, beta2 = group["betas"]
-        norms = portion.norms([size for _, grads, _ in portion.pieces for size in portion.sizes(grads)])
-        if portion.grad_factor is not None:
-            norms = norms * portion.grad_factor
+        norms = batch.norms([size for _, grads, _ in batch.pieces for size in batch.sizes(grads)])
+        if batch.grad_factor is not None:
+            norms = norms * batch.grad_factor
         squares, before = norms.square(), torch.stack(exp_avg_sqs)
         after = torch.where(before == 0, squares, torch.lerp(squares, before, beta2))
-        after = portion.unless_found_inf(after, before)
+        after = batch.unless_found_inf(after, before)
         torch._foreach_copy_(exp_avg_sqs, after.unbind())
         factors = (after.sqrt() + group["eps"]).reciprocal()
-        decay = 0.0 if group["exclude_1d"] and portion.ndim <= 1 else group["weight_decay"]
+        decay = 0.0 if group["exclude_1d"] and batch.ndim <= 1 else group["weight_decay"]
         if group["grad_averaging"]:
             factors, decay = factors * (1 - beta1), decay * (1 - beta1)
-        step_by_momentum(portion, factors, lr=group["lr"], momentum=beta1, decay_beside=decay)
+        step_by_momentum(batch, factors, lr=group["lr"], momentum=beta1, decay_beside=decay)

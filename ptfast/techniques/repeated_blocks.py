@@ -66,7 +66,7 @@ def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether it is, or directly holds, a row of blocks of one form."""
+    """Return True if it is, or directly holds, a row of blocks of one form."""
     return _is_row(module) or any(_is_row(part, at_least=2) for part in module.children())
 
 

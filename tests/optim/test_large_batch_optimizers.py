@@ -17,7 +17,7 @@ import torch
 from optimizers import wave
 from torch import Tensor, nn
 
-from ptfast.optim import layer_batches as portions
+from ptfast.optim import layer_batches
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.novograd import Novograd
@@ -110,13 +110,13 @@ def reference(name: str, p: Tensor, g: Tensor, state: dict[str, Any], t: int, h:
     return p - h["lr"] * p.norm().clamp(low, high) / u.norm() * u
 
 
-@pytest.fixture(params=[portions.CPU_PORTION, 7], ids=["whole", "cut"])
-def portion(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[layer_batches.CPU_CHUNK_SIZE, 7], ids=["whole", "cut"])
+def chunk_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers whole and together, and every layer in pieces."""
-    monkeypatch.setattr(portions, "CPU_PORTION", request.param)
+    monkeypatch.setattr(layer_batches, "CPU_CHUNK_SIZE", request.param)
 
 
-@pytest.mark.usefixtures("portion")
+@pytest.mark.usefixtures("chunk_size")
 @pytest.mark.parametrize("name", TRAJECTORIES)
 def test_agrees_with_timm(name: str) -> None:
     cls, shared, _, _ = TRAJECTORIES[name]
@@ -125,7 +125,7 @@ def test_agrees_with_timm(name: str) -> None:
     torch.testing.assert_close(ours[-1], fixed, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.usefixtures("portion")
+@pytest.mark.usefixtures("chunk_size")
 @pytest.mark.parametrize("name", TRAJECTORIES)
 def test_agrees_with_the_installed_timm(name: str) -> None:
     pytest.importorskip("timm", reason="timm is not installed; its fixed vectors are compared instead")
@@ -134,7 +134,7 @@ def test_agrees_with_the_installed_timm(name: str) -> None:
     torch.testing.assert_close(ours, timm_trajectory(name), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.usefixtures("portion")
+@pytest.mark.usefixtures("chunk_size")
 @pytest.mark.parametrize(
     ("name", "cls", "keywords"),
     [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.targets import Target
-from ptfast.optim import layer_batches as portions
+from ptfast.optim import Optimizer, layer_batches
 from ptfast.optim.build_optimizer import apply_lr, build_optimizer
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
@@ -24,10 +24,10 @@ from ptfast.optim.novograd import Novograd
 from ptfast.optim.nvlamb import Nvlamb
 
 
-@pytest.fixture(params=[portions.CPU_PORTION, 7], ids=["whole", "cut"])
-def portion(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[layer_batches.CPU_CHUNK_SIZE, 7], ids=["whole", "cut"])
+def chunk_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers whole and together, and every layer in pieces."""
-    monkeypatch.setattr(portions, "CPU_PORTION", request.param)
+    monkeypatch.setattr(layer_batches, "CPU_CHUNK_SIZE", request.param)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -38,7 +38,7 @@ def test_reduces_the_loss(name: str) -> None:
     assert take_steps(model, optimizer, 60) < 0.8 * first
 
 
-@pytest.mark.usefixtures("portion")
+@pytest.mark.usefixtures("chunk_size")
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", OURS)
 def test_saved_and_loaded_it_goes_on_alike(name: str, layout: torch.memory_format, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_unadapted_is_adamw() -> None:
     torch.testing.assert_close(matrix, twin)
 
 
-@pytest.mark.usefixtures("portion")
+@pytest.mark.usefixtures("chunk_size")
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_a_found_infinity_makes_the_step_do_nothing(name: str) -> None:
     model = net()
@@ -183,7 +183,7 @@ def test_a_found_infinity_makes_the_step_do_nothing(name: str) -> None:
                 assert torch.equal(value, state[index][key] if trained else torch.zeros_like(value)), key
 
 
-@pytest.mark.usefixtures("portion")
+@pytest.mark.usefixtures("chunk_size")
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_unscales_gradients_on_the_device(name: str) -> None:
     results = []
@@ -343,7 +343,8 @@ def test_option_file(option: str) -> None:
     from ptfast.config.compose import compose
 
     tree = compose([f"optimizer={option}"]).tree["optimizer"]
-    target = Target(tree["_target_"], {key: value for key, value in tree.items() if key != "_target_"})
+    own = {"_target_", *Optimizer.model_fields}
+    target = Target(tree["_target_"], {key: value for key, value in tree.items() if key not in own})
     names = inspect.signature(target.resolve()).parameters
     assert set(target.kwargs) - {"fused"} <= set(names)
     model = net()

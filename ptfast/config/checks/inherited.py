@@ -19,7 +19,7 @@ def drop_inherited(tree: dict[Any, Any], is_inherited: Callable[[str], bool]) ->
 
     Args:
         tree: the config, changed in place.
-        is_inherited: whether a dotted key was set by an option file or a preset, not by the user.
+        is_inherited: True for a dotted key set by an option file or a preset, not by the user.
     """
     for name in SECTIONS:
         section = tree.get(name)

@@ -1,4 +1,4 @@
-"""Whether a group has an option, and the answer to one that it does not have."""
+"""Refuse options and recipes that do not exist, with the nearest that do."""
 
 from __future__ import annotations
 

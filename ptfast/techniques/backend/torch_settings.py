@@ -91,7 +91,7 @@ def watch_shapes(
 
 
 def _input_shape(data: Any) -> Any:
-    """What tells the shapes of two micro-batches' inputs apart."""
+    """A key that differs where the shapes of two micro-batches' inputs do."""
     if isinstance(data, torch.Tensor):
         return data.shape
     if isinstance(data, dict):
@@ -101,7 +101,7 @@ def _input_shape(data: Any) -> Any:
 
 def resolve_threads(num_local_ranks: int) -> int:
     """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins where there is one."""
-    # torchrun sets the variable to 1 itself, which would leave all other cores idle.
+    # torchrun sets the variable to 1 itself, which would leave all other cores unused.
     asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)

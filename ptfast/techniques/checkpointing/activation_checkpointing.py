@@ -31,7 +31,7 @@ Buffers = dict[str, "Tensor | None"]
 _WRITE_ONLY = (_BatchNorm.forward, nn.SyncBatchNorm.forward, _InstanceNorm.forward)
 _checkpoint: Any = torch_checkpoint.checkpoint
 _parameters = inspect.signature(_checkpoint).parameters
-# torch's default, not to tell hooks of what `selective` keeps, warns that it will change.
+# torch's default, not to call hooks for what `selective` keeps, warns that it will change.
 _HOOKS_ARE_TOLD = {name: True for name in ("respect_saved_tensors_hooks",) if name in _parameters}
 
 
@@ -188,7 +188,7 @@ class WrittenBuffers:
 
     A norm in training writes its running statistics without reading them: its recomputation may write to a
     scratch copy. Which other modules write is found out in the first forward pass; what they write may have a
-    say in their results (spectral norm's vectors), so their recomputation goes on from what was there before.
+    say in their results (spectral norm's vectors), so their recomputation starts from what was there before.
     """
 
     def __init__(self, block: nn.Module) -> None:

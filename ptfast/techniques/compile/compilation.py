@@ -61,8 +61,8 @@ class Compilation:
             `reduce_overhead` that in CUDA graphs, launched as one; `max_autotune` that with its matrix
             products timed, in CUDA graphs where there are any.
         device: where the model is.
-        dynamic: whether batches come in many lengths.
-        accumulates: whether a step has several micro-batches on a rank. CUDA graphs keep gradients in memory
+        dynamic: batches come in many lengths.
+        accumulates: a step has several micro-batches on a rank. CUDA graphs keep gradients in memory
             that the next micro-batch overwrites, in silence.
 
     Raises:

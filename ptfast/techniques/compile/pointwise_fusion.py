@@ -73,7 +73,7 @@ class _Kernel(nn.Module):
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether it computes each element of a floating-point tensor from the same one of its inputs."""
+    """Return True if it computes each element of a floating-point tensor from the same one of its inputs."""
     target, value = node.target, node.meta.get("val")
     return (
         node.op == "call_function"
@@ -88,7 +88,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def _is_chain(nodes: list[fx.Node]) -> bool:
-    """Whether one of them takes what another gives: side by side, they would gain nothing."""
+    """Return True if one of them takes what another gives: side by side, they would gain nothing."""
     return any(source in nodes for node in nodes for source in node.all_input_nodes)
 
 

@@ -24,7 +24,7 @@ class Resize:
     Args:
         stages: pixels of the shorter side, by step.
         shape: (height, width) at full size.
-        masks: whether targets say something of each pixel, and so shrink with their images.
+        masks: targets say something of each pixel, and so shrink with their images.
 
     Cost: one pass over the inputs of each micro-batch until the images are at full size.
     Source: Howard et al. 2018, fast.ai's entry to DAWNBench; Tan, Le 2021, arXiv:2104.00298, section 4.

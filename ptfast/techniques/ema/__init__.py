@@ -19,7 +19,7 @@ class Ema(Section):
     decay: float | None = None
     """Share that each step keeps of a moving average, such as 0.999; null for no moving average."""
     swa_start: Annotated[Duration, InUnit("epochs")] | None = None
-    """From where on weights count alike in an average (SWA), such as `75%`; null for no such average."""
+    """From where on weights are averaged, all equally (SWA), such as `75%`; null for no such average."""
     swa_every: Every = Duration(1, "epochs")
     """How far apart the weights lie that SWA averages, such as `1epochs` or `100steps`."""
 
@@ -111,7 +111,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("ema=ema",),
         off=("ema=none",),
         why="The average of the last steps is where a lower rate would have led, at once.",
-        claim="How Inception-v3 is evaluated on ImageNet; its own share is not told.",
+        claim="How Inception-v3 is evaluated on ImageNet; its own share is not given.",
         source="Polyak, Juditsky 1992, 'Acceleration of Stochastic Approximation by Averaging'; Szegedy et"
         " al. 2015, arXiv:1512.00567, section 8.",
         avoid="Memory for a copy of the weights is short; runs of fewer steps than 1 / (1 - ema.decay).",

@@ -29,7 +29,7 @@ class Average:
     """
 
     extendable = True
-    """Whether a longer run would begin with the same averages."""
+    """A longer run would begin with the same averages."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -54,7 +54,7 @@ class Average:
 
         Args:
             step: that has been taken, counted from 1.
-            skipped: 0-d, on the device: whether it was left out because fp16 gradients overflowed.
+            skipped: 0-d, on the device, True where it was left out because fp16 gradients overflowed.
         """
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class Average:
 
     @property
     def ready(self) -> bool:
-        """Whether there is an average yet. Waits for the device where steps may be left out."""
+        """Return True if there is an average yet. Waits for the device where steps may be left out."""
         return bool(self._updates)
 
     def _wide_weights(self) -> list[Tensor]:
@@ -162,7 +162,7 @@ class Ema(Average):
         self._updates += 1
 
     def _update_unless(self, skipped: Tensor) -> None:
-        """The same where the device alone knows whether there was a step."""
+        """The same where the device alone knows if there was a step."""
         if isinstance(self._updates, int):
             self._updates = torch.full((), self._updates, device=skipped.device)
         share = torch.where(self._updates > 0, 1 - self._decay, 1.0)
@@ -177,7 +177,7 @@ class Ema(Average):
 
 
 class Swa(Average):
-    """Average of the weights at equal distances over the end of a run, all counting alike.
+    """Average of the weights at equal distances over the end of a run, each with equal weight.
 
     Weights at a rate that stays high wander around a wide minimum, whose middle generalises better than any
     of them. The statistics of BatchNorm are those of no average of weights: an average of statistics is not
@@ -190,7 +190,7 @@ class Swa(Average):
         forward: passes training samples through the model, as many on each rank, by way of what it is given;
             None where there are none at hand, as of iterable data: statistics are then averaged like weights.
         ranks: that train together.
-        extendable: whether a longer run would start at the same step.
+        extendable: a longer run would start at the same step.
 
     Cost: one pass over the weights every so many steps, and a forward pass over some thousand samples per
     evaluation. Source: Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407; the same

@@ -59,7 +59,7 @@ class Averaged(nn.parallel.DistributedDataParallel):
     def check_gradients(self) -> None:
         """Refuse parameters that a backward pass has left without a gradient.
 
-        DDP would hear of it only in the next forward pass, one wrong step later: the gradients that share a
+        DDP would notice it only in the next forward pass, one wrong step later: the gradients that share a
         bucket with a missing one are not averaged.
 
         Raises:

@@ -21,7 +21,7 @@ class RunningStatistics:
 
     A rank's own micro-batches take the statistics from r to r_k = keep_k r + part_k, where keep_k is
     (1 - momentum) ** batches. One process would run them one rank after the other; so, for each rank in
-    order, merged <- keep_k merged + part_k. The ranks tell each other r_k and the number of batches, once a
+    order, merged <- keep_k merged + part_k. The ranks exchange r_k and the number of batches, once a
     step.
 
     Layers without a momentum, which average over all batches, take the first rank's statistics. Those of

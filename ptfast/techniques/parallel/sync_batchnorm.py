@@ -54,7 +54,7 @@ class SyncedBatchNorm(_BatchNorm):
     """
 
     counts: bool
-    """Whether the next input counts; the stand-in of an empty share takes part and does not."""
+    """The next input counts; the stand-in of an empty share takes part and does not."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         nn.Module.__init__(self)

@@ -47,6 +47,6 @@ def wrap_for_ranks(
 
 
 def unwrap(forward: Any) -> None:
-    """Take a model out of its wrapping, whose hooks would go on averaging beside those of a new one."""
+    """Take a model out of its wrapping, whose hooks would keep averaging beside those of a new one."""
     if isinstance(forward, nn.parallel.DistributedDataParallel):
         forward._remove_autograd_hooks()

@@ -38,17 +38,17 @@ class Precision:
     """
 
     enabled: bool
-    """Whether there is an autocast to enter at all."""
+    """There is an autocast to enter."""
     scaler: torch.amp.GradScaler | None
     """Scales the loss so that fp16 gradients do not underflow; None where the type needs none."""
     context: AbstractContextManager[object]
     note: str
     half_weights: bool = False
-    """Whether `apply_half_weights` is due."""
+    """`apply_half_weights` is due."""
     matmul: Matmul = "highest"
     """Torch's setting for float32 matrix products."""
     warning: str | None = None
-    """What the user should hear before training."""
+    """A warning to show before training."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """The one autocast context of the run: made once, entered again and again, never inside itself."""

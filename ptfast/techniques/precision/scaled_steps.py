@@ -21,8 +21,8 @@ class ScaledSteps:
 
     Args:
         scaler: of the run, its state restored.
-        optimizer: whose steps are taken. Fused ones and ours are told on the device; torch's others make the
-            host wait in every step.
+        optimizer: whose steps are taken. Fused ones and ours receive it on the device; torch's others make
+            the host wait in every step.
         device: where the gradients are.
         progress: what had been left out before.
 

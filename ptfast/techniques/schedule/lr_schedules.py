@@ -65,7 +65,7 @@ class Shape:
 
     @property
     def extendable(self) -> bool:
-        """Whether a longer run begins like a shorter one, so that epochs can be added later."""
+        """Return True if a longer run begins like a shorter one, so that epochs can be added later."""
         return not self.spans_run
 
     def factor(self, span: Span) -> Curve:
@@ -251,7 +251,7 @@ class Cyclic(Shape):
         start: lowest rate as a part of the maximum, in (0, 1].
         rise: length of a rise; Smith takes 2 to 10 epochs.
         fall: length of a fall; None for that of the rise.
-        mode: `triangular`: all alike; `triangular2`: each half as high as the one before; `exp_range`: times
+        mode: `triangular`: all equal; `triangular2`: each half as high as the one before; `exp_range`: times
             `gamma` with every step.
         gamma: of `exp_range`, in (0, 1].
         momentum_max: momentum where the rate is lowest; None leaves the optimizer's own.
@@ -323,7 +323,7 @@ class Schedule:
         momentum: momentum by step, or None.
         warmup_steps: steps over which the factor is also multiplied by a ramp, (step + 1) / warmup_steps.
         delay_steps: steps that pass before the clock of `factor` and `momentum` starts.
-        extendable: whether a longer run would begin with the same figures.
+        extendable: a longer run would begin with the same figures.
         momentum_note: what becomes of the momentum, in a few words; None where the shape leaves it alone.
     """
 
@@ -369,7 +369,7 @@ def build_schedule(
 
     Args:
         plan: which samples make up each step.
-        has_momentum: whether the optimizer has a momentum that can be cycled.
+        has_momentum: the optimizer has a momentum that can be cycled.
 
     Raises:
         ConfigError: C011 for a warm-up longer than the run.
