@@ -12,7 +12,7 @@ from ptfast.core import devices
 from ptfast.core.machine import spare_cores
 
 _GPU_FILES = ("dev/nvidia0", "dev/kfd", "dev/dxg")
-"""What Linux shows of a GPU that torch may compute on: NVIDIA's, AMD's, and either one under Windows."""
+"""Files of Linux for a GPU that torch may compute on: NVIDIA's, AMD's, and either one under Windows."""
 _OF_THE_RUN: dict[Need, str] = {
     "images": "on images",
     "sequences": "on sequences",
@@ -20,7 +20,7 @@ _OF_THE_RUN: dict[Need, str] = {
     "batchnorm": "in models with BatchNorm",
     "pack": "on what ptfast pack has made",
 }
-"""What depends on the model and the data rather than on the machine."""
+"""Needs that depend on the model and the data rather than on the machine."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Verdict:
 
 
 class ThisMachine:
-    """What techniques need of a machine, looked up when first asked for.
+    """The needs of techniques that this machine meets, looked up when first asked for.
 
     Args:
         root: where the files of the system are.

@@ -1,7 +1,8 @@
-"""What the parts of the package say about themselves, collected: records, rules, keys without effect.
+"""Records, rules and keys without effect, collected from the parts that own them.
 
 A part is the light half of a folder: its section of the config, and beside it any of `TECHNIQUES`, `RULES`,
-`MACHINE_RULES` (what a machine lacks; asked where nothing else is wrong) and `UNUSED`. No torch is loaded.
+`MACHINE_RULES` (what a machine lacks; asked where nothing else is wrong), `UNUSED` and `FREE_KEYS` (keys that
+may change between a run and its continuation). No torch is loaded.
 """
 
 from __future__ import annotations
@@ -48,3 +49,4 @@ CATALOGUE: tuple[Technique, ...] = _collect("TECHNIQUES")
 RULES: tuple[Rule, ...] = _collect("RULES")
 MACHINE_RULES: tuple[Rule, ...] = _collect("MACHINE_RULES")
 UNUSED: tuple[Unused, ...] = _collect("UNUSED")
+FREE_KEYS: tuple[str, ...] = _collect("FREE_KEYS")

@@ -17,7 +17,7 @@ class Eval(Section):
     batch_size: Count | None = None
     """Samples of an evaluation's batch on each rank; null for at least 256."""
     last: Literal["keep", "drop", "pad"] = "keep"
-    """What becomes of a split's last, smaller batch; `pad` fills it with stand-ins that do not count."""
+    """Treatment of a split's last, smaller batch; `pad` fills it with stand-ins that do not count."""
     flip: bool = False
     """Average what the model says of an image and of its mirror image; predictions too."""
 
@@ -49,7 +49,7 @@ class RunOptions(Section):
 
 
 class Sweep(Section):
-    """What the runs of a sweep are ranked by."""
+    """The figure by which the runs of a sweep are ranked."""
 
     metric: str = "auto"
     """The figure that runs are ranked by, such as `val.loss`; `auto` for what `best` follows."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
+from ptfast.config import catalogue
 from ptfast.config.run_sections import Eval, Logger, RunOptions, Saving, Stop, Sweep
 from ptfast.core.durations import Duration
 from ptfast.core.errors import is_secret
@@ -34,19 +35,7 @@ from ptfast.techniques.schedule import Schedule
 
 FREE_KEYS = (
     *("recipe", "preset", "trust", "epochs", "steps", "log_every", "device", "run", "eval", "stop", "sweep"),
-    "debug",
-    *(
-        "saving",
-        "logger",
-        *(f"parallel.{name}" for name in ("strategy", "nproc", "nnodes", "timeout", "blocks")),
-        *(f"parallel.{name}" for name in ("gradient_as_bucket_view", "bucket_mb", "static_graph")),
-        "parallel.unused_parameters",
-        "dataloader.kind",
-        "dataloader.workers",
-        "dataloader.prefetch",
-        "dataloader.pin",
-        "dataloader.read_ahead",
-    ),
+    *("saving", "logger", *catalogue.FREE_KEYS),
 )
 """Keys and sections that may change between a run and its continuation."""
 DATA_PLACES = tuple(
@@ -71,7 +60,7 @@ class Config(Section):
     micro_batches: Count | None = None
     """Parts that a batch is cut into; null for ranks x `gradients.accumulate`."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """What all that is random is drawn from."""
+    """Seed of everything that is random."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """`auto` takes a GPU where there is one."""
     log_every: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(50, "steps")

@@ -22,12 +22,12 @@ from ptfast.techniques.schedule import Schedule
 
 
 class ParameterGroup(Section):
-    """What holds for the parameters whose names match; where entries disagree, the later one counts."""
+    """Settings of the parameters whose names match; where entries disagree, the later one counts."""
 
     match: str
     """Pattern of names, such as `*.bias` or `layers.0.*`; `*` stands for dots too, and case counts."""
     lr_scale: Annotated[float, POSITIVE] | None = None
-    """What the learning rate is multiplied by."""
+    """Factor on the learning rate."""
     weight_decay: Annotated[float, NOT_NEGATIVE] | None = None
     """Weight decay in place of the optimizer's."""
     clip_norm: Annotated[float, POSITIVE] | None = None
@@ -39,14 +39,14 @@ class ParameterGroup(Section):
 
 
 class Optimizer(TargetSection):
-    """What changes the weights."""
+    """The optimizer, and settings of single parameters."""
 
     decay_1d: bool = True
     """Norms and biases (parameters of at most one dimension) have weight decay."""
     layer_decay: Annotated[float, Range(0, 1, open_low=True)] | None = None
     """Factor on the learning rate for every layer between a parameter and the output, such as 0.75."""
     groups: list[ParameterGroup] = Field(default_factory=list)
-    """What holds for parameters by name: a list such as `[{match: "*.bias", lr_scale: 64}]`."""
+    """Settings of parameters by name: a list such as `[{match: "*.bias", lr_scale: 64}]`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate grows with the batch size from that at `reference_batch`."""
     reference_batch: Count | None = None
@@ -158,7 +158,7 @@ UNUSED = (
 
 
 def panel(run: Run) -> dict[str, object]:
-    """What is asked of single parameters."""
+    """Settings of single parameters."""
     return {"parameters": run.groups_note}
 
 

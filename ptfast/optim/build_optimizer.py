@@ -35,7 +35,7 @@ __all__ = [
 FOREACH_DEVICES = ("cuda", "xpu")
 """Where torch's optimizers take the foreach path of themselves."""
 KERNELS = ("fused", "foreach")
-"""What of a parameter group says which kernels take the step."""
+"""Keys of a parameter group that choose the kernels of the step."""
 
 
 def build_optimizer(

@@ -28,7 +28,7 @@ START = Duration(0, "epochs")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the config asks of one parameter; those of which it asks the same make a group."""
+    """Settings of one parameter; parameters of the same settings make a group."""
 
     lr_scale: float = 1.0
     weight_decay: float | None = None
@@ -49,7 +49,7 @@ class Asked:
 
 
 class Grouping:
-    """What the config asks of the parameters of a model, by plain name.
+    """Settings of the parameters of a model, by plain name.
 
     Rates are those of the optimizer times `layer_decay` for every layer above (`layer_depths`) times an
     entry's `lr_scale`. All entries of `groups` that match a parameter hold for it, key by key; where two say
@@ -245,7 +245,7 @@ def _refined(asked: Asked, entry: ParameterGroup, index: int, scale: float) -> A
 
 
 def _said(entry: ParameterGroup) -> str:
-    """What an entry asks, for the panel."""
+    """An entry in words, for the panel."""
     until = entry.trains_until
     parts = {
         "lr x {:g}": entry.lr_scale,

@@ -95,7 +95,7 @@ class LayerBatch:
             torch._foreach_copy_([layer.detach() for layer in self.layers], self._weights)
 
     def sizes(self, tensors: Tensors) -> Tensors:
-        """What `norms` makes norms of, for the tensors of one piece: 0-d each.
+        """Sizes of the tensors of one piece, of which `norms` makes norms: 0-d each.
 
         On the CPU BLAS sums squares in three quarters of the time that a norm takes.
         """

@@ -1,4 +1,4 @@
-"""What the layer-wise optimizers share: steps over batches of layers, and manners like torch's own."""
+"""The base of layer-wise optimizers: steps over batches of layers, and manners like torch's own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LayerwiseOptimizer(Optimizer):
         raise NotImplementedError
 
     def _grad_factor(self, device: torch.device) -> Tensor | None:
-        """What all gradients are multiplied by before anything else: 0-d, on `device`; None for 1."""
+        """The factor on all gradients, before anything else: 0-d, on `device`; None for 1."""
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         return None if grad_scale is None else grad_scale.to(device, non_blocking=True).reciprocal()
 

@@ -128,7 +128,7 @@ def _rate(run: Run) -> str:
 
 
 def device_name(run: Run) -> str:
-    """What the run computes on, as its maker calls it."""
+    """The device of the run, by its maker's name."""
     if run.device.type != "cuda":
         return run.device.type
     import torch
@@ -142,4 +142,4 @@ PANELS = (
     *(backend.panel, loaders.panel, ema.panel, _evaluation, sampling.panel, curriculum.panel, data.panel),
     *(transforms.panel, tasks.panel, models.panel, decoding.panel, _resumed),
 )
-"""What says which rows there are after the first ones, in their order; a row of None is left out."""
+"""Functions that give the rows after the first ones, in their order; a row of None is left out."""

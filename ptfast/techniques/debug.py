@@ -16,7 +16,7 @@ class Debug(Section):
     """Looks at a run that slow it down and change nothing in it."""
 
     mode: Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"] = "none"
-    """What is looked at: NaN, operators, marks for Nsight Systems, the gradient of the loss, or memory."""
+    """The aid: NaN, operators, marks for Nsight Systems, the gradient of the loss, or memory."""
     wait: Annotated[int, NOT_NEGATIVE] = 5
     """Steps before `profiler` and `memory` start."""
     warmup: Annotated[int, NOT_NEGATIVE] = 2
@@ -33,6 +33,7 @@ def marks_for_a_gpu(debug: Debug, device: str) -> Problem | None:
     return Problem("E005", what, key="debug", value="nvtx", suggestion=hint)
 
 
+FREE_KEYS = ("debug",)
 MACHINE_RULES = (marks_for_a_gpu,)
 UNUSED = (
     Unused(

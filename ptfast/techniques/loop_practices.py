@@ -1,4 +1,4 @@
-"""What a loop does right or wrong without a line of its own."""
+"""Records of what a training loop does right without a switch of its own."""
 
 from __future__ import annotations
 

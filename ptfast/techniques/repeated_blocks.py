@@ -55,7 +55,7 @@ def find_blocks(
 
 
 def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """What may be a block, outermost first: entries of containers, those of stages in their place."""
+    """Candidates for a block, outermost first: entries of containers, those of stages in their place."""
     for name, child in module._modules.items():
         if child is None:
             continue
@@ -81,7 +81,7 @@ def _is_row(module: nn.Module, at_least: int = 1) -> bool:
 
 
 def _form(module: nn.Module) -> Hashable:
-    """What two blocks of a kind have in common: their class, of a bare container that of its entries."""
+    """The key that blocks of a kind share: their class, of a bare container that of its entries."""
     kind = type(module)
     return (kind, *map(type, module.children())) if kind in _CONTAINERS else kind
 

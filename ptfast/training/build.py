@@ -29,7 +29,7 @@ from ptfast.optim.build_optimizer import (
 from ptfast.report.loggers import NoLogger
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
-from ptfast.techniques.schedule.lr_schedules import Schedule, build_schedule
+from ptfast.techniques.schedule.scheduled_run import Schedule, build_schedule
 from ptfast.training.averaging import build_average
 from ptfast.training.course import Course, build_course, check_last_batch
 from ptfast.training.prepare_data import build_loaders, build_run_task, full_size, load_run_data

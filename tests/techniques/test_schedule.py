@@ -19,11 +19,10 @@ from ptfast.techniques.schedule.lr_schedules import (
     MultiStep,
     OneCycle,
     Polynomial,
-    Schedule,
     Shape,
     Step,
-    build_schedule,
 )
+from ptfast.techniques.schedule.scheduled_run import Schedule, build_schedule
 
 TOTAL = 97
 

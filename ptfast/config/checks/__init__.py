@@ -1,1 +1,1 @@
-"""What is checked of a composed config: names, types, rules across keys, trust."""
+"""Checks of a composed config: names, types, rules across keys, trust."""

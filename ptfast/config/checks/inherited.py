@@ -1,4 +1,4 @@
-"""What a section has from its option file and loses once another target stands in it."""
+"""Drop keywords of an option file that were meant for another target."""
 
 from __future__ import annotations
 

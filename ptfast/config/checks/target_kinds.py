@@ -1,4 +1,4 @@
-"""What each `_target_` section accepts: the kind of class or function, and the keywords of its signature."""
+"""Check targets: the kind of class or function, and the keywords of its signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a part says about its keys: rules across them, and choices that leave some without effect.
+"""Rules across keys, and choices that leave some without effect, as a part states them.
 
 Rules, conditions and panel rows are functions that ask by parameter name for what they read: a section or a
 top-level key of the config (`gradients`, `steps`), and `place`, which gives where a dotted key was set.
@@ -24,7 +24,7 @@ class Unused(NamedTuple):
     used: Callable[..., bool]
     """Return True if that choice was made."""
     otherwise: str
-    """What was chosen instead, after `means nothing`; `{SECTION.KEY}` stands for a value."""
+    """The choice made instead, after `means nothing`; `{SECTION.KEY}` stands for a value."""
     remedy: str
 
 

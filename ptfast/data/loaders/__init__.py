@@ -75,6 +75,7 @@ def thread_for_a_cpu(dataloader: Dataloader, device: str) -> Problem | None:
     return Problem("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
 
 
+FREE_KEYS = tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead"))
 RULES = (data_of_a_pack,)
 MACHINE_RULES = (memory_to_pin, thread_for_a_cpu)
 UNUSED = (

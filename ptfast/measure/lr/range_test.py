@@ -10,7 +10,7 @@ from ptfast.core.run import Run
 from ptfast.measure.lr.lr_suggestion import CAME_APART, has_diverged, running_mean
 from ptfast.measure.trials.state_guard import untouched
 from ptfast.optim.build_optimizer import reference_lr
-from ptfast.techniques.schedule.lr_schedules import Schedule
+from ptfast.techniques.schedule.scheduled_run import Schedule
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.loss_window import MOST_SKIPPED, sum_and_read
 from ptfast.training.step_parts.rehearsal import rehearse

@@ -16,7 +16,7 @@ class Checkpointing(Section):
     """Activations that backward computes again."""
 
     mode: Literal["none", "full", "every_n", "selective", "budget"] = "none"
-    """What is computed again: all of blocks, of every n-th, their cheap parts, or the compiler's choice."""
+    """The part computed again: all of blocks, of every n-th, their cheap parts, or the compiler's choice."""
     blocks: str | tuple[str, ...] = "auto"
     """A pattern or patterns of module names, such as `layers.*`; `auto` for the blocks that recur."""
     every: Count | None = None
@@ -62,7 +62,7 @@ UNUSED = (
 
 
 def panel(checkpointing: Checkpointing, resolved: Resolved) -> dict[str, object]:
-    """What is computed again in the backward pass; None where nothing is."""
+    """Activations that the backward pass computes again."""
     if checkpointing.mode == "none":
         return {"checkpointing": None}
     if checkpointing.mode == "budget":

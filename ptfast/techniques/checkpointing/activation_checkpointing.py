@@ -24,7 +24,7 @@ KEPT_OPS = (
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
 )
-"""What `selective` keeps the results of: the operations whose arithmetic outweighs their result."""
+"""Operations whose results `selective` keeps: those whose arithmetic outweighs their result."""
 
 Buffers = dict[str, "Tensor | None"]
 
@@ -32,7 +32,7 @@ _WRITE_ONLY = (_BatchNorm.forward, nn.SyncBatchNorm.forward, _InstanceNorm.forwa
 _checkpoint: Any = torch_checkpoint.checkpoint
 _parameters = inspect.signature(_checkpoint).parameters
 # torch's default, not to call hooks for what `selective` keeps, warns that it will change.
-_HOOKS_ARE_TOLD = {name: True for name in ("respect_saved_tensors_hooks",) if name in _parameters}
+_RESPECTS_HOOKS = {name: True for name in ("respect_saved_tensors_hooks",) if name in _parameters}
 
 
 def apply_checkpointing(
@@ -172,7 +172,7 @@ class CheckpointedForward:
             *kwargs.values(),
             use_reentrant=False,
             context_fn=lambda: (keeping, recomputing),
-            **_HOOKS_ARE_TOLD,
+            **_RESPECTS_HOOKS,
         )
         self.buffers.learn(before)
         return output
@@ -198,7 +198,7 @@ class WrittenBuffers:
         self.learnt = not self.writers
 
     def copies(self) -> list[tuple[nn.Module, Buffers]]:
-        """What there is before a forward pass, of the modules that write and may read it."""
+        """Buffers before a forward pass, of the modules that write and may read it."""
         return [(module, _copied(module._buffers)) for module in self.writers]
 
     def learn(self, before: list[tuple[nn.Module, Buffers]]) -> None:
@@ -212,7 +212,7 @@ class WrittenBuffers:
 
 
 class Recomputing:
-    """What a block is computed again within: other buffers than its own, and the results that were kept."""
+    """The context of a recomputation: other buffers than its own, and the results that were kept."""
 
     def __init__(self, buffers: WrittenBuffers, before: list[tuple[nn.Module, Buffers]]) -> None:
         self.buffers, self.before = buffers, before

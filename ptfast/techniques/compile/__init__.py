@@ -15,7 +15,7 @@ from ptfast.techniques.parallel import Parallel
 
 
 class Compile(Section):
-    """What `torch.compile` takes."""
+    """The parts that `torch.compile` compiles, and how."""
 
     mode: Literal["none", "pointwise", "blocks", "model", "reduce_overhead", "max_autotune"] = "none"
     """Elementwise chains, repeated blocks, the model, it in CUDA graphs, or with the quickest kernels."""
@@ -84,7 +84,7 @@ UNUSED = (
 
 
 def panel(run: Run) -> dict[str, object]:
-    """What is compiled."""
+    """The parts that are compiled."""
     return {"compile": run.compilation.describe() if run.compilation is not None else None}
 
 

@@ -45,7 +45,7 @@ def apply_compile(
 
 
 class Compilation:
-    """What is compiled in a run, and how often.
+    """The compiled parts of a run, and how often they were compiled.
 
     Fewer, fused kernels read and write memory less often and are launched by less Python. Training alone
     is compiled: evaluations run the plain model, whose figures `ptfast eval` repeats, and spare the minute
@@ -180,7 +180,7 @@ class Compilation:
         return self.num_recompiled >= MANY_SHAPES * max(self.num_graphs, 1)
 
     def complaint(self, step_s: float, num_steps: int) -> str | None:
-        """What to do about shapes that change often, or a run too short to repay compiling; each said once.
+        """Advice about shapes that change often, or a run too short to repay compiling; each said once.
 
         Args:
             step_s: seconds that a step takes by now.
@@ -213,7 +213,7 @@ class Compilation:
         return what + (", any length" if self.options["dynamic"] else "")
 
     def report(self) -> dict[str, Any]:
-        """What summary.json says."""
+        """The entry in summary.json."""
         report: dict[str, Any] = {
             "mode": self.mode,
             "graphs": self.num_graphs,

@@ -14,7 +14,7 @@ from ptfast.core.technique import Technique
 
 
 class Curriculum(Section):
-    """What is small at first and grows while training goes on."""
+    """Sizes that start small and grow in training."""
 
     image_size_from: Count | OrAuto | None = None
     """Pixels of the shorter side of images at first; `auto` for half of theirs, null for all."""
@@ -61,7 +61,7 @@ UNUSED = (
 
 
 def panel(resolved: Resolved) -> dict[str, object]:
-    """What grows, and how."""
+    """Sizes that grow, and how."""
     return {"curriculum": "; ".join(resolved.curriculum) or None}
 
 

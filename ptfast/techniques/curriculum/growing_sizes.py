@@ -1,4 +1,4 @@
-"""What is small at first and grows while training goes on: images, sequences, batches."""
+"""Sizes that start small and grow in training: of images, sequences and batches."""
 
 from __future__ import annotations
 

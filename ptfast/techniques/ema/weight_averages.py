@@ -18,7 +18,7 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 class Average:
-    """What averages share: whom they follow, how they are put in for a while, and how they are saved.
+    """The base of averages: whom they follow, how they are put in for a while, and how they are saved.
 
     Averaged are the parameters that train and the saved floating-point buffers. Averages of half-width
     weights are kept in float32: what a step adds would be lost in bf16. Made alone, it can load and put in
@@ -66,7 +66,7 @@ class Average:
         """
 
     def describe(self) -> str:
-        """What is averaged, in a few words."""
+        """The kind of average, in a few words."""
         raise NotImplementedError
 
     @property

@@ -22,7 +22,7 @@ def build_clipper(
     head: Iterable[Tensor] = (),
     by_group: Sequence[tuple[float, Sequence[Tensor]]] = (),
 ) -> Clipper | None:
-    """What clips the gradients between backward and the optimizer's step, or None where nothing does.
+    """Build what clips the gradients between backward and the optimizer's step, or None where nothing does.
 
     Args:
         gradients: `clip_value` clamps single entries before all else; `clip_adaptive` is the `factor` of

@@ -123,6 +123,11 @@ def gpus_for_ranks(parallel: Parallel, device: str) -> Problem | None:
     return Problem("C012", what, key="parallel.nproc", value=parallel.nproc, suggestion=hint)
 
 
+FREE_KEYS = (
+    *(f"parallel.{name}" for name in ("strategy", "nproc", "nnodes", "timeout", "blocks")),
+    *(f"parallel.{name}" for name in ("gradient_as_bucket_view", "bucket_mb", "static_graph")),
+    "parallel.unused_parameters",
+)
 RULES = (keys_of_the_strategy, one_static_graph, finite_compression, whole_under_fsdp)
 MACHINE_RULES = (gpus_for_ranks,)
 UNUSED = (

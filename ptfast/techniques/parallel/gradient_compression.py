@@ -1,4 +1,4 @@
-"""What crosses the ranks in fewer bytes than gradients have: hooks for DistributedDataParallel."""
+"""Gradients exchanged in fewer bytes than they have: communication hooks for DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PowerSgd:
             self._rehearsing = False
 
     def gather_state(self, ranks: Ranks) -> dict[str, Any] | None:
-        """What is remembered on all ranks, on the first; None on the others. All have to call it."""
+        """The error feedback of all ranks, on the first; None on the others. All have to call it."""
         state = self._state
         own: dict[str, Any] = {name: _to_cpu(getattr(state, name)) for name in _REMEMBERED}
         of_ranks: list[Any] | None = [None] * ranks.num_ranks if ranks.is_first else None

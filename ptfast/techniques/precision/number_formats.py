@@ -30,7 +30,7 @@ PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
 
 @dataclass(frozen=True)
 class Precision:
-    """What a run computes in.
+    """The number formats of a run.
 
     Enter `autocast()` around one micro-batch's forward pass and loss, and leave it before backward. Weights
     that autocast has converted are cached only until it is left, so they never go stale after an optimizer
@@ -56,7 +56,7 @@ class Precision:
 
     @property
     def half_type(self) -> torch.dtype | None:
-        """What autocast computes in; None without one."""
+        """The type of autocast; None without one."""
         return getattr(self.context, "fast_dtype", None)
 
     def describe(self) -> str:
@@ -135,7 +135,7 @@ def _quick_half(device: str) -> torch.dtype | None:
 
 
 def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
-    """What a matrix product and a convolution cost in `dtype` beside float32 on `device`, in words.
+    """Time matrix products and convolutions in `dtype` and float32 on `device`; return the ratios in words.
 
     Cost: some 0.1 s, more where the device has to emulate `dtype`.
     """

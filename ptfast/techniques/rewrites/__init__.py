@@ -17,7 +17,7 @@ class Rewrites(Section):
 
 
 def panel(resolved: Resolved) -> dict[str, object]:
-    """What was rewritten, beside the memory format, which stands with the model."""
+    """Rewrites that took place; the memory format stands with the model."""
     dropped = len(resolved.dropped_biases or ())
     return {
         "rewrites": f"{dropped} biases before a BatchNorm dropped" if dropped else None,

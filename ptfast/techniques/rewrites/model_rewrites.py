@@ -191,7 +191,7 @@ def _is_bare(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class _Seen:
-    """What one forward pass did with one layer."""
+    """Uses of one layer in one forward pass."""
 
     calls: int = 0
     bias_uses: int = 0

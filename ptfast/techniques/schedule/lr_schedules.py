@@ -21,7 +21,7 @@ EIGHTH = Duration(12.5, "percent")
 
 @dataclass(frozen=True)
 class Span:
-    """What durations are measured with: the steps a schedule spans, and what the steps of an epoch are."""
+    """The measure of durations: the steps a schedule spans, and what the steps of an epoch are."""
 
     total_steps: int
     plan: BatchPlan
@@ -311,85 +311,6 @@ class Cyclic(Shape):
             return part / 2**cycle if mode == "triangular2" else part
 
         return height
-
-
-class Schedule:
-    """Learning-rate factors and momenta of a run, by step counted from 0.
-
-    Steps that fp16 leaves out are none: who asks counts those that were taken.
-
-    Args:
-        factor: factor on every group's base rate, without warm-up.
-        momentum: momentum by step, or None.
-        warmup_steps: steps over which the factor is also multiplied by a ramp, (step + 1) / warmup_steps.
-        delay_steps: steps that pass before the clock of `factor` and `momentum` starts.
-        extendable: a longer run would begin with the same figures.
-        momentum_note: what becomes of the momentum, in a few words; None where the shape leaves it alone.
-    """
-
-    def __init__(
-        self,
-        factor: Curve,
-        momentum: Curve | None,
-        *,
-        warmup_steps: int,
-        delay_steps: int,
-        extendable: bool,
-        momentum_note: str | None = None,
-    ) -> None:
-        self.warmup_steps, self.extendable, self.momentum_note = warmup_steps, extendable, momentum_note
-        self._factor, self._momentum, self._delay_steps = factor, momentum, delay_steps
-
-    def lr_factors(self, first: int, last: int) -> list[float]:
-        """Factors of steps `first` up to, not including, `last`."""
-        factor, delay, warmup = self._factor, self._delay_steps, self.warmup_steps
-        rising, full = range(first, min(last, warmup)), range(max(first, warmup), last)
-        ramp = [(step + 1) / warmup * factor(max(step - delay, 0)) for step in rising]
-        return ramp + [factor(step - delay) for step in full]
-
-    def momenta(self, first: int, last: int) -> list[float] | None:
-        """Momenta of steps `first` up to, not including, `last`; None where the optimizer keeps its own."""
-        momentum, delay = self._momentum, self._delay_steps
-        return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
-
-
-def build_schedule(
-    shape: Shape,
-    *,
-    warmup: Duration,
-    total_steps: int,
-    plan: BatchPlan,
-    has_momentum: bool = True,
-) -> Schedule:
-    """Turn durations into steps, once, and put a linear warm-up in front.
-
-    The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677);
-    its first step already trains. Milestones count from the start of the run, warm-up included, as there;
-    shapes that end with the run span what the warm-up leaves of it, as SequentialLR puts them together.
-
-    Args:
-        plan: which samples make up each step.
-        has_momentum: the optimizer has a momentum that can be cycled.
-
-    Raises:
-        ConfigError: C011 for a warm-up longer than the run.
-    """
-    span = Span(total_steps, plan)
-    warmup_steps = span.steps(warmup)
-    if warmup_steps > total_steps:
-        what = f"the warm-up of {warmup_steps:,} steps is longer than the run of {total_steps:,}"
-        raise ConfigError("C011", what, key="schedule.warmup", value=warmup)
-    delay_steps = warmup_steps if shape.spans_run else 0
-    span = Span(max(total_steps - delay_steps, 1), plan)
-    momentum = shape.momentum(span)
-    return Schedule(
-        shape.factor(span),
-        momentum if has_momentum else None,
-        warmup_steps=warmup_steps,
-        delay_steps=delay_steps,
-        momentum_note=momentum and ("cycled" if has_momentum else "not cycled: the optimizer has none"),
-        extendable=shape.extendable and (warmup.unit != "percent" or not warmup_steps),
-    )
 
 
 def _require_both(momentum_max: float | None, momentum_min: float | None) -> None:
