@@ -34,7 +34,7 @@ class Stop(Section):
 
 
 class RunOptions(Section):
-    """Where the run lies, what it resumes from, how long it may take."""
+    """Folder of the run, the state it resumes from, and its time limit."""
 
     name: str | None = None
     """Folder under `run.root`; null for the recipe's name."""

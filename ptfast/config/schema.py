@@ -41,7 +41,7 @@ FREE_KEYS = (
 DATA_PLACES = tuple(
     f"data.{name}" for name in ("root", "path", "targets", "shards", "val_shards", "test_shards")
 )
-"""Where data of ours lies; it may be moved, since what it holds is compared."""
+"""Locations of built-in data, which may be moved: its content is compared."""
 
 
 class Config(Section):
@@ -60,11 +60,11 @@ class Config(Section):
     micro_batches: Count | None = None
     """Parts that a batch is cut into; null for ranks x `gradients.accumulate`."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Seed of everything that is random."""
+    """Seed of everything random."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """`auto` takes a GPU where there is one."""
     log_every: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(50, "steps")
-    """How often figures are logged, such as `50steps`."""
+    """Interval at which figures are logged, such as `50steps`."""
     trust: list[str] = Field(default_factory=list)
     """Packages that import paths in a file from elsewhere may name."""
     callbacks: list[Target] = Field(default_factory=list)

@@ -35,7 +35,7 @@ PROMISES: dict[Kind, str] = {
 class Technique:
     """One switch that makes training faster.
 
-    Plain data, from which the README's table, `ptfast techniques`, the tests and the measuring commands work.
+    Plain data, from which docs/techniques.md, `ptfast techniques`, the tests and the measuring commands work.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Technique:
     stands for the path of any text file, `{pack}` for that of a pack of images, `{images}` for that of
     class folders of JPEG files, `{shards}` for that of tar shards of images."""
     measured: str = ""
-    """Its worth as found by `command`; all figures in it stand in the README beside that."""
+    """Its worth as found by `command`; all figures in it stand in the docs beside that."""
     command: str = ""
     """The command that measures that again, such as `python scripts/bench_data.py jpeg`."""
     drift: float | None = None
