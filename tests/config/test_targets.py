@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from ptfast.config.checks.target_kinds import check_target
+from ptfast.config.checks.source_keywords import source_keywords
+from ptfast.config.checks.target_kinds import SECTIONS, built_in_targets, check_target
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
-from ptfast.core.sections.targets import Target, check_constructs, parse_target
+from ptfast.core.sections.targets import (
+    Target,
+    check_constructs,
+    keywords,
+    locate,
+    parse_target,
+    swallows_keywords,
+)
 
 HERE = __name__
 
@@ -376,3 +385,27 @@ def test_torchvision_typos_surface_without_a_download() -> None:
 def test_the_nearest_name(word: str, candidates: list[str], found: str | None) -> None:
     assert nearest(word, candidates) == found
     assert did_you_mean(word, candidates) == (f"Did you mean {found}?" if found else None)
+
+
+def test_the_source_of_every_built_in_target_tells_its_keywords() -> None:
+    seen = 0
+    for section in (*SECTIONS, "task"):
+        for path in built_in_targets(section):
+            function = locate(path)
+            told = None if swallows_keywords(function) else [*keywords(function)]
+            assert source_keywords(path) == told, path
+            seen += 1
+    assert seen > 40
+
+
+@pytest.mark.parametrize("argument", ["optimizer.lrr=0.1", "model.wdith=3", "data.foo=1", "precision.foo=1"])
+def test_a_misspelt_key_is_answered_without_torch(argument: str) -> None:
+    code = (
+        "import sys; from ptfast.core.errors import ConfigError\n"
+        "from ptfast.config.read import read_config\n"
+        f"try: read_config(['+recipe=resnet_digits', {argument!r}])\n"
+        "except ConfigError as error: assert error.code == 'C002', error\n"
+        "else: raise AssertionError\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

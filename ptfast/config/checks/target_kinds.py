@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ptfast.core.protocols import HOOKS, Callback, DataInfo
+from ptfast.config.checks.source_keywords import source_keywords
+from ptfast.config.files.paths import builtin_root
+from ptfast.core.protocols import HOOKS, TASKS, Callback, DataInfo
 from ptfast.core.sections.coerce import EMPTY, coerce
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
 from ptfast.core.sections.problem import Problem
@@ -57,9 +60,7 @@ def check_target(
         value, nested = _check_nested(value, key, locate)
         problems += nested
         if name not in parameters and not open_ended:
-            # An option file may say `fused: auto` for any optimizer: on where there is such a thing.
-            if not (section == "optimizer" and name == "fused" and value == "auto"):
-                problems.append(_unknown(name, value, prefix, [*parameters, *fixed]))
+            problems += _unknown(name, value, section, prefix, [*parameters, *fixed])
             continue
         try:
             kwargs[name] = _coerced(name, value, parameters.get(name), section)
@@ -68,6 +69,37 @@ def check_target(
     if not target.partial:
         problems += _missing(parameters, kwargs, target, section, prefix)
     return dataclasses.replace(target, kwargs=kwargs), problems
+
+
+def check_source(
+    target: Target,
+    section: str,
+    *,
+    fixed: Iterable[str] = (),
+    locate: Locate = locate,
+    prefix: str | None = None,
+) -> tuple[Target, list[Problem]]:
+    """Report unknown keys of built-in targets, as `check_target` would, by their source; import nothing."""
+    known = source_keywords(target.path) if target.path in built_in_targets(section) else None
+    if known is None:
+        return target, []
+    known = known[1:] if section in ("optimizer", "task") else known
+    prefix = section if prefix is None else prefix
+    strange = {name: value for name, value in target.kwargs.items() if name not in known}
+    found = [_unknown(name, value, section, prefix, [*known, *fixed]) for name, value in strange.items()]
+    return target, [problem for problems in found for problem in problems]
+
+
+def built_in_targets(section: str) -> set[str]:
+    """The targets that the shipped options of a section name."""
+    if section == "task":
+        return set(TASKS.values())
+    files = (builtin_root().conf / section).glob("*.yaml") if section else ()
+    return {
+        path
+        for file in files
+        for path in re.findall(r"(?m)^_target_: ([\w.]+\.\w+)$", file.read_text("utf-8"))
+    }
 
 
 def own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
@@ -119,11 +151,13 @@ def _check_nested(value: Any, key: str, locate: Locate) -> tuple[Any, list[Probl
     return value, []
 
 
-def _unknown(name: str, value: Any, prefix: str, known: list[str]) -> Problem:
+def _unknown(name: str, value: Any, section: str, prefix: str, known: list[str]) -> list[Problem]:
+    if section == "optimizer" and name == "fused" and value == "auto":
+        return []  # an option file may say so for any optimizer: on where there is such a thing
     hint = did_you_mean(name, known, f"{prefix}.{{}}")
     if hint is None:
         hint = f"It takes {', '.join(known[:12])}" if known else "It takes no keywords"
-    return Problem("C002", "unknown key", key=f"{prefix}.{name}", value=value, suggestion=hint)
+    return [Problem("C002", "unknown key", key=f"{prefix}.{name}", value=value, suggestion=hint)]
 
 
 def _check_kind(found: Any, path: str, section: str) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from ptfast.config.checks.rules import across_keys, check_batch
-from ptfast.config.checks.target_kinds import check_target
+from ptfast.config.checks.target_kinds import check_source, check_target
 from ptfast.config.checks.trust import Trust
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
@@ -43,8 +43,13 @@ def validate(
     Raises:
         ConfigError: the first thing wrong, unknown keys before all else.
     """
-    checker = _Checker(tree, None if trusted else Trust(tuple(extra_trust)))
+    trust = None if trusted else Trust(tuple(extra_trust))
+    # A misspelt key is told before anything is imported, torch above all.
+    checker = _Checker(tree, trust, check_source)
     config = checker.check()
+    if all(problem.code != "C002" for problem in checker.problems):
+        checker = _Checker(tree, trust, check_target)
+        config = checker.check()
     if not checker.problems:
         assert config is not None
         config, checker.problems = across_keys(config, place)
@@ -81,8 +86,13 @@ ELSEWHERE = {
 class _Checker:
     """Collects what is wrong with single keys."""
 
-    def __init__(self, tree: dict[str, Any], trust: Trust | None) -> None:
-        self.tree, self.trust = tree, trust
+    def __init__(
+        self,
+        tree: dict[str, Any],
+        trust: Trust | None,
+        check_target: Callable[..., tuple[Target, list[Problem]]],
+    ) -> None:
+        self.tree, self.trust, self.check_target = tree, trust, check_target
         self.locate = trust.locate if trust else locate
         self.problems: list[Problem] = []
 
@@ -126,7 +136,7 @@ class _Checker:
         except Problem as problem:
             self.problems.append(problem.at(prefix))
             return Target("")
-        target, found = check_target(target, section, fixed=fixed, locate=self.locate, prefix=prefix)
+        target, found = self.check_target(target, section, fixed=fixed, locate=self.locate, prefix=prefix)
         self.problems += found
         return target
 
@@ -169,7 +179,8 @@ class _Checker:
         """The options as the task's signature wants them; for `auto`, as that of any built-in one does."""
         paths = protocols.TASKS.values() if name == "auto" else [protocols.TASKS.get(name, name)]
         attempts = [
-            check_target(Target(path, options), "task", fixed=("name",), locate=self.locate) for path in paths
+            self.check_target(Target(path, options), "task", fixed=("name",), locate=self.locate)
+            for path in paths
         ]
         target, found = min(attempts, key=lambda attempt: len(attempt[1]))
         for problem in found:
