@@ -38,8 +38,6 @@ from ptfast.launch.resume import Place, find_place
 
 NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
 """Exit codes of what is wrong before training begins, if it is wrong at all."""
-FOUND = "found.json"
-"""Findings of the ranks of a search, in the folder of its config."""
 
 
 def start(composed: Composed, config: Config, arguments: list[str]) -> int:
@@ -225,29 +223,6 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
     start_s = time.time()
     failures, received = run_elastic("ptfast.launch.rank_main", [str(place.folder), state], num_ranks)
     return _outcome(place.folder, composed, failures, received, start_s)
-
-
-def run_ranks(
-    composed: Composed, folder: Path, num_ranks: int, module: str, arguments: list[str]
-) -> dict[str, Any]:
-    """Have `num_ranks` ranks do something else than train, and return what the first has found.
-
-    Args:
-        folder: gets the frozen config, and what was found.
-        module: run with `arguments`, `folder` and the id of this process.
-
-    Raises:
-        PtfastError: the first failure of a rank, said once.
-    """
-    check_no_secrets(composed)
-    freeze(composed, folder / run_directory.CONFIG)
-    failures, received = run_elastic(module, [*arguments, str(folder)], num_ranks)
-    if found := run_directory.read_json(folder / FOUND):
-        return found
-    _raise_failure(folder, composed, failures)
-    if received is not None:
-        raise KeyboardInterrupt
-    raise ParallelError("P001", "the ranks left without a word", key=str(folder))
 
 
 def _outcome(

@@ -16,23 +16,23 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.errors import ReportedError
 from ptfast.measure.batch import batch_finder
-from ptfast.measure.batch import batch_search as find_search
-from ptfast.measure.batch.batch_search import Search
+from ptfast.measure.batch.batch_search import BatchSearch
 from ptfast.measure.batch.batch_table import limit_of
+from ptfast.measure.trials import search as trial_search
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 
 
 def search_among(
     rates: dict[int, float], folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: int
-) -> Search:
+) -> BatchSearch:
     """A search on a machine on which sizes have these rates, and what is larger than `room` does not fit.
 
     With activations that are computed again, three times as much fits, at 0.9 of the rate; beyond `spare`,
     if given, a whole run finds no room.
     """
 
-    def run_child(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
+    def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
         keywords, results = arguments[4], []
         mode = keywords["checkpointing"]
         if mode is not None and "no_blocks" in limits:
@@ -49,9 +49,9 @@ def search_among(
             results.append({"size": size, "samples_per_s": rate, **facts})
         return results, None
 
-    monkeypatch.setattr(find_search, "run_child", run_child)
+    monkeypatch.setattr(trial_search, "measure_once", measure_once)
     composed, config = read_config([*SMALL])
-    return Search(composed, config, folder, 0.1)
+    return BatchSearch(composed, config, folder, 0.1)
 
 
 def test_the_peak_is_found_and_not_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
-from ptfast.measure.batch import noise_forecast as find_outlook
-from ptfast.measure.batch.batch_search import Search
+from ptfast.measure.batch.batch_search import BatchSearch
 from ptfast.measure.batch.critical_batch import Critical, estimate
 from ptfast.measure.batch.gradient_noise import NoiseTrainer, moments, noise_of
 from ptfast.measure.batch.noise_forecast import Outlook, look_ahead
+from ptfast.measure.trials import search as trial_search
 from ptfast.measure.trials.memory_guard import SPARE, memory_to_spare
 from ptfast.training.step import Trainer
 
@@ -172,9 +172,9 @@ def test_a_loss_that_comes_apart_ends_it(tmp_path: Path) -> None:
     assert all(map(math.isfinite, losses))
 
 
-def measured(rates: dict[int, float], folder: Path) -> Search:
+def measured(rates: dict[int, float], folder: Path) -> BatchSearch:
     composed, config = read_config([*SMALL])
-    search = Search(composed, config, folder, 0.1)
+    search = BatchSearch(composed, config, folder, 0.1)
     search.seen = {size: [{"samples_per_s": rate}] for size, rate in rates.items()}
     return search
 
@@ -197,14 +197,14 @@ def test_steps_samples_and_time_to_the_same_loss(tmp_path: Path) -> None:
 
 
 def child(monkeypatch: pytest.MonkeyPatch, *results: dict[str, Any], fails: Exception | None = None) -> None:
-    def run_child(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
+    def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
         for result in results:
             arguments[5](result)
         if fails is not None:
             raise fails
         return list(results), None
 
-    monkeypatch.setattr(find_outlook, "run_child", run_child)
+    monkeypatch.setattr(trial_search, "measure_once", measure_once)
 
 
 def stretch(signal: list[float], **facts: Any) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def test_a_swamped_gradient_is_said_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child(monkeypatch, stretch([1.0, -0.9] * 20))
-    outlook = look_ahead(measured({32: 1000.0}, tmp_path), tmp_path / "noise", 40)
+    outlook = look_ahead(measured({32: 1000.0}, tmp_path), 40)
     out = capsys.readouterr().out
     assert "the noise swamps the true gradient" in out
     assert "the critical batch is above about 1" in out
@@ -228,7 +228,7 @@ def test_what_was_seen_before_an_end_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child(monkeypatch, stretch([1.0, 1.1] * 10), {"no_room": "no memory for a tensor"})
-    outlook = look_ahead(measured({32: 1000.0}, tmp_path), tmp_path / "noise", 40)
+    outlook = look_ahead(measured({32: 1000.0}, tmp_path), 40)
     out = capsys.readouterr().out
     assert "ended early: out of memory: no memory for a tensor" in out
     assert "over the first 20 of 500 steps" in out

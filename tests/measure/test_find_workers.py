@@ -23,7 +23,8 @@ from ptfast.config.read import read_config
 from ptfast.core.errors import MachineError, ReportedError
 from ptfast.measure.loader import loader_finder, loader_search
 from ptfast.measure.loader.loader_candidate import Loader
-from ptfast.measure.loader.loader_search import Search, search_loaders
+from ptfast.measure.loader.loader_search import LoaderSearch, search_loaders
+from ptfast.measure.trials import search as trial_search
 from ptfast.measure.trials.train_timing import time_steps
 
 SMALL = ("model=mlp", "model.hidden=[8]")
@@ -58,7 +59,7 @@ class Machine:
         self.spread = 0.0
         self.children: list[list[Loader]] = []
 
-    def run_child(self, *arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
+    def measure_once(self, *arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
         keywords, results = arguments[4], []
         self.children.append(list(keywords["loaders"]))
         for loader in keywords["loaders"]:
@@ -89,19 +90,19 @@ read = functools.cache(read_config)
 
 
 @pytest.fixture
-def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Search]:
+def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LoaderSearch]:
     """The search on such a machine."""
 
-    def on(machine: Machine, most: int | None = None, words: tuple[str, ...] = SMALL) -> Search:
-        monkeypatch.setattr(loader_search, "run_child", machine.run_child)
-        search = Search(*read(words), tmp_path, 0.1)
+    def on(machine: Machine, most: int | None = None, words: tuple[str, ...] = SMALL) -> LoaderSearch:
+        monkeypatch.setattr(trial_search, "measure_once", machine.measure_once)
+        search = LoaderSearch(*read(words), tmp_path, 0.1)
         search_loaders(search, most)
         return search
 
     return on
 
 
-def tried(search: Search) -> list[int]:
+def tried(search: LoaderSearch) -> list[int]:
     return sorted({loader.workers for loader in search.seen if loader.workers})
 
 
@@ -115,26 +116,26 @@ def fast(loader: Loader) -> float:
     return 1000.0 if loader.kind == "plain" else 600.0
 
 
-def test_slow_data_gets_as_many_workers_as_gain_something(searched: Callable[..., Search]) -> None:
+def test_slow_data_gets_as_many_workers_as_gain_something(searched: Callable[..., LoaderSearch]) -> None:
     search = searched(Machine(slow, repeatable=False))
     assert search.best() == of(8)
     assert tried(search) == [1, 2, 3, 4, 6, 8, 12, 16]
 
 
-def test_fast_data_gets_none(searched: Callable[..., Search]) -> None:
+def test_fast_data_gets_none(searched: Callable[..., LoaderSearch]) -> None:
     search = searched(Machine(fast, auto=["plain", 0]))
     assert search.best() == PLAIN
     assert tried(search) == [1, 2, 4]
 
 
-def test_the_quickest_kind_wins(searched: Callable[..., Search]) -> None:
+def test_the_quickest_kind_wins(searched: Callable[..., LoaderSearch]) -> None:
     search = searched(Machine(lambda loader: 5000.0 if loader.kind == "memory" else slow(loader)))
     assert search.best() == MEMORY
     search = searched(Machine(lambda loader: 5000.0 if loader.read_ahead else slow(loader)))
     assert search.best().read_ahead
 
 
-def test_of_loaders_as_quick_the_fewest_processes_are_taken(searched: Callable[..., Search]) -> None:
+def test_of_loaders_as_quick_the_fewest_processes_are_taken(searched: Callable[..., LoaderSearch]) -> None:
     machine = Machine(lambda loader: 100 + 0.1 * loader.workers + loader.read_ahead)
     assert searched(machine, 8).best() == PLAIN
     machine = Machine(lambda loader: 100.0)
@@ -142,7 +143,7 @@ def test_of_loaders_as_quick_the_fewest_processes_are_taken(searched: Callable[.
     assert searched(machine, 8).best() == MEMORY
 
 
-def test_what_no_loader_can_save_is_not_looked_for(searched: Callable[..., Search]) -> None:
+def test_what_no_loader_can_save_is_not_looked_for(searched: Callable[..., LoaderSearch]) -> None:
     machine = Machine(slow, auto=["plain", 0])
     machine.waiting = 0.01
     search = searched(machine)
@@ -154,7 +155,7 @@ def test_what_no_loader_can_save_is_not_looked_for(searched: Callable[..., Searc
 
 @pytest.mark.parametrize(("spread", "kept"), [(0.2, True), (0.05, False)])
 def test_what_auto_takes_is_kept_where_nothing_quicker_can_be_told(
-    spread: float, kept: bool, searched: Callable[..., Search]
+    spread: float, kept: bool, searched: Callable[..., LoaderSearch]
 ) -> None:
     machine = Machine(lambda loader: {of(3): 900.0, of(4): 1000.0}.get(loader, 500.0), repeatable=False)
     machine.spread = spread
@@ -169,7 +170,7 @@ def test_what_auto_takes_is_kept_where_nothing_quicker_can_be_told(
         assert "auto takes, at 900 (810 to 990)" in said[0]
 
 
-def test_so_it_is_where_reading_takes_next_to_no_time(searched: Callable[..., Search]) -> None:
+def test_so_it_is_where_reading_takes_next_to_no_time(searched: Callable[..., LoaderSearch]) -> None:
     """Nothing is waited for without workers, and yet 7 % less was measured than with what `auto` takes."""
     machine = Machine(lambda loader: 1000.0 if loader == MEMORY else 930.0, auto=["memory", 0])
     machine.waiting, machine.spread = 0.01, 0.1
@@ -178,14 +179,14 @@ def test_so_it_is_where_reading_takes_next_to_no_time(searched: Callable[..., Se
     assert search.chosen() == MEMORY
 
 
-def test_a_burst_elsewhere_spoils_no_choice(searched: Callable[..., Search]) -> None:
+def test_a_burst_elsewhere_spoils_no_choice(searched: Callable[..., LoaderSearch]) -> None:
     search = searched(Machine(slow, repeatable=False))
     search.seen[of(8)][0]["rates"][0] = 10.0
     assert search.chosen() == of(8)
 
 
 def test_what_lies_beside_the_best_is_tried_and_the_best_again_in_turns(
-    searched: Callable[..., Search],
+    searched: Callable[..., LoaderSearch],
 ) -> None:
     machine = Machine(lambda loader: slow(loader) + 20 * (loader.prefetch == 4) + (loader.workers == 6) * 200)
     search = searched(machine)
@@ -197,7 +198,7 @@ def test_what_lies_beside_the_best_is_tried_and_the_best_again_in_turns(
     assert [len(child) for child in machine.children[:-1]] == [1] * (len(machine.children) - 1)
 
 
-def test_no_more_are_tried_than_allowed(searched: Callable[..., Search]) -> None:
+def test_no_more_are_tried_than_allowed(searched: Callable[..., LoaderSearch]) -> None:
     search = searched(Machine(lambda loader: 50.0 * loader.workers + 1, auto=["plain", 0]), 5)
     assert tried(search) == [1, 2, 4, 5]
     assert search.best().workers == 5
@@ -207,7 +208,7 @@ def test_no_more_are_tried_than_allowed(searched: Callable[..., Search]) -> None
 
 
 def test_the_search_ends_with_the_memory(
-    searched: Callable[..., Search], monkeypatch: pytest.MonkeyPatch
+    searched: Callable[..., LoaderSearch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader_search, "available_memory", lambda: 1000 * MB)
     machine = Machine(slow, repeatable=False, auto=["plain", 0])
@@ -225,7 +226,9 @@ def test_the_search_ends_with_the_memory(
         (ReportedError("ptfast: error[D008]: data: cannot be sent.", 3), "data: cannot be sent."),
     ],
 )
-def test_a_trial_that_dies_is_named_and_survived(end: Any, why: str, searched: Callable[..., Search]) -> None:
+def test_a_trial_that_dies_is_named_and_survived(
+    end: Any, why: str, searched: Callable[..., LoaderSearch]
+) -> None:
     machine = Machine(slow, repeatable=False, auto=["plain", 0])
     machine.ends = {of(4): end}
     search = searched(machine)
@@ -235,22 +238,22 @@ def test_a_trial_that_dies_is_named_and_survived(end: Any, why: str, searched: C
 
 
 def test_one_that_dies_when_it_is_measured_again_leaves_what_is_known(
-    searched: Callable[..., Search],
+    searched: Callable[..., LoaderSearch],
 ) -> None:
     machine = Machine(slow, repeatable=False)
 
-    def run_child(*arguments: Any) -> Any:
+    def measure_once(*arguments: Any) -> Any:
         if len(arguments[4]["loaders"]) > 1:
             raise ReportedError("ptfast: error[P001]: gone", 7)
-        return Machine.run_child(machine, *arguments)
+        return Machine.measure_once(machine, *arguments)
 
-    machine.run_child = run_child
+    machine.measure_once = measure_once
     search = searched(machine)
     assert search.best() == of(8)
     assert any("gone" in note for note in search.notes)
 
 
-def test_without_workers_it_has_to_fit(searched: Callable[..., Search]) -> None:
+def test_without_workers_it_has_to_fit(searched: Callable[..., LoaderSearch]) -> None:
     machine = Machine(slow)
     machine.ends = {PLAIN: "out of memory"}
     with pytest.raises(MachineError, match=r"out of memory.*smaller batch_size"):
@@ -260,7 +263,7 @@ def test_without_workers_it_has_to_fit(searched: Callable[..., Search]) -> None:
         searched(machine)
 
 
-def test_kinds_that_this_data_cannot_have_are_named(searched: Callable[..., Search]) -> None:
+def test_kinds_that_this_data_cannot_have_are_named(searched: Callable[..., LoaderSearch]) -> None:
     search = searched(Machine(slow, repeatable=False))
     assert search.failed[Loader("packed")] == "only image folders and text files are packed"
     assert "held as they first are" in search.failed[MEMORY]
@@ -272,7 +275,7 @@ def test_kinds_that_this_data_cannot_have_are_named(searched: Callable[..., Sear
     assert {loader.kind for loader in [*search.seen, *search.failed]} == {"plain", "workers"}
 
 
-def test_auto_the_config_and_the_rule_of_thumb_are_marked(searched: Callable[..., Search]) -> None:
+def test_auto_the_config_and_the_rule_of_thumb_are_marked(searched: Callable[..., LoaderSearch]) -> None:
     words = (*SMALL, "dataloader=workers", "dataloader.workers=5", "dataloader.prefetch=3")
     search = searched(Machine(fast, configured=["workers", 5]), words=words)
     five = Loader("workers", 5, 3, 1)
@@ -285,7 +288,7 @@ def test_auto_the_config_and_the_rule_of_thumb_are_marked(searched: Callable[...
 
 
 def test_what_is_written_is_what_was_measured(
-    searched: Callable[..., Search], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    searched: Callable[..., LoaderSearch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = (*SMALL, "dataloader.workers=5", "dataloader.read_ahead=true", "backend.worker_threads=2")

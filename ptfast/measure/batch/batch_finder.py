@@ -13,7 +13,7 @@ from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
-from ptfast.measure.batch.batch_search import Search, multiple
+from ptfast.measure.batch.batch_search import BatchSearch, multiple
 from ptfast.measure.batch.batch_table import limit_of, show_searches
 from ptfast.measure.batch.noise_forecast import NUM_STEPS, look_ahead
 
@@ -75,7 +75,7 @@ def find_batch(
         check_overlay(write)
     check_out(out)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-        search = Search(composed, config, Path(name), seconds)
+        search = BatchSearch(composed, config, Path(name), seconds)
         first = multiple(smallest or SMALLEST, search.parts)
         print(f"measuring batches of {first} samples and more, {seconds:g} s each")
         search.ascend(first, largest or LARGEST)
@@ -94,7 +94,7 @@ def find_batch(
             raise MachineError("E002", limit_of(search), key="batch_size", value=first, suggestion=hint)
         search, chosen = best
         show_searches(searches, search, chosen)
-        outlook = look_ahead(search, Path(name) / "noise", num_steps or NUM_STEPS) if noise else None
+        outlook = look_ahead(search, num_steps or NUM_STEPS) if noise else None
     label = config.recipe or config.run.name or "train"
     folder = out or run_directory.new_folder(Path(config.run.root), f"find-batch-{label}")
     run_directory.create_folder(folder)
@@ -119,15 +119,15 @@ def find_batch(
 _LESS = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
 
 
-def _with_checkpointing(search: Search, first: int, largest: int) -> list[Search]:
+def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[BatchSearch]:
     """Searches that compute activations again, from about where the given one ended."""
-    found: list[Search] = []
+    found: list[BatchSearch] = []
     start = max(search.seen, default=first)
     # At sizes that fit without, computing again only takes longer.
     for mode in TRIED:
         if mode == search.mode or start > largest:
             continue
-        tried = Search(
+        tried = BatchSearch(
             search.composed, search.config, search.folder / mode, search.seconds, checkpointing=mode
         )
         tried.folder.mkdir()
@@ -142,23 +142,23 @@ def _with_checkpointing(search: Search, first: int, largest: int) -> list[Search
         found.append(tried)
     if not found:
         return []
-    best = max(found, key=lambda tried: max(map(tried.rate, tried.seen), default=0.0))
-    if best.seen and (not search.seen or best.rate(best.best()) > WORTH * search.rate(search.best())):
+    best = max(found, key=lambda tried: max(map(tried.median, tried.seen), default=0.0))
+    if best.seen and (not search.seen or best.median(best.best()) > WORTH * search.median(search.best())):
         best.refine(start, largest)
     return found
 
 
-def _choose(searches: Sequence[Search]) -> tuple[Search, int] | None:
+def _choose(searches: Sequence[BatchSearch]) -> tuple[BatchSearch, int] | None:
     """The search whose best size is the quickest, and that size, known to fit with memory to spare.
 
     The first one is the config's own way, and others have to be clearly quicker.
     """
-    best: tuple[Search, int] | None = None
+    best: tuple[BatchSearch, int] | None = None
     for search in searches:
-        to_beat = WORTH * best[0].rate(best[1]) if best is not None else 0.0
-        if search.seen and search.rate(search.best()) > to_beat:
+        to_beat = WORTH * best[0].median(best[1]) if best is not None else 0.0
+        if search.seen and search.median(search.best()) > to_beat:
             chosen = search.confirm()
-            if chosen is not None and search.rate(chosen) > to_beat:
+            if chosen is not None and search.median(chosen) > to_beat:
                 best = search, chosen
     return best
 
@@ -166,7 +166,7 @@ def _choose(searches: Sequence[Search]) -> tuple[Search, int] | None:
 def _write(
     file: Path,
     arguments: Sequence[str],
-    search: Search,
+    search: BatchSearch,
     chosen: int,
     label: str,
     lr_ratio: float | None,

@@ -1,9 +1,7 @@
-"""A search for the quickest batch size, in children that may run out of memory."""
+"""A search for the quickest batch size, in processes that may run out of memory."""
 
 from __future__ import annotations
 
-import signal
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,23 +9,16 @@ from typing import Any
 from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core.units import grouped, num_bytes
-from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.trials.child_process import run_child
-from ptfast.report.terminal.display import build_display
+from ptfast.measure.trials.search import FINALISTS, ROUNDS, Search
 
 LOSES = 0.9
 """Part of the best throughput below which a size has lost; after two in a row no larger one is tried."""
-TIE = 0.02
-"""Sizes that differ by less are as fast: the smaller one takes more steps for as many samples."""
-FINALISTS, ROUNDS = 3, 3
 
 
-class Search:
-    """Measures sizes in children, and remembers what came of them.
+class BatchSearch(Search[int]):
+    """Measures sizes, of which memory allows only some.
 
     Args:
-        folder: for the children's files.
-        seconds: that a size is measured for.
         checkpointing: mode to measure with, in place of the config's.
     """
 
@@ -39,18 +30,13 @@ class Search:
         seconds: float,
         checkpointing: str | None = None,
     ) -> None:
-        self.composed, self.config, self.folder, self.seconds = composed, config, folder, seconds
+        super().__init__(composed, config, folder, seconds)
         self.checkpointing = checkpointing
         self.mode = checkpointing or config.checkpointing.mode
-        self.num_ranks = resolve_num_ranks(config)
         self.parts = config.micro_batches or self.num_ranks * config.gradients.accumulate
-        self.seen: dict[int, list[dict[str, Any]]] = {}
-        """Results by size, in the order they came in."""
         self.refused: dict[int, str] = {}
         """Why the data cannot be cut into batches of a size."""
         self.too_large: dict[str, Any] | None = None
-        self.display = build_display()
-        self._children = 0
 
     def ascend(self, first: int, largest: int) -> None:
         """Double the size until it does not fit, has lost twice, or two in a row do not suit the data."""
@@ -62,8 +48,8 @@ class Search:
             self.measure([size, 2 * size] if 2 * size <= largest else [size])
             for tried in (size, 2 * size):
                 if tried in self.seen:
-                    best = max(map(self.rate, self.seen))
-                    lost = lost + 1 if self.rate(tried) < LOSES * best else 0
+                    best = max(map(self.median, self.seen))
+                    lost = lost + 1 if self.median(tried) < LOSES * best else 0
             size *= 4
 
     def refine(self, smallest: int, largest: int) -> None:
@@ -74,7 +60,7 @@ class Search:
         fresh = sorted(size for size in beside - self.seen.keys() if smallest <= size < limit)
         if fresh:
             self.measure(fresh)
-        leaders = sorted(self.seen, key=self.rate, reverse=True)[:FINALISTS]
+        leaders = self.quickest()[:FINALISTS]
         if len(leaders) > 1:
             self.measure([size for _ in range(ROUNDS - 1) for size in leaders])
 
@@ -99,21 +85,8 @@ class Search:
         Args:
             rehearsed: go through a whole run's parts with each, and leave some memory free meanwhile.
         """
-        launched = self.config.parallel.strategy != "single"
-        self._children += 1
-        results, killed = run_child(
-            self.composed,
-            self.folder / str(self._children),
-            self.num_ranks if launched else None,
-            "batch",
-            {
-                "sizes": list(sizes),
-                "seconds": self.seconds,
-                "checkpointing": self.checkpointing,
-                "rehearsed": rehearsed,
-            },
-            self._tell,
-        )
+        keywords = {"sizes": list(sizes), "seconds": self.seconds, "checkpointing": self.checkpointing}
+        results, killed = self.run("batch", {**keywords, "rehearsed": rehearsed}, self._show)
         for result in results:
             if "no_room" in result:
                 self.too_large = result
@@ -122,30 +95,23 @@ class Search:
             else:
                 self.seen.setdefault(result["size"], []).append(result)
         if killed is not None and len(results) < len(sizes):
-            # The kernel ends whom it has no memory for without a word.
-            size = sizes[len(results)]
-            self.too_large = {"size": size, "no_room": f"ended by {signal.Signals(killed).name}"}
-            self._tell(self.too_large)
+            self.too_large = {"size": sizes[len(results)], "no_room": f"ended by {killed}"}
+            self._show(self.too_large)
         if self.too_large is not None:
             # A size that fits at one time and not at another does not fit.
             most = self.too_large["size"]
             self.seen = {size: trials for size, trials in self.seen.items() if size < most}
 
-    def rate(self, size: int) -> float:
-        """Samples per second, the median of all times that `size` was measured."""
-        return statistics.median(result["samples_per_s"] for result in self.seen[size])
-
     def best(self) -> int:
-        """The quickest size; of those that are as quick, the smallest."""
-        most = max(map(self.rate, self.seen))
-        return min(size for size in self.seen if self.rate(size) >= (1 - TIE) * most)
+        """The quickest size; of those that are as quick the smallest, which takes more steps."""
+        return min(self.as_quick())
 
     @property
     def rises_to_the_limit(self) -> bool:
-        """Whether memory ended the search while larger batches were still quicker."""
+        """Return True if memory ended the search while larger batches were still quicker."""
         return self.too_large is not None and bool(self.seen) and self.best() == max(self.seen)
 
-    def _tell(self, result: dict[str, Any]) -> None:
+    def _show(self, result: dict[str, Any]) -> None:
         how = f"  checkpointing={self.checkpointing}" if self.checkpointing else ""
         if why := result.get("refused") or ("does not fit" if "no_room" in result else None):
             why = f"{why} with room to spare" if result.get("rehearsed") else why

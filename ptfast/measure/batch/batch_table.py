@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Sequence
 
 from ptfast.core.machine import memory_limit
 from ptfast.core.units import num_bytes
-from ptfast.measure.batch.batch_search import Search
+from ptfast.measure.batch.batch_search import BatchSearch
 from ptfast.report.terminal.display import standard_output, table
 
 
-def show_searches(searches: Sequence[Search], best: Search, chosen: int) -> None:
+def show_searches(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> None:
     """Tables of what was measured, one for each mode of checkpointing, and what is best."""
-    most = best.rate(chosen)
+    most = best.median(chosen)
     several = len(searches) > 1
     for search in searches:
         print(f"\ncheckpointing={search.mode}" if several else "")
@@ -29,21 +28,20 @@ def show_searches(searches: Sequence[Search], best: Search, chosen: int) -> None
         print("the largest that was tried: --to goes further")
 
 
-def _show_sizes(search: Search, chosen: int | None, most: float) -> None:
+def _show_sizes(search: BatchSearch, chosen: int | None, most: float) -> None:
     rows = []
     for size in sorted(search.seen):
-        trials = search.seen[size]
-        rate = search.rate(size)
-        low, high = min(trial["low"] for trial in trials), max(trial["high"] for trial in trials)
+        rate = search.median(size)
+        low, high = search.spread(size)
         # Of a child that has tried larger sizes before, the peak is theirs.
-        memory = min(trial["memory_bytes"] for trial in trials)
+        memory = min(result["memory_bytes"] for result in search.seen[size])
         rows.append(
             [
                 f"{size:,}" + (" *" if size == chosen else ""),
                 f"{rate:,.0f}",
                 f"{low:,.0f} to {high:,.0f}",
                 f"{rate / most:.2f}",
-                f"{1e3 * statistics.median(trial['step_s'] for trial in trials):,.1f}",
+                f"{1e3 * search.median(size, 'step_s'):,.1f}",
                 num_bytes(memory),
             ]
         )
@@ -51,7 +49,7 @@ def _show_sizes(search: Search, chosen: int | None, most: float) -> None:
     table(headers, rows, stream=standard_output())
 
 
-def limit_of(search: Search) -> str:
+def limit_of(search: BatchSearch) -> str:
     """What there is of memory, and what was said when it was not enough."""
     assert search.too_large is not None
     limit, name = memory_limit(search.config.device)

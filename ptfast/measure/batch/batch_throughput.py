@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptfast.config.schema import Config
-from ptfast.core.distributed import Ranks
 from ptfast.core.errors import DataError
 from ptfast.core.machine import peak_memory_bytes
 from ptfast.core.run import Run
-from ptfast.measure.trials.child_process import write_trial
-from ptfast.measure.trials.memory_guard import memory_to_spare, telling_of_no_room
+from ptfast.measure.trials.memory_guard import memory_to_spare
 from ptfast.measure.trials.train_timing import time_steps
+from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.report.terminal.display import Display
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.curriculum import Curriculum
@@ -25,16 +22,14 @@ from ptfast.training.fit import try_out
 
 
 def time_batches(
-    config: Config,
-    folder: Path,
-    ranks: Ranks,
+    trial: TrialRank,
     *,
     sizes: Sequence[int],
     seconds: float,
     checkpointing: str | None = None,
     rehearsed: bool = False,
 ) -> None:
-    """Measure each of `sizes` in turn, up to the first that does not fit; results go to `write_trial`.
+    """Measure each of `sizes` in turn, up to the first that does not fit.
 
     Args:
         sizes: samples of an optimizer step over all ranks.
@@ -45,16 +40,17 @@ def time_batches(
     Raises:
         PtfastError: whatever stops a run in its first steps, other than a lack of memory.
     """
+    config = trial.config
     changes: dict[str, Any] = {"curriculum": Curriculum()}
     if checkpointing is not None:
         changes["checkpointing"] = with_mode(config.checkpointing, checkpointing)
     for size in sizes:
         result: dict[str, Any] = {"size": size, "rehearsed": rehearsed}
         try:
-            with telling_of_no_room(folder, ranks, result):
+            with trial.reporting_lack_of_memory(result):
                 # What grows is measured at its full size, at which it has to fit.
                 changed = config.model_copy(update={"batch_size": size, **changes})
-                run = build(changed, ranks=ranks, folder=folder, display=Display())
+                run = build(changed, ranks=trial.ranks, folder=trial.folder, display=Display())
                 try:
                     _check_size(size, run.info.num_train)
                     with memory_to_spare(run.device) if rehearsed else contextlib.nullcontext():
@@ -69,11 +65,8 @@ def time_batches(
             if error.code != "D006":
                 raise
             # A size that this data cannot be cut into, such as one that leaves a single sample.
-            if ranks.is_first:
-                write_trial(folder, {**result, "refused": error.what})
-            continue
-        if ranks.is_first:
-            write_trial(folder, result)
+            result["refused"] = error.what
+        trial.report(result)
 
 
 def with_mode(section: Checkpointing, mode: str) -> Checkpointing:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ptfast.config.schema import Config
 from ptfast.core import devices
-from ptfast.core.distributed import Ranks, sum_over_ranks
+from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Run
 from ptfast.measure.batch.batch_throughput import with_mode
-from ptfast.measure.trials.child_process import write_trial
-from ptfast.measure.trials.memory_guard import telling_of_no_room
+from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.report.terminal.display import Display
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.gradients.clipping import global_norm
@@ -35,16 +32,14 @@ _nothing = contextlib.nullcontext()
 
 
 def train_for_noise(
-    config: Config,
-    folder: Path,
-    ranks: Ranks,
+    trial: TrialRank,
     *,
     batch_size: int,
     micro_batches: int,
     num_steps: int,
     checkpointing: str | None = None,
 ) -> None:
-    """Train a config from its start and leave the moments of its gradients by `write_trial`, some steps each.
+    """Train a config from its start and report the moments of its gradients, some steps each.
 
     Args:
         batch_size, micro_batches: that every step takes, over all ranks.
@@ -54,6 +49,7 @@ def train_for_noise(
     Raises:
         PtfastError: whatever stops a run in its first steps, other than a lack of memory.
     """
+    config = trial.config
     changed: dict[str, Any] = {
         "batch_size": batch_size,
         "micro_batches": micro_batches,
@@ -63,12 +59,12 @@ def train_for_noise(
     }
     if checkpointing is not None:
         changed["checkpointing"] = with_mode(config.checkpointing, checkpointing)
-    with telling_of_no_room(folder, ranks, {}):
-        run = build(config.model_copy(update=changed), ranks=ranks, folder=folder, display=Display())
+    with trial.reporting_lack_of_memory({}):
+        config = config.model_copy(update=changed)
+        run = build(config, ranks=trial.ranks, folder=trial.folder, display=Display())
         try:
             for moments in noise_of(run, num_steps):
-                if ranks.is_first:
-                    write_trial(folder, moments)
+                trial.report(moments)
         finally:
             run.close()
 

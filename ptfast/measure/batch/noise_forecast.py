@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ptfast.core.errors import PtfastError, ReportedError
 from ptfast.core.units import duration, grouped
-from ptfast.measure.batch.batch_search import TIE, Search
+from ptfast.measure.batch.batch_search import BatchSearch
 from ptfast.measure.batch.critical_batch import Critical, estimate
 from ptfast.measure.batch.gradient_noise import PARTS
-from ptfast.measure.trials.child_process import run_child
+from ptfast.measure.trials.search import TIE
 from ptfast.report.terminal.display import standard_output, table
 
 NUM_STEPS = 200
@@ -56,7 +54,7 @@ class Outlook:
                 found = estimate(*(self.moments[name][start:stop] for name in MOMENTS[:3]))
                 self.points.append({"steps": (start + 1, stop), "loss": self.loss, "scale": found})
 
-    def rows(self, search: Search) -> list[dict[str, Any]]:
+    def rows(self, search: BatchSearch) -> list[dict[str, Any]]:
         """Steps and samples to the loss at the end, and the time where a size was measured, by batch size."""
         critical, own = self.critical, self.batch_size
         if critical is None or critical.batch is None:
@@ -67,7 +65,7 @@ class Outlook:
                 self.num_steps * at.steps_ratio(size, own)
                 for at in (critical.moved(-1), critical, critical.moved(1))
             )
-            took_s = steps * size / search.rate(size) if size in search.seen else None
+            took_s = steps * size / search.median(size) if size in search.seen else None
             found.append(
                 {
                     "size": size,
@@ -80,7 +78,7 @@ class Outlook:
             )
         return found
 
-    def advise(self, search: Search) -> tuple[int, float] | None:
+    def advise(self, search: BatchSearch) -> tuple[int, float] | None:
         """The measured size that should come to the loss first, and the rate of SGD there to the config's."""
         timed = [row for row in self.rows(search) if row["time_s"] is not None]
         if not timed or self.critical is None:
@@ -90,7 +88,7 @@ class Outlook:
         return size, self.critical.lr_ratio(size, search.config.batch_size)
 
 
-def look_ahead(search: Search, folder: Path, num_steps: int) -> Outlook:
+def look_ahead(search: BatchSearch, num_steps: int) -> Outlook:
     """Train for some steps in a child, estimate the critical batch, and show what it means.
 
     Whatever stops the training is told; what was seen before counts.
@@ -101,7 +99,7 @@ def look_ahead(search: Search, folder: Path, num_steps: int) -> Outlook:
     outlook = Outlook(batch_size)
     print(f"\ngradient noise: {num_steps} steps of {batch_size} samples in {parts} micro-batches", flush=True)
 
-    def tell(result: dict[str, Any]) -> None:
+    def show(result: dict[str, Any]) -> None:
         if "loss" in result:
             shown = outlook.num_steps + len(result["loss"])
             loss = sum(result["loss"]) / len(result["loss"])
@@ -110,17 +108,11 @@ def look_ahead(search: Search, folder: Path, num_steps: int) -> Outlook:
 
     cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
     keywords = {**cut, "checkpointing": search.checkpointing}
-    launched = search.config.parallel.strategy != "single"
     ended: str | None = None
     try:
-        results, killed = run_child(
-            search.composed, folder, search.num_ranks if launched else None, "noise", keywords, tell
-        )
-        ended = next(
-            (f"out of memory: {result['no_room']}" for result in results if "no_room" in result), None
-        )
-        if killed is not None:
-            ended = f"ended by {signal.Signals(killed).name}"
+        results, killed = search.run("noise", keywords, show)
+        no_room = [f"out of memory: {result['no_room']}" for result in results if "no_room" in result]
+        ended = f"ended by {killed}" if killed else next(iter(no_room), None)
     except (PtfastError, ReportedError) as error:
         ended = str(error)
     if ended is None and outlook.num_steps < min(num_steps, outlook.total_steps or num_steps):
@@ -136,7 +128,7 @@ def _take(outlook: Outlook, result: dict[str, Any]) -> None:
         outlook.moments[name] += result[name]
 
 
-def _show(outlook: Outlook, search: Search, ended: str | None) -> None:
+def _show(outlook: Outlook, search: BatchSearch, ended: str | None) -> None:
     stream = standard_output()
     if ended is not None:
         print(f"the training for it ended early: {ended}")
@@ -176,7 +168,7 @@ def _show(outlook: Outlook, search: Search, ended: str | None) -> None:
 
 
 def _advice(
-    outlook: Outlook, search: Search, rows: Sequence[dict[str, Any]], advised: tuple[int, float] | None
+    outlook: Outlook, search: BatchSearch, rows: Sequence[dict[str, Any]], advised: tuple[int, float] | None
 ) -> str:
     if advised is None:
         return "none of these sizes was measured"

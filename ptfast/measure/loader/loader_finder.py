@@ -15,7 +15,7 @@ from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.units import duration, grouped, num_bytes
 from ptfast.measure.loader.loader_candidate import Loader, workers
-from ptfast.measure.loader.loader_search import NOTHING, RULE, Search, named_loaders, search_loaders
+from ptfast.measure.loader.loader_search import NOTHING, RULE, LoaderSearch, named_loaders, search_loaders
 from ptfast.report.terminal.display import is_terminal, standard_output, table
 
 FIGURES = "workers.json"
@@ -56,7 +56,7 @@ def find_workers(
         check_overlay(write)
     check_out(out)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-        search = Search(composed, config, Path(name), seconds)
+        search = LoaderSearch(composed, config, Path(name), seconds)
         print(f"measuring loaders beside the training, {seconds:g} s each")
         search_loaders(search, most)
     chosen = search.chosen()
@@ -71,7 +71,7 @@ def find_workers(
     return EXIT_OK
 
 
-def _marks(search: Search, chosen: Loader) -> dict[Loader, str]:
+def _marks(search: LoaderSearch, chosen: Loader) -> dict[Loader, str]:
     """What is to be said of some of the loaders."""
     named = {"configured": "as configured"}
     rule = workers(RULE, search.config)
@@ -81,16 +81,16 @@ def _marks(search: Search, chosen: Loader) -> dict[Loader, str]:
     return {loader: ", ".join(names) for loader, names in marks.items()}
 
 
-def _show(search: Search, chosen: Loader) -> None:
+def _show(search: LoaderSearch, chosen: Loader) -> None:
     marks = _marks(search, chosen)
-    most = max(map(search.rate, search.seen))
+    most = max(map(search.median, search.seen))
     stream = standard_output()
     narrow = is_terminal(stream) and shutil.get_terminal_size().columns < NARROW
     rows: list[dict[str, str]] = []
     for loader in sorted(search.seen, key=lambda loader: (loader.workers, loader.kind != "plain", loader)):
         trials = search.seen[loader]
-        rate = search.rate(loader)
-        low, high = min(trial["low"] for trial in trials), max(trial["high"] for trial in trials)
+        rate = search.median(loader)
+        low, high = search.spread(loader)
         row = {
             "loader": search.label(loader) if narrow else loader.label(search.config),
             "workers": str(loader.workers),
@@ -111,14 +111,14 @@ def _show(search: Search, chosen: Loader) -> None:
     for line in [*search.notes, *_remarks(search, chosen)]:
         print(line)
     settings = " ".join(f"{key}={_word(value)}" for key, value in _found(search.config, chosen).items())
-    print(f"\nchosen: {settings} at {search.rate(chosen):,.0f} samples/s")
+    print(f"\nchosen: {settings} at {search.median(chosen):,.0f} samples/s")
 
 
-def _remarks(search: Search, chosen: Loader) -> Iterator[str]:
+def _remarks(search: LoaderSearch, chosen: Loader) -> Iterator[str]:
     """What to know of the figures."""
     if (best := search.best()) != chosen:
         seen = [
-            "{} ({} to {})".format(*map(grouped, (search.rate(loader), *search.interval(loader))))
+            "{} ({} to {})".format(*map(grouped, (search.median(loader), *search.interval(loader))))
             for loader in (best, chosen)
         ]
         yield (
@@ -157,9 +157,9 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _figures(search: Search, chosen: Loader) -> dict[str, Any]:
+def _figures(search: LoaderSearch, chosen: Loader) -> dict[str, Any]:
     return {
-        "chosen": {**chosen._asdict(), "samples_per_s": search.rate(chosen)},
+        "chosen": {**chosen._asdict(), "samples_per_s": search.median(chosen)},
         **{name: loader._asdict() for name, loader in named_loaders(search).items()},
         "trials": [
             {**loader._asdict(), **trial, "loader": search.label(loader)}
@@ -171,12 +171,12 @@ def _figures(search: Search, chosen: Loader) -> dict[str, Any]:
     }
 
 
-def _write(file: Path, arguments: Sequence[str], search: Search, chosen: Loader, label: str) -> None:
+def _write(file: Path, arguments: Sequence[str], search: LoaderSearch, chosen: Loader, label: str) -> None:
     """A recipe of the loader; what the arguments said of loaders is not carried into it."""
     found = _found(search.config, chosen)
     own = tuple(f"{key}=" for key in Loader("workers", 1).values)
     others = [word for word in arguments if not word.lstrip("+").startswith(own)]
-    rate, memory = search.rate(chosen), num_bytes(search.memory(chosen))
+    rate, memory = search.median(chosen), num_bytes(search.memory(chosen))
     comment = [
         f"Loader for {label}, found by ptfast find workers",
         f"{search.label(chosen)}: {rate:,.0f} samples/s in {memory}.",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,8 @@ from ptfast.config.schema import Config
 from ptfast.core.errors import MachineError, PtfastError, ReportedError
 from ptfast.core.machine import available_memory, memory_limit, usable_cores
 from ptfast.core.units import duration, grouped, num_bytes
-from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.loader.loader_candidate import Loader, workers
-from ptfast.measure.trials.child_process import run_child
-from ptfast.report.terminal.display import build_display
+from ptfast.measure.trials.search import FINALISTS, ROUNDS, Search
 
 RULE = 4
 """Workers of each rank by the rule of thumb, 4 for each GPU."""
@@ -26,34 +22,26 @@ LEAST_LIMIT = 16
 """Of workers; more processes than cores pay where samples come from far away."""
 GAIN = 0.03
 """More workers that gain no more than this have gained nothing; after two such counts the search ends."""
-TIE = 0.02
-"""Loaders that differ by less are as quick: the one of fewer processes is taken."""
 NOTHING = 0.02
 """Share of the time spent on waiting that no loader needs to save."""
 NEAR = 0.9
 """Part of the best throughput from which on a loader is measured again."""
-FINALISTS, ROUNDS = 3, 3
 HOLD_S = 60.0
 """Decoding everything once is not tried where it would take longer."""
 _REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \([^()]*:\d+\)(?=: )")
 """What says that a line is an error, and where its key was given: a trial's was not given."""
 
 
-class Search:
-    """Measures loaders, each in a child, and remembers what came of them."""
+class LoaderSearch(Search[Loader]):
+    """Measures loaders, of which data and machine allow only some."""
 
     def __init__(self, composed: Composed, config: Config, folder: Path, seconds: float) -> None:
-        self.composed, self.config, self.folder, self.seconds = composed, config, folder, seconds
-        self.num_ranks = resolve_num_ranks(config)
-        self.seen: dict[Loader, list[dict[str, Any]]] = {}
-        """Results, in the order they came in."""
+        super().__init__(composed, config, folder, seconds)
         self.failed: dict[Loader, str] = {}
         """Why a loader cannot be had."""
         self.facts: dict[str, Any] = {}
-        """What the first trial has told about the data."""
+        """What the first trial has reported about the data."""
         self.notes: list[str] = []
-        self.display = build_display()
-        self._children = 0
 
     def measure(self, loader: Loader) -> bool:
         """Measure one that was not measured before; False if it cannot be had.
@@ -68,7 +56,7 @@ class Search:
             self.failed[loader] = problems[0].what
             return False
         try:
-            self._run([loader])
+            self._measure([loader])
         except (PtfastError, ReportedError) as error:
             if not self.seen:
                 raise
@@ -78,7 +66,7 @@ class Search:
     def measure_again(self, loaders: Sequence[Loader], times: int) -> None:
         """Measure loaders in turns, in one child, as far as it gets."""
         try:
-            self._run([*loaders] * times)
+            self._measure([*loaders] * times)
         except (PtfastError, ReportedError) as error:
             self.notes.append(f"could not be measured again: {error}")
 
@@ -87,15 +75,10 @@ class Search:
         self.failed[loader] = why
         self.display.note(f"  {self.label(loader):<24} cannot be had")
 
-    def rate(self, loader: Loader) -> float:
-        """Samples per second, the median of all times that `loader` was measured."""
-        return statistics.median(result["samples_per_s"] for result in self.seen[loader])
-
     def may_be_as_quick(self, loader: Loader, best: Loader) -> bool:
-        """Whether `loader` is near to `best`, or was now and then quicker than that now and then."""
-        high = max(result["high"] for result in self.seen[loader])
-        low = min(result["low"] for result in self.seen[best])
-        return self.rate(loader) >= NEAR * self.rate(best) or high >= low
+        """Return True if `loader` is near to `best`, or was now and then quicker than that now and then."""
+        near = self.median(loader) >= NEAR * self.median(best)
+        return near or self.spread(loader)[1] >= self.spread(best)[0]
 
     def interval(self, loader: Loader) -> tuple[float, float]:
         """Least and most samples per second of its windows, the two extremes of each trial left out.
@@ -107,7 +90,7 @@ class Search:
 
     def waiting(self, loader: Loader) -> float:
         """Share of the time that the training has spent on waiting for data, or on reading it itself."""
-        return statistics.median(result["waiting"] for result in self.seen[loader])
+        return self.median(loader, "waiting")
 
     def memory(self, loader: Loader) -> int:
         """Bytes that it took when it had a process to itself."""
@@ -119,24 +102,14 @@ class Search:
         Where a process reads for itself, no loader can save more than the time that it spends on that. What
         is still quicker than one that spends next to none was measured on a machine that had less to do.
         """
-        most = max(map(self.rate, self.seen))
-        quick = [
-            loader
-            for loader in self.seen
-            if self.rate(loader) >= (1 - TIE) * most
-            or (not loader.workers and not loader.read_ahead and self.waiting(loader) <= NOTHING)
-        ]
+        alone = [loader for loader in self.seen if not loader.workers and not loader.read_ahead]
+        unbeaten = [loader for loader in alone if self.waiting(loader) <= NOTHING]
 
         def cost(loader: Loader) -> Any:
-            return (
-                loader.workers,
-                loader.threads,
-                loader.prefetch,
-                loader.read_ahead,
-                self.memory(loader),
-            )
+            return (loader.workers, loader.threads, loader.prefetch, loader.read_ahead, self.memory(loader))
 
-        return min(quick, key=cost)
+        # In the order of measuring, of which the first wins where two cost the same.
+        return min((loader for loader in self.seen if loader in {*self.as_quick(), *unbeaten}), key=cost)
 
     def chosen(self) -> Loader:
         """The best, or what `auto` takes where that was quicker or, with intervals that overlap, may be."""
@@ -153,16 +126,9 @@ class Search:
             label = label.replace("workers", "worker", 1)
         return f"{loader.workers} {label}" if loader.workers else label
 
-    def _run(self, loaders: Sequence[Loader]) -> None:
-        self._children += 1
-        results, killed = run_child(
-            self.composed,
-            self.folder / str(self._children),
-            None if self.config.parallel.strategy == "single" else self.num_ranks,
-            "workers",
-            {"loaders": loaders, "seconds": self.seconds, "asks": not self.facts},
-            self._tell,
-        )
+    def _measure(self, loaders: Sequence[Loader]) -> None:
+        keywords = {"loaders": loaders, "seconds": self.seconds, "asks": not self.facts}
+        results, killed = self.run("workers", keywords, self._show)
         for result in results:
             loader = Loader(*result["loader"])
             self.facts = self.facts or result.get("facts", {})
@@ -171,21 +137,20 @@ class Search:
             else:
                 self.seen.setdefault(loader, []).append(result)
         if killed is not None and len(results) < len(loaders):
-            # The kernel ends whom it has no memory for without a word.
-            loader, name = loaders[len(results)], signal.Signals(killed).name
+            loader = loaders[len(results)]
             if loader in self.seen:
-                self.notes.append(f"{self.label(loader)} was ended by {name} when it was measured again")
+                self.notes.append(f"{self.label(loader)} was ended by {killed} when it was measured again")
             else:
-                self.fail(loader, f"was ended by {name}, which is how a system ends what takes its memory")
+                self.fail(loader, f"was ended by {killed}, which is how a system ends what takes its memory")
 
-    def _tell(self, result: dict[str, Any]) -> None:
+    def _show(self, result: dict[str, Any]) -> None:
         if "no_room" in result:
             return
         label, rate = self.label(Loader(*result["loader"])), grouped(result["samples_per_s"])
         self.display.note(f"  {label:<24} {rate:>7} samples/s  {result['waiting']:>4.0%} waiting")
 
 
-def search_loaders(search: Search, most: int | None = None) -> None:
+def search_loaders(search: LoaderSearch, most: int | None = None) -> None:
     """Measure what may be the quickest loader, and what `auto`, the config and a rule of thumb would take.
 
     Args:
@@ -216,7 +181,7 @@ def search_loaders(search: Search, most: int | None = None) -> None:
     if search.waiting(plain) <= NOTHING:
         return
     _refine(search, most)
-    leaders = sorted(search.seen, key=search.rate, reverse=True)[:FINALISTS]
+    leaders = search.quickest()[:FINALISTS]
     auto = named.get("auto", leaders[0])
     if auto in search.seen and auto not in leaders:
         leaders.append(auto)
@@ -227,7 +192,7 @@ def search_loaders(search: Search, most: int | None = None) -> None:
         search.notes.append(f"more than {most} workers were not tried: --to goes further")
 
 
-def named_loaders(search: Search) -> dict[str, Loader]:
+def named_loaders(search: LoaderSearch) -> dict[str, Loader]:
     """What `auto` would choose here, and what the config asks for by name."""
     found: dict[str, Loader] = {}
     names = ["auto"] if search.config.dataloader.kind == "auto" else ["auto", "configured"]
@@ -240,7 +205,7 @@ def named_loaders(search: Search) -> dict[str, Loader]:
     return found
 
 
-def _other_kinds(search: Search) -> list[str]:
+def _other_kinds(search: LoaderSearch) -> list[str]:
     """Kinds without workers besides `plain` that may suit this data and device."""
     if search.facts["iterable"]:
         search.notes.append("iterable data is read by this process or by workers")
@@ -248,7 +213,7 @@ def _other_kinds(search: Search) -> list[str]:
     return ["memory", *(["device"] if search.facts["device"] == "cuda" else []), "packed"]
 
 
-def _too_dear(search: Search, kind: str, wanted: Sequence[str]) -> str | None:
+def _too_dear(search: LoaderSearch, kind: str, wanted: Sequence[str]) -> str | None:
     """Why a kind is not even tried, though the config may have it."""
     facts = search.facts
     if kind == "packed":
@@ -262,18 +227,18 @@ def _too_dear(search: Search, kind: str, wanted: Sequence[str]) -> str | None:
     return None
 
 
-def _limit(search: Search) -> int:
+def _limit(search: LoaderSearch) -> int:
     """Workers of each rank at most."""
     cores = usable_cores(hyperthreads=True) // search.num_ranks
     return max(LEAST_LIMIT, 4 * cores)
 
 
-def _ascend(search: Search, most: int) -> None:
+def _ascend(search: LoaderSearch, most: int) -> None:
     """Double the workers until that gains nothing twice, or memory ends."""
     counts = [count for power in range(16) if (count := 2**power) < most]
     useless = 0
     for count in [*counts, most] if most else []:
-        best = max(map(search.rate, search.seen))
+        best = max(map(search.median, search.seen))
         if useless >= 2 and count > RULE:
             return
         if (needed := _predicted(search, count)) > available_memory():
@@ -285,10 +250,10 @@ def _ascend(search: Search, most: int) -> None:
         loader = workers(count, search.config)
         if not search.measure(loader):
             return
-        useless = 0 if search.rate(loader) > (1 + GAIN) * best else useless + 1
+        useless = 0 if search.median(loader) > (1 + GAIN) * best else useless + 1
 
 
-def _predicted(search: Search, count: int) -> float:
+def _predicted(search: LoaderSearch, count: int) -> float:
     """Bytes that `count` workers would take, going by what those measured have taken."""
     plain = search.memory(Loader("plain"))
     tried = [loader for loader in search.seen if loader.workers]
@@ -298,7 +263,7 @@ def _predicted(search: Search, count: int) -> float:
     return plain + max(0, search.memory(largest) - plain) / largest.workers * count
 
 
-def _refine(search: Search, most: int) -> None:
+def _refine(search: LoaderSearch, most: int) -> None:
     """Try what lies beside the best: counts in between, reading further ahead, threads."""
     best, config = search.best(), search.config
     if best.workers:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ from ptfast.data.build_data import Data, Source
 from ptfast.data.loaders.loader_choice import Choice, look_at
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.measure.loader.loader_candidate import Loader
-from ptfast.measure.trials.child_process import write_trial
-from ptfast.measure.trials.memory_guard import telling_of_no_room
 from ptfast.measure.trials.train_timing import time_steps
+from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.report.terminal.display import Display
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.curriculum import Curriculum
@@ -33,15 +31,13 @@ from ptfast.training.prepare_data import build_choice, load_data
 
 
 def time_loaders(
-    config: Config,
-    folder: Path,
-    ranks: Ranks,
+    trial: TrialRank,
     *,
     loaders: Sequence[Sequence[Any]],
     seconds: float,
     asks: bool = False,
 ) -> None:
-    """Train with each of `loaders` in turn, and measure; results go to `write_trial`.
+    """Train with each of `loaders` in turn, and measure.
 
     Args:
         loaders: the fields of a `Loader` each.
@@ -52,28 +48,28 @@ def time_loaders(
         PtfastError: whatever stops a run in its first steps, other than a lack of memory.
     """
     # What grows is measured at its full size, at which most of a run is spent.
-    config = config.model_copy(update={"curriculum": Curriculum()})
+    config = trial.config.model_copy(update={"curriculum": Curriculum()})
+    ranks = trial.ranks
     loaded: dict[str, Data] = {}
     for fields in loaders:
         loader = Loader(*fields)
         result: dict[str, Any] = {"loader": list(loader)}
         changed = loader.on(config)
         start = time.perf_counter()
-        with telling_of_no_room(folder, ranks, result):
+        with trial.reporting_lack_of_memory(result):
             if loader.kind not in loaded:
                 facts: dict[str, Any] | None = {} if asks and not loaded else None
                 loaded[loader.kind] = _load(changed, config, ranks, facts)
                 result |= {"facts": facts} if facts else {}
             choice = Choice(loader.kind, "as tried", loader.workers)
             data = replace(loaded[loader.kind], choice=choice)
-            run = build(changed, ranks=ranks, folder=folder, display=Display(), data=data)
+            run = build(changed, ranks=ranks, folder=trial.folder, display=Display(), data=data)
             try:
                 result |= {"ready_s": time.perf_counter() - start, **_time(run, loader, seconds)}
             finally:
                 run.close()
             del run
-        if ranks.is_first:
-            write_trial(folder, result)
+        trial.report(result)
 
 
 def _load(changed: Config, config: Config, ranks: Ranks, facts: dict[str, Any] | None) -> Data:

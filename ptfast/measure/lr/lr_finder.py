@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -17,8 +17,11 @@ from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.distributed import Ranks
-from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
+from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.lr.lr_suggestion import CAME_APART, first_trial, smooth, suggestions
+from ptfast.measure.trials.trial_process import measure_once
+from ptfast.measure.trials.trial_rank import TRIALS, TrialRank, read_lines
 from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
 from ptfast.report.terminal.text_chart import chart
 
@@ -91,30 +94,29 @@ def find_lr(
 
 def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dict[str, Any]:
     """What the test sees, in this process or on the ranks that the config asks for."""
-    from ptfast.launch.launcher import resolve_num_ranks, run_ranks
-
-    num_ranks = resolve_num_ranks(config)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-        folder = Path(name)
+        folder, killed = Path(name) / "lr", None
         if config.parallel.strategy == "single":
-            return measure_here(config, folder, Ranks(), **keywords)
-        return run_ranks(
-            composed, folder, num_ranks, "ptfast.measure.trials.trial_rank", ["lr", json.dumps(keywords)]
-        )
+            folder.mkdir()
+            measure_lr(TrialRank(config, folder, Ranks()), **keywords)
+        else:
+            _, killed = measure_once(composed, folder, resolve_num_ranks(config), "lr", keywords)
+        if killed is not None:
+            what = f"a rank was killed by {signal.Signals(killed).name}"
+            raise ParallelError("P001", what, suggestion="The system's memory may have run out")
+        return read_lines(folder / TRIALS)[0]
 
 
-def measure_here(
-    config: Config, folder: Path, ranks: Ranks, *, trial_steps: int, **keywords: Any
-) -> dict[str, Any]:
-    """What the test and the trials see, on one rank."""
+def measure_lr(trial: TrialRank, *, trial_steps: int, **keywords: Any) -> None:
+    """Run the test and the trials on one rank."""
     from ptfast.measure.lr.lr_trials import run_trials
     from ptfast.measure.lr.range_test import range_test
     from ptfast.optim.build_optimizer import reference_lr
     from ptfast.training.build import build
 
-    display = build_display(ranks.rank)
+    config, display = trial.config, build_display(trial.ranks.rank)
     try:
-        run = build(config, ranks=ranks, folder=folder, display=display)
+        run = build(config, ranks=trial.ranks, folder=trial.folder, display=display)
         try:
             test = range_test(run, **keywords)
             smoothed = smooth(test.losses)
@@ -128,17 +130,19 @@ def measure_here(
     actual = reference_lr(run.optimizer, "initial_lr")
     given = config.optimizer.target.kwargs.get("lr", actual)
     finite = {lr: loss for lr, loss in trials.items() if math.isfinite(loss)}
-    return {
-        **asdict(test),
-        "smoothed": smoothed,
-        "suggestions": found,
-        "trials": [[lr, finite.get(lr)] for lr in sorted(trials)],
-        "chosen": min(finite, key=finite.__getitem__) if finite else None,
-        "lr": actual,
-        "lr_scale": actual / given,
-        "batch_size": run.settings.batch_size,
-        "trial_steps": trial_steps,
-    }
+    trial.report(
+        {
+            **asdict(test),
+            "smoothed": smoothed,
+            "suggestions": found,
+            "trials": [[lr, finite.get(lr)] for lr in sorted(trials)],
+            "chosen": min(finite, key=finite.__getitem__) if finite else None,
+            "lr": actual,
+            "lr_scale": actual / given,
+            "batch_size": run.settings.batch_size,
+            "trial_steps": trial_steps,
+        }
+    )
 
 
 def _show(facts: dict[str, Any], folder: Path, name: str) -> None:

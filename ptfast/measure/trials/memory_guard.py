@@ -1,4 +1,4 @@
-"""Trials that may run out of memory, and memory that is held back since no two runs need the same."""
+"""Memory that is held back from a measurement, since no two runs need the same."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import mmap
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from ptfast.core.distributed import Ranks
-from ptfast.core.errors import EXIT_BUG, EXIT_OK
-from ptfast.core.machine import is_memory_error, memory_limit, peak_memory_bytes
-from ptfast.launch.rank_main import leave
-from ptfast.measure.trials.child_process import write_trial
+from ptfast.core.machine import memory_limit, peak_memory_bytes
 
 SPARE = 0.05
 """Part of the memory that a run may take at most, which has to stay free."""
@@ -44,19 +38,3 @@ def memory_to_spare(device: torch.device) -> Iterator[None]:
     if held is None and peak_memory_bytes("cpu") - before > limit - spare:
         raise MemoryError(f"out of memory but for the last {SPARE:.0%}")
     del held
-
-
-@contextmanager
-def telling_of_no_room(folder: Path, ranks: Ranks, result: dict[str, Any]) -> Iterator[None]:
-    """End this process, with word of the trial that `result` is of, where memory runs out inside.
-
-    Nothing in it can be trusted any more.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_memory_error(error):
-            raise
-        write_trial(folder, {**result, "no_room": str(error).splitlines()[0][:200]})
-        # The other ranks may wait in a collective for this one: their parent ends them.
-        leave(EXIT_BUG if ranks.distributed else EXIT_OK)

@@ -1,64 +1,132 @@
-"""One rank of a search: `python -m ptfast.measure.trials.trial_rank WHAT KEYWORDS FOLDER PARENT`."""
+"""One rank of a measurement: `python -m ptfast.measure.trials.trial_rank NUM_RANKS WHAT FOLDER PARENT`."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ptfast.config.read import load_config
+from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.distributed import Ranks, barrier, destroy_process_group, init_process_group, world
+from ptfast.core.distributed import Ranks, barrier, init_process_group, world
 from ptfast.core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, PtfastError
-from ptfast.launch.launcher import FOUND
+from ptfast.core.machine import is_memory_error
+from ptfast.core.sections.targets import locate
+from ptfast.launch.elastic import run_elastic
 from ptfast.launch.rank_main import die_with_parent, leave, report_failure
+
+MEASUREMENTS = {
+    "lr": "ptfast.measure.lr.lr_finder.measure_lr",
+    "noise": "ptfast.measure.batch.gradient_noise.train_for_noise",
+    "workers": "ptfast.measure.loader.loader_throughput.time_loaders",
+    "batch": "ptfast.measure.batch.batch_throughput.time_batches",
+}
+"""Functions of a `TrialRank` and keywords, which report what they measure."""
+REQUESTS, TRIALS = "requests.jsonl", "trials.jsonl"
+"""The keywords of each request on a line, and each result; `{}` follows the results of a request."""
+POLL_S = 0.1
+
+
+@dataclass
+class TrialRank:
+    """What a measurement is given.
+
+    Args:
+        folder: for the files of its runs.
+        kept: what it has built, for the next time that it is called.
+    """
+
+    config: Config
+    folder: Path
+    ranks: Ranks
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def report(self, result: dict[str, Any]) -> None:
+        """Send the parent a result, from the first rank."""
+        if self.ranks.is_first:
+            append(self.folder / TRIALS, result)
+
+    @contextmanager
+    def reporting_lack_of_memory(self, result: dict[str, Any]) -> Iterator[None]:
+        """End this process where memory runs out inside, and report so with what `result` holds by then.
+
+        Nothing in it can be trusted any more.
+        """
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_memory_error(error):
+                raise
+            append(self.folder / TRIALS, {**result, "no_room": str(error).splitlines()[0][:200]})
+            # The other ranks may wait in a collective for this one: their parent ends them.
+            leave(EXIT_BUG if self.ranks.distributed else EXIT_OK)
+
+
+def append(file: Path, line: dict[str, Any]) -> None:
+    """Add a line to a file of JSON lines."""
+    with file.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines, without a line that is just being written."""
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def main() -> None:
-    """Search on this rank; the first leaves what was found in FOLDER."""
-    what, keywords, folder, parent = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    """Measure on this rank as often as the parent asks; for NUM_RANKS above 0, launch so many that do."""
+    num_ranks, what, folder, parent = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
     die_with_parent(parent)
+    if num_ranks:
+        _launch(num_ranks, ["0", what, str(folder)])
     try:
-        found = _search(what, folder, keywords)
-        if found is not None:
-            run_directory.write_json(folder / FOUND, found)
+        _serve(MEASUREMENTS.get(what, what), folder)
     except KeyboardInterrupt:
         # The launcher was sent it as well, and says so.
         leave(EXIT_INTERRUPTED)
     except Exception as error:
         report_failure(folder, error)
         leave(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)
-    leave(EXIT_OK)
 
 
-def _search(what: str, folder: Path, keywords: dict[str, Any]) -> dict[str, Any] | None:
+def _launch(num_ranks: int, arguments: list[str]) -> None:
+    """Run ranks of this module, and end as the first of them does that fails."""
+    failures, _ = run_elastic("ptfast.measure.trials.trial_rank", arguments, num_ranks)
+    codes = [failure.exitcode for failure in failures.values()]
+    # torchrun ends the ranks that are left by SIGTERM.
+    killed = next((-code for code in codes if code < 0 and code != -signal.SIGTERM), None)
+    if killed is not None:
+        os.kill(os.getpid(), killed)
+    leave(max(next(iter(codes), EXIT_OK), EXIT_OK))
+
+
+def _serve(path: str, folder: Path) -> None:
     from ptfast.techniques.backend.torch_settings import resolve_device
 
     _, config = load_config(folder / run_directory.CONFIG, trusted=True)
     ranks = world() or Ranks()
     if ranks.distributed:
         init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
-    found: dict[str, Any] | None = None
-    if what == "lr":
-        from ptfast.measure.lr.lr_finder import measure_here
-
-        found = measure_here(config, folder, ranks, **keywords)
-    elif what == "noise":
-        from ptfast.measure.batch.gradient_noise import train_for_noise
-
-        train_for_noise(config, folder, ranks, **keywords)
-    elif what == "workers":
-        from ptfast.measure.loader.loader_throughput import time_loaders
-
-        time_loaders(config, folder, ranks, **keywords)
-    else:
-        from ptfast.measure.batch.batch_throughput import time_batches
-
-        time_batches(config, folder, ranks, **keywords)
-    barrier(ranks)
-    destroy_process_group()
-    return found if ranks.is_first else None
+    trial, measure, num_served = TrialRank(config, folder, ranks), locate(path), 0
+    while True:
+        for keywords in read_lines(folder / REQUESTS)[num_served:]:
+            measure(trial, **keywords)
+            barrier(ranks)
+            trial.report({})
+            num_served += 1
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":
