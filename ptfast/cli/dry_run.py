@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -24,9 +25,8 @@ def dry_run(config: Config) -> int:
     Raises:
         PtfastError: whatever would stop the real run in its first steps.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     from ptfast.core.machine import peak_memory_bytes
+    from ptfast.profiling.limits.operators import Operators, total_flops
     from ptfast.training.build import build
     from ptfast.training.fit import try_out
     from ptfast.training.step import Trainer
@@ -41,8 +41,8 @@ def dry_run(config: Config) -> int:
         run.progress.step = first
         batches = run.train_loader.steps(first, run.total_steps)
         trainer = Trainer(run)
-        counter = FlopCounterMode(display=False)
-        with counter, naming_user_code(run):
+        operators = Operators()
+        with operators, naming_user_code(run):
             trainer.train(batches, first + 1)
         trainer.window.read()
         trainer.first_look.look_at_evaluation()
@@ -59,8 +59,8 @@ def dry_run(config: Config) -> int:
             for path in (folder / "saved").rglob("*")
             if path.is_file() and not path.is_symlink()
         )
-        flops = counter.get_total_flops()
-        step_s = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
+        flops = total_flops(operators)
+        step_s = statistics.median(seconds) if seconds else float("nan")
         per_epoch = run.train_loader.plan.steps_per_epoch
         states = config.saving.keep + (2 if config.saving.best else 1)
         rows = [

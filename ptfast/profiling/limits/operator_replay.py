@@ -157,7 +157,7 @@ def _interpolated(alike: list[Operator], points: dict[Operator, float]) -> dict[
 
 def _random(value: Any, device: torch.device, rows: int) -> Any:
     """Tensors in place of their shapes: numbers between 0 and 1, rows to choose from, or all true."""
-    if isinstance(value, tuple) and not isinstance(value, Shaped):
+    if isinstance(value, tuple):
         return [_random(item, device, rows) for item in value]
     if not isinstance(value, Shaped):
         return value

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptfast.core.trees import tensors_in
+from ptfast.core.trees import tensors_in, tree_leaves, tree_map
 
 
-class Shaped(NamedTuple):
+@dataclass(frozen=True)
+class Shaped:
     """A tensor without its values."""
 
     shape: tuple[int, ...]
@@ -54,12 +55,12 @@ class Operator:
     @property
     def tensors(self) -> list[Shaped]:
         """Those it reads."""
-        return [*shaped_in(self.args), *shaped_in(self.kwargs)]
+        return _shaped_in((self.args, self.kwargs))
 
     @property
     def results(self) -> list[Shaped]:
         """Those it returns; what it writes in place is among them."""
-        return list(shaped_in(self.outputs))
+        return _shaped_in(self.outputs)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -68,7 +69,7 @@ class Operator:
 
     @property
     def is_view(self) -> bool:
-        """Whether its result is another look at what it is given, so that nothing is moved."""
+        """Return True if its result is a view of what it is given, so that nothing is moved."""
         returns = self.op._schema.returns
         return bool(returns) and all(
             value.alias_info is not None and not value.alias_info.is_write for value in returns
@@ -163,13 +164,13 @@ def shaped(value: Any) -> Any:
     return value
 
 
-def shaped_in(value: Any) -> Iterator[Shaped]:
-    """The `Shaped` in nested tuples."""
-    if isinstance(value, Shaped):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from shaped_in(item)
+def _shaped_in(value: Any) -> list[Shaped]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Shaped)]
+
+
+def total_flops(operators: Iterable[Operator]) -> int:
+    """Floating-point operations of all calls."""
+    return sum(operator.count * flops(operator) for operator in operators)
 
 
 def flops(operator: Operator) -> int:
@@ -189,13 +190,11 @@ def flops(operator: Operator) -> int:
         formula = flop_registry.get(getattr(torch.ops.aten, operator.name.replace("_for_cpu", "")))
     if formula is None:
         return 0
-    args, kwargs = _on_meta(operator.args), {name: _on_meta(value) for name, value in operator.kwargs}
-    return int(formula(*args, **kwargs, out_val=_on_meta(operator.outputs)))
+    args, kwargs, outputs = tree_map(_on_meta, (operator.args, dict(operator.kwargs), operator.outputs))
+    return int(formula(*args, **kwargs, out_val=outputs))
 
 
 def _on_meta(value: Any) -> Any:
     if isinstance(value, Shaped):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    if isinstance(value, tuple):
-        return tuple(_on_meta(item) for item in value)
     return value
