@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra import __version__, version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import IConfigRepository
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
@@ -28,6 +25,7 @@ from ptfast.config.files import paths, presets
 from ptfast.config.files.paths import shown
 from ptfast.config.files.search_path import PRIMARY, PtfastSource, search_path
 from ptfast.config.files.yaml_file import YamlFile, read_yaml
+from ptfast.config.hydra_internals import ConfigLoaderImpl, setup_globals
 from ptfast.config.overrides import Argument, parse
 from ptfast.config.schema import defaults, flatten
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
@@ -127,7 +125,7 @@ class Loader(ConfigLoaderImpl):
         super().__init__(search_path())
         self.files: list[tuple[str, YamlFile]] = []
 
-    def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         result = super()._load_single_config(default, repo)
         config_path = default.config_path or ""
         for source in repo.get_sources():

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import JobReturn
@@ -23,6 +22,7 @@ from ptfast.config.compose import Composed, Loader, compose, translate
 from ptfast.config.files import presets
 from ptfast.config.files.frozen import frozen_tree, load
 from ptfast.config.files.search_path import PRIMARY
+from ptfast.config.hydra_internals import Hydra
 from ptfast.config.overrides import Argument, parse
 from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError

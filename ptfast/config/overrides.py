@@ -192,7 +192,7 @@ def _points(override: Override, written: str) -> tuple[str, ...]:
         return (override.get_value_element_as_str(),) if not override.is_delete() else ()
     if not override.is_discrete_sweep():
         return (written.partition("=")[2],)
-    glob = getattr(override._value, "filter", None)  # pyright: ignore[reportAttributeAccessIssue]
+    glob = getattr(override.value(), "filter", None)
     points: Sequence[str]
     try:
         points = (

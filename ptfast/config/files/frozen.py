@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf._utils import OmegaConfDumper
 
 from ptfast.config.checks.interpolations import ENV, resolve_keeping_env
 from ptfast.config.checks.rules import losing_length
 from ptfast.config.compose import Composed, apply, finish
 from ptfast.config.files.search_path import with_sections
 from ptfast.config.files.yaml_file import read_yaml
+from ptfast.config.hydra_internals import OmegaConfDumper
 from ptfast.config.run_sections import RunOptions
 from ptfast.core.errors import SECRET, ConfigError, is_secret
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
@@ -17,6 +16,7 @@ from ptfast.config.files import paths
 from ptfast.config.files.lineage import SELF, base_file, lineage
 from ptfast.config.files.yaml_file import YamlFile, read_yaml
 from ptfast.config.schema import with_defaults
+from ptfast.config.hydra_internals import ConfigSearchPathImpl
 
 PRIMARY = "config"
 

@@ -1,0 +1,18 @@
+"""What Hydra and OmegaConf keep private and is needed here, each with its reason.
+
+- `ConfigLoaderImpl`: composing; `hydra.compose` does not say which file set which key, works on global state,
+  and registers the folders of configs for the whole process. Of its methods, `_load_single_config` is
+  overridden, and `_apply_overrides_to_config` lays values over options that were merged before.
+- `ConfigSearchPathImpl`: the search path that this loader takes.
+- `Hydra`: sweeps, `--cfg` and `--info` with a loader of our own; `hydra.main` reads the command line itself.
+- `setup_globals`: the resolvers of `${hydra:...}`, which `hydra.main` registers.
+- `OmegaConfDumper`: quotes texts that would be read as numbers; OmegaConf's `to_yaml` is ten times as slow.
+"""
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.hydra import Hydra
+from hydra.core.utils import setup_globals
+from omegaconf._utils import OmegaConfDumper
+
+__all__ = ["ConfigLoaderImpl", "ConfigSearchPathImpl", "Hydra", "OmegaConfDumper", "setup_globals"]

@@ -1,0 +1,24 @@
+"""What other libraries keep private is imported in one place, and is there in the installed versions."""
+
+from __future__ import annotations
+
+import re
+
+from conftest import ROOT
+
+from ptfast.config import hydra_internals
+
+
+def test_all_of_it_is_there() -> None:
+    assert all(hasattr(hydra_internals, name) for name in hydra_internals.__all__)
+    for name in ("_load_single_config", "_apply_overrides_to_config"):
+        assert callable(getattr(hydra_internals.ConfigLoaderImpl, name))
+    assert callable(hydra_internals.OmegaConfDumper.str_representer)
+
+
+def test_nothing_else_imports_it() -> None:
+    private = re.compile(
+        r"\b(hydra|omegaconf)\.(\w+\.)*_\w+ import|\bhydra\.core\.utils import .*setup_globals"
+    )
+    found = [file.name for file in (ROOT / "ptfast").rglob("*.py") if private.search(file.read_text("utf-8"))]
+    assert found == ["hydra_internals.py"]
