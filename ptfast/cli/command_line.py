@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ptfast.cli.flags import read_flags
+from ptfast.cli.flags import Command, read_flags
+from ptfast.cli.help_text import help_text
 from ptfast.core.errors import (
     COMMAND_LINE,
     EXIT_BUG,
@@ -23,25 +23,6 @@ from ptfast.core.errors import (
     bug_line,
     render,
 )
-
-
-@dataclass(frozen=True)
-class Command:
-    """One word after `ptfast`.
-
-    Args:
-        usage: its arguments, as `--help` shows them.
-        summary: one line.
-        run: takes the flags given and the other arguments; returns the exit code.
-        flags: what may be given with dashes, and whether it takes a value.
-        max_arguments: how many other arguments it reads; None for any number.
-    """
-
-    usage: str
-    summary: str
-    run: Callable[[dict[str, Any], list[str]], int]
-    flags: dict[str, bool]
-    max_arguments: int | None = None
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -73,7 +54,7 @@ def _dispatch(words: list[str]) -> int:
     from ptfast import __version__
 
     if not words or words[0] in ("-h", "--help", "help"):
-        _print_help()
+        print(help_text(COMMANDS, *words[1:2]))
         return EXIT_OK
     if words[0] in ("-V", "--version"):
         print(f"ptfast {__version__}")
@@ -99,64 +80,12 @@ def _dispatch(words: list[str]) -> int:
     command = COMMANDS[name]
     flags, others = read_flags(rest, command.flags)
     if "--help" in flags:
-        _print_command_help(name, command)
+        print(help_text(COMMANDS, name))
         return EXIT_OK
     if command.max_arguments is not None and others[command.max_arguments :]:
         hint = f"Usage: ptfast {name} {command.usage}".rstrip()
         raise ConfigError("C001", "one argument too many", key=others[command.max_arguments], suggestion=hint)
     return command.run(flags, others)
-
-
-FLAG_HELP = {
-    "--multirun": "(-m) sweep: train one run per combination of key=a,b",
-    "--dry-run": "build everything, take one step of each kind, print what the run costs",
-    "--config": "train what a run's config.yaml says",
-    "--cfg": "(-c) print the composed config: job, hydra or all",
-    "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
-    "--split": "evaluate one split: val or test",
-    "--out": "file to write, or folder",
-    "--metric": "figure to rank by, such as val.accuracy",
-    "--mode": "max or min: which way the figure is better",
-    "--from": "lowest learning rate, or smallest batch, that is tried",
-    "--to": "highest learning rate, or largest batch, that is tried",
-    "--steps": "optimizer steps of the range test, or of the training that --noise watches",
-    "--trial-steps": "optimizer steps of each trial at one learning rate",
-    "--seconds": "that each size is measured for",
-    "--noise": "train a little, and say what the gradient noise makes of each batch",
-    "--checkpointing": "try larger batches with activations computed again, too",
-    "--write": "recipe to write with what was found",
-    "--markdown": "print the README's table of all techniques",
-    "--size": "of images: pixels that longer shorter sides are brought to, such as 256; or keep",
-    "--jpeg": "of images: keep the bytes of the files instead of their pixels",
-    "--on-corrupt": "of images: what becomes of files that cannot be read: error or skip",
-    "--tokenizer": "of text, as data.tokenizer: characters, words, a tokenizer.json, or a name on the hub",
-    "--documents": "of text, as data.documents: none, lines or paragraphs",
-    "--workers": "processes that convert; default: one for each core",
-    "--verify": "check every byte of a pack, and its source: ptfast pack --verify DST",
-    "--traceback": "show where an error comes from",
-}
-
-
-def _print_help() -> None:
-    from ptfast import __version__
-    from ptfast.config.editors.help import groups_text
-
-    print(f"ptfast {__version__}: train PyTorch models from YAML recipes, as fast as the machine allows\n")
-    print(
-        "Usage: ptfast COMMAND [key=value ...] [--flags]\n\nCommands (ptfast COMMAND --help shows its flags):"
-    )
-    width = max(len(name) + len(command.usage) for name, command in COMMANDS.items()) + 3
-    for name, command in COMMANDS.items():
-        print(f"  {f'{name} {command.usage}':<{width}}{command.summary}")
-    print("\nConfig groups, chosen with group=option; keys of an option are set with group.key=value:")
-    print(groups_text())
-    print("\nTry: ptfast train +recipe=resnet_digits    ptfast recipes    ptfast train --cfg job")
-
-
-def _print_command_help(name: str, command: Command) -> None:
-    print(f"Usage: ptfast {name} {command.usage}\n\n{command.summary}\n")
-    for flag, takes_value in {**command.flags, "--traceback": False}.items():
-        print(f"  {flag + (' VALUE' if takes_value else ''):<19} {FLAG_HELP[flag]}")
 
 
 def _train(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -366,7 +295,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "pack": Command(
         "SRC DST",
-        "turn images or text into memory-mapped files that training reads at once",
+        "turn images or text into memory-mapped files to train from",
         _pack,
         {
             "--size": True,

@@ -1,11 +1,31 @@
-"""`--flags`: parted from everything else on a command line, which is config."""
+"""A command, and its `--flags`: everything else on a command line is config."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after `ptfast`.
+
+    Args:
+        usage: its arguments, as `--help` shows them.
+        summary: one line.
+        run: takes the flags given and the other arguments; returns the exit code.
+        flags: what may be given with dashes, and whether it takes a value.
+        max_arguments: how many other arguments it reads; None for any number.
+    """
+
+    usage: str
+    summary: str
+    run: Callable[[dict[str, Any], list[str]], int]
+    flags: dict[str, bool]
+    max_arguments: int | None = None
 
 
 def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, Any], list[str]]:

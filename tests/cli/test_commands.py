@@ -11,6 +11,7 @@ import pytest
 from running import records, summary, train
 
 from ptfast.cli.command_line import COMMANDS, run
+from ptfast.config.files import paths
 
 TINY = ("model.hidden=[16]", "steps=12", "log_every=5", "schedule=constant")
 
@@ -221,6 +222,27 @@ def test_the_test_split_is_evaluated_once_at_the_end(in_tmp: Path) -> None:
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([name, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"Usage: ptfast {name}")
+
+
+def test_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 40
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert all(name in shown.split() for name in COMMANDS)
+    assert "optimizer" in shown.split()
+
+
+def test_help_of_a_group_names_its_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help", "optimizer"]) == 0
+    shown = capsys.readouterr().out
+    for told in ("  lamb ", "  layer_decay=null ", "torch.optim.SGD       lr, momentum"):
+        assert told in shown
+    for topic in (*paths.groups(), "run", "task", "train"):
+        assert run(["--help", topic]) == 0
+        assert len(capsys.readouterr().out.splitlines()) > 3, topic
+    assert run(["--help", "optimiser"]) == 2
+    assert "Did you mean ptfast --help optimizer?" in capsys.readouterr().err
 
 
 def test_nothing_under_torchrun_runs_twice(

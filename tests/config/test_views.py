@@ -110,7 +110,7 @@ def test_completion_scripts_call_the_hook(shell: str) -> None:
 def test_help_and_completion_need_neither_hydra_nor_torch() -> None:
     program = (
         "import sys; from ptfast.config.editors import help, completion; "
-        "assert 'optimizer=sgd' in help.groups_text(); help.recipes(); "
+        "from ptfast.cli.command_line import run; run(['--help']); help.recipes(); "
         "assert not {'hydra', 'omegaconf', 'torch', 'pydantic'} & set(sys.modules); "
         "assert 'optimizer.layer_decay=' in completion.complete(['optimizer.l']); "
         "assert not {'hydra', 'omegaconf', 'torch'} & set(sys.modules)"

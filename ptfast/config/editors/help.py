@@ -1,4 +1,4 @@
-"""What `--help`, `ptfast recipes` and `ptfast copy` show, read from the first comment of each file.
+"""What `ptfast --help GROUP`, `ptfast recipes` and `ptfast copy` show, from each file's first comment.
 
 Imports neither Hydra nor YAML, so that help is quick.
 """
@@ -38,11 +38,6 @@ class Entry:
         return next((line for line in self.comment if line.startswith("ptfast ")), "")
 
 
-def groups() -> dict[str, list[Entry]]:
-    """Every config group with its options."""
-    return {group: entries(group) for group in paths.groups()}
-
-
 def entries(group: str) -> list[Entry]:
     """The options of one group."""
     return [Entry(name, file, _opening_comment(file)) for name, file in paths.options(group).items()]
@@ -51,15 +46,6 @@ def entries(group: str) -> list[Entry]:
 def recipes() -> list[Entry]:
     """Every recipe, the user's own included."""
     return entries(paths.RECIPES)
-
-
-def groups_text(width: int = 24) -> str:
-    """The groups and their options, one line each, as `--help` shows them."""
-    lines: list[str] = []
-    for group, options in groups().items():
-        lines.append(f"{group}:")
-        lines += [f"  {f'{group}={option.name}':<{width}}  {option.summary}" for option in options]
-    return "\n".join(lines)
 
 
 def copy_recipe(name: str, file: Path) -> str:

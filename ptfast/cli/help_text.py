@@ -1,0 +1,136 @@
+"""`ptfast --help`: commands and config groups on one screen, and all of one command or group."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ptfast.cli.flags import Command
+from ptfast.core.errors import ConfigError
+from ptfast.core.sections.nearest_name import did_you_mean
+
+WIDTH, INDENT = 80, 24
+FLAG_HELP = {
+    "--multirun": "(-m) sweep: train one run per combination of key=a,b",
+    "--dry-run": "build everything, take one step of each kind, print what the run costs",
+    "--config": "train what a run's config.yaml says",
+    "--cfg": "(-c) print the composed config: job, hydra or all",
+    "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
+    "--split": "evaluate one split: val or test",
+    "--out": "file to write, or folder",
+    "--metric": "figure to rank by, such as val.accuracy",
+    "--mode": "max or min: which way the figure is better",
+    "--from": "lowest learning rate, or smallest batch, that is tried",
+    "--to": "highest learning rate, or largest batch, that is tried",
+    "--steps": "optimizer steps of the range test, or of the training that --noise watches",
+    "--trial-steps": "optimizer steps of each trial at one learning rate",
+    "--seconds": "that each size is measured for",
+    "--noise": "train a little, and say what the gradient noise makes of each batch",
+    "--checkpointing": "try larger batches with activations computed again, too",
+    "--write": "recipe to write with what was found",
+    "--markdown": "print the README's table of all techniques",
+    "--size": "of images: pixels that longer shorter sides are brought to, such as 256; or keep",
+    "--jpeg": "of images: keep the bytes of the files instead of their pixels",
+    "--on-corrupt": "of images: what becomes of files that cannot be read: error or skip",
+    "--tokenizer": "of text, as data.tokenizer: characters, words, a tokenizer.json, or a name on the hub",
+    "--documents": "of text, as data.documents: none, lines or paragraphs",
+    "--workers": "processes that convert; default: one for each core",
+    "--verify": "check every byte of a pack, and its source: ptfast pack --verify DST",
+    "--traceback": "show where an error comes from",
+}
+"""What each flag means."""
+
+
+def help_text(commands: Mapping[str, Command], topic: str | None = None) -> str:
+    """Return what `--help` prints, of everything or of one command or config group.
+
+    Raises:
+        ConfigError: C003, there is no such topic.
+    """
+    if topic is None:
+        return _overview(commands)
+    if topic in commands:
+        return _of_command(topic, commands[topic])
+    from ptfast.config.files import paths
+    from ptfast.config.schema import Config, section_of
+
+    fields = {name: section_of(field.annotation) for name, field in Config.model_fields.items()}
+    sections = [name for name, section in fields.items() if section is not None]
+    known = dict.fromkeys([*commands, *paths.groups(), *sections])
+    if topic not in known:
+        hint = did_you_mean(topic, known, "ptfast --help {}") or "ptfast --help lists commands and groups"
+        raise ConfigError("C003", "no such command or config group", key=topic, suggestion=hint)
+    return "\n".join(_of_group(topic, fields.get(topic)))
+
+
+def _overview(commands: Mapping[str, Command]) -> str:
+    from ptfast import __version__
+    from ptfast.config.files import paths
+
+    groups = textwrap.fill(" ".join(paths.groups()), WIDTH, initial_indent="  ", subsequent_indent="  ")
+    rows = "\n".join(f"  {name:<12}{command.summary}" for name, command in commands.items())
+    return f"""\
+ptfast {__version__}: train PyTorch models from YAML recipes,
+as fast as the machine allows
+
+Usage: ptfast COMMAND [key=value ...] [--flags]
+
+Commands (ptfast COMMAND --help shows arguments and flags):
+{rows}
+
+Config groups (ptfast --help GROUP shows options and keys):
+{groups}
+
+An option is chosen with group=option, a key is set with group.key=value:
+  ptfast train +recipe=resnet_digits optimizer=adamw optimizer.lr=1e-3
+
+Try: ptfast train +recipe=resnet_digits  ptfast recipes  ptfast train --cfg job"""
+
+
+def _of_command(name: str, command: Command) -> str:
+    lines = [f"Usage: ptfast {name} {command.usage}", "", command.summary, ""]
+    for flag, takes_value in {**command.flags, "--traceback": False}.items():
+        lines.append(f"  {flag + (' VALUE' if takes_value else ''):<19} {FLAG_HELP[flag]}")
+    return "\n".join(lines)
+
+
+def _of_group(group: str, section: Any) -> Iterator[str]:
+    """The options of a group, the keys of its section, and those of the targets that the options name."""
+    from ptfast.config.checks.source_keywords import source_keywords
+    from ptfast.config.checks.target_kinds import built_in_targets
+    from ptfast.config.editors.docstrings import field_docs
+    from ptfast.config.editors.help import entries
+    from ptfast.core.sections.coerce import describe
+    from ptfast.core.sections.targets import plain
+
+    if section is not None:
+        yield textwrap.fill(f"{group}: {' '.join((section.__doc__ or '').split())}", WIDTH) + "\n"
+    if options := entries(group):
+        yield f"Options, chosen with {group}=OPTION:"
+        yield from (_row(option.name, option.summary) for option in options)
+        yield ""
+    fields = section.model_fields if section is not None else {}
+    fixed = {key: field for key, field in fields.items() if key not in ("target", "options")}
+    if fixed:
+        yield f"Keys and defaults, set with {group}.KEY=VALUE:"
+    for key, field in fixed.items():
+        default = None if field.is_required() else plain(field.get_default(call_default_factory=True))
+        value = json.dumps(default).strip('"')
+        yield _row(f"{key}={value}", f"{field_docs(section).get(key, '')} ({describe(field.annotation)})")
+    targets = sorted(built_in_targets(group))
+    if targets:
+        yield "\nKeys of what is built in; those of a class or function of yours are its keywords:"
+    for path in targets:
+        keywords = source_keywords(path)
+        own = (keywords or [])[group in ("optimizer", "task") :]
+        yield _row(path, "as its library has them" if keywords is None else ", ".join(own) or "none")
+
+
+def _row(name: str, text: str) -> str:
+    """A name and what it means, wrapped."""
+    indent = " " * INDENT
+    start = f"  {name:<{INDENT - 3}} "
+    lead = start if len(start) <= INDENT else f"{start.rstrip()}\n{indent}"
+    return lead + textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent).lstrip()
