@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ptfast.core.dtensors import is_sharded, shard_like
 from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.tensors.dtensors import is_sharded, shard_like
 from ptfast.optim.fused_steps import build_step, keep_compiler_unimported
 from ptfast.optim.groups import Grouping, reference_lr, scale_for_batch
 from ptfast.optim.layer_batches import laid_out_as

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
+from ptfast.core.tensors.torch_internals import hide_from_compiler, is_profiling
+
 
 def keep_compiler_unimported() -> None:
     """Let optimizers be built, saved and loaded without importing torch's compiler, which takes 2 s.
@@ -21,8 +23,7 @@ def keep_compiler_unimported() -> None:
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         method = getattr(getattr(Optimizer, name), "__wrapped__", None)
         if method is not None:
-            # Where torch keeps the hidden method once it has made it.
-            setattr(method, "__dynamo_disable", method)
+            hide_from_compiler(method)
 
 
 def build_step(optimizer: Optimizer) -> Callable[[], object]:
@@ -41,7 +42,7 @@ def build_step(optimizer: Optimizer) -> Callable[[], object]:
 
     @torch.no_grad()
     def step() -> None:
-        if pre_hooks or post_hooks or torch.autograd._profiler_enabled():
+        if pre_hooks or post_hooks or is_profiling():
             optimizer.step()
         else:
             formula(optimizer)

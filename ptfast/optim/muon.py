@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.optim._muon import muon
 
 from ptfast.core.errors import ConfigError
+from ptfast.core.tensors.torch_internals import muon_update
 from ptfast.optim.fused_steps import build_step
 from ptfast.optim.layer_batches import laid_out_as
 
@@ -130,7 +130,9 @@ class Muon(Optimizer):
             grads.append(_as_matrix(laid_out_as(weight, weight.grad), order))
         names = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         keywords = {name: group[name] for name in names}
-        muon(weights, grads, momenta, **keywords, ns_coefficients=COEFFICIENTS, eps=1e-7, has_complex=False)
+        muon_update(
+            weights, grads, momenta, **keywords, ns_coefficients=COEFFICIENTS, eps=1e-7, has_complex=False
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

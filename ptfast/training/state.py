@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.dtensors import gather_whole
 from ptfast.core.errors import NumericsError, SavedStateError
 from ptfast.core.run import Progress, Run
 from ptfast.core.saved_state import State, check_length, point, prune, write_state
+from ptfast.core.tensors.dtensors import gather_whole
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.training.user_code import callback_states
 

@@ -15,8 +15,8 @@ from ptfast.config.checks.options import check_option
 from ptfast.config.files import paths
 from ptfast.config.files.lineage import SELF, base_file, lineage
 from ptfast.config.files.yaml_file import YamlFile, read_yaml
-from ptfast.config.schema import with_defaults
 from ptfast.config.hydra_internals import ConfigSearchPathImpl
+from ptfast.config.schema import with_defaults
 
 PRIMARY = "config"
 

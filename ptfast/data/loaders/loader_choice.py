@@ -11,7 +11,7 @@ import torch
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.machine import available_memory, shared_memory, spare_cores
-from ptfast.core.trees import tensors_in
+from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes
 from ptfast.data.dataset import Source
 from ptfast.data.loaders.device_loader import free_bytes

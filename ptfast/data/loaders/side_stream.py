@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ptfast.core.trees import tensors_in
+from ptfast.core.tensors.trees import tensors_in
 
 T = TypeVar("T")
 

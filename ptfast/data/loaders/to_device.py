@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptfast.core.protocols import DataInfo, MicroBatch
-from ptfast.core.trees import map_tensors
+from ptfast.core.tensors.trees import map_tensors
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling.order import Indices

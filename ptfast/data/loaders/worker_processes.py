@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
-import torch.utils.data._utils.signal_handling as torch_signals
 from torch.utils.data import DataLoader, Dataset
 
 from ptfast.core.errors import DataError, MachineError, PtfastError
 from ptfast.core.machine import die_with_parent
-from ptfast.core.trees import tensors_in
+from ptfast.core.tensors.torch_internals import worker_signals
+from ptfast.core.tensors.trees import tensors_in
 
 RAISED = (Exception, SystemExit)
 """Exceptions of a data set: `sys.exit` in it must not end a run as if that were done."""
@@ -102,7 +102,7 @@ class WorkerPool:
         iterator: Any = None
         try:
             self._iterator = iterator = self._start(plan)
-            torch_signals._remove_worker_pids(id(iterator))
+            worker_signals._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
             while (raw := _next(iterator)) is not _END:
                 if isinstance(raw, Failure):
@@ -182,12 +182,12 @@ def _next(iterator: Any) -> Any:
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:
         if in_main_thread:
-            torch_signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
-            torch_signals._error_if_any_worker_fails()
+            worker_signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
+            worker_signals._error_if_any_worker_fails()
         return next(iterator, _END)
     finally:
         if in_main_thread:
-            torch_signals._remove_worker_pids(id(iterator))
+            worker_signals._remove_worker_pids(id(iterator))
 
 
 def failed(error: BaseException) -> PtfastError:

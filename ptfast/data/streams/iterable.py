@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
 
-import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset
 
 from ptfast.core.errors import ConfigError, DataError, PtfastError
+from ptfast.core.tensors.torch_internals import data_worker
 from ptfast.data.loaders.worker_processes import RAISED, failed
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
@@ -130,7 +130,7 @@ class IterableSource(BaseSource):
         if shared_by == "ranks":
             index, count = reader.worker, reader.num_workers
         seed = counter_draws.key(self.seed, counter_draws.GLOBAL, index)
-        info = torch_worker.WorkerInfo(id=index, num_workers=count, seed=seed, dataset=self.dataset)
+        info = data_worker.WorkerInfo(id=index, num_workers=count, seed=seed, dataset=self.dataset)
         return _answering(info)
 
     @cached_property
@@ -207,9 +207,9 @@ class _Noticing:
 @contextlib.contextmanager
 def _answering(info: Any) -> Iterator[None]:
     """Have `get_worker_info()` answer with `info`."""
-    before = torch_worker._worker_info
-    torch_worker._worker_info = info
+    before = data_worker._worker_info
+    data_worker._worker_info = info
     try:
         yield
     finally:
-        torch_worker._worker_info = before
+        data_worker._worker_info = before

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptfast.core.errors import NumericsError
 from ptfast.core.run import Run
-from ptfast.core.trees import tree_map
+from ptfast.core.tensors.trees import tree_map
 
 NUM_SAMPLES = 4
 NUM_DIRECTIONS = 3

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptfast.core.trees import tensors_in, tree_leaves, tree_map
+from ptfast.core.tensors.torch_internals import OpOverload, TorchDispatchMode
+from ptfast.core.tensors.trees import tensors_in, tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
         phase = self.phase
-        if phase is not None and isinstance(func, torch._ops.OpOverload) and "c10d" not in func.namespace:
+        if phase is not None and isinstance(func, OpOverload) and "c10d" not in func.namespace:
             # A tensor of some class of its own may not say what is asked here: training goes on.
             with contextlib.suppress(Exception):
                 self._note(phase, func, args, kwargs, outputs)

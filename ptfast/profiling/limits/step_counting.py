@@ -16,7 +16,7 @@ from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.machine import available_memory, peak_memory_bytes
 from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Run
-from ptfast.core.trees import tensors_in
+from ptfast.core.tensors.trees import tensors_in
 from ptfast.profiling.debug_aids.step_phases import Phases, watched
 from ptfast.profiling.limits.operators import Operator, Operators
 

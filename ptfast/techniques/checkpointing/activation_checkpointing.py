@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import checkpoint as torch_checkpoint
 
 from ptfast.core.errors import ConfigError
+from ptfast.core.tensors.torch_internals import BatchNorm, InstanceNorm
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.repeated_blocks import find_blocks
 
@@ -28,7 +27,7 @@ KEPT_OPS = (
 
 Buffers = dict[str, "Tensor | None"]
 
-_WRITE_ONLY = (_BatchNorm.forward, nn.SyncBatchNorm.forward, _InstanceNorm.forward)
+_WRITE_ONLY = (BatchNorm.forward, nn.SyncBatchNorm.forward, InstanceNorm.forward)
 _checkpoint: Any = torch_checkpoint.checkpoint
 _parameters = inspect.signature(_checkpoint).parameters
 # torch's default, not to call hooks for what `selective` keeps, warns that it will change.

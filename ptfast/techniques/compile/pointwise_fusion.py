@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ptfast.core.tensors.torch_internals import OpOverload
+
 
 class PointwiseFusion:
     """Compiles chains of elementwise operations (torch's own tag `pointwise`), of forward and backward.
@@ -77,7 +79,7 @@ def is_pointwise(node: fx.Node) -> bool:
     target, value = node.target, node.meta.get("val")
     return (
         node.op == "call_function"
-        and isinstance(target, torch._ops.OpOverload)
+        and isinstance(target, OpOverload)
         and torch.Tag.pointwise in target.tags
         and target.overloadpacket is not torch.ops.aten.clone
         and isinstance(value, Tensor)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.distributed import Ranks, sum_over_ranks
-from ptfast.core.dtensors import local_part, shard_like
 from ptfast.core.errors import SavedStateError
 from ptfast.core.protocols import Watched
-
-BatchNorm = nn.modules.batchnorm._BatchNorm
+from ptfast.core.tensors.dtensors import local_part, shard_like
+from ptfast.core.tensors.torch_internals import BatchNorm
 
 
 class Average:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_
 
-from ptfast.core.dtensors import is_sharded, local_parts, norm_over_ranks
+from ptfast.core.tensors.dtensors import is_sharded, local_parts, norm_over_ranks
 from ptfast.techniques.gradients import Gradients
 
 Clipper = Callable[[], Tensor | None]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptfast.core.distributed import Ranks, broadcast_buffers
 from ptfast.core.errors import ConfigError, name_some
+from ptfast.core.tensors.torch_internals import BatchNorm
 
 
 class Sharded:
@@ -54,7 +54,7 @@ class Sharded:
         # As DDP does: a model that draws its weights from somewhere else differs from rank to rank.
         broadcast_buffers([p.detach() for p in model.parameters()], ranks)
         device = next(model.parameters()).device
-        if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if any(isinstance(module, BatchNorm) for module in model.modules()):
             half_type = None
         sums = torch.float32 if half_type is not None else None
         policy = MixedPrecisionPolicy(param_dtype=half_type, reduce_dtype=sums)

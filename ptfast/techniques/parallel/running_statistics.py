@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ptfast.core.distributed import Ranks, broadcast_buffers, gathered
+from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.techniques.parallel.sync_batchnorm import SyncedBatchNorm
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class RunningStatistics:
         self._norms = [
             module
             for module in model.modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+            if isinstance(module, BatchNorm)
             and not isinstance(module, (SyncedBatchNorm, nn.SyncBatchNorm))
             and module.running_mean is not None
         ]

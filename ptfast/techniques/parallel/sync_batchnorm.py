@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptfast.core.distributed import gathered
 from ptfast.core.errors import ConfigError
+from ptfast.core.tensors.torch_internals import BatchNorm
 
 
 def apply_sync_batchnorm(model: nn.Module) -> int:
@@ -29,7 +29,7 @@ def apply_sync_batchnorm(model: nn.Module) -> int:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm)
+        if isinstance(child, BatchNorm) and not isinstance(child, nn.SyncBatchNorm)
     ]
     if not found:
         what = f"{type(model).__name__} has no BatchNorm"
@@ -41,7 +41,7 @@ def apply_sync_batchnorm(model: nn.Module) -> int:
     return len(replaced)
 
 
-class SyncedBatchNorm(_BatchNorm):
+class SyncedBatchNorm(BatchNorm):
     """A BatchNorm over all ranks: the same figures as one process with all their samples at once.
 
     Torch's own runs on GPUs only, and its host waits for the device in every layer of every step. This one
@@ -56,7 +56,7 @@ class SyncedBatchNorm(_BatchNorm):
     counts: bool
     """The next input counts; the stand-in of an empty share takes part and does not."""
 
-    def __init__(self, norm: _BatchNorm) -> None:
+    def __init__(self, norm: BatchNorm) -> None:
         nn.Module.__init__(self)
         self.num_features, self.eps, self.momentum = norm.num_features, norm.eps, norm.momentum
         self.affine, self.track_running_stats = norm.affine, norm.track_running_stats

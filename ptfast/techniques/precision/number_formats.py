@@ -16,6 +16,7 @@ from ptfast.core.devices import lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.run import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
+from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.techniques.precision import Precision as PrecisionSection
 
 Mode = Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"]
@@ -264,7 +265,7 @@ def apply_half_weights(model: nn.Module) -> nn.Module:
         converts what it returns.
     """
     for module in model.modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if not isinstance(module, BatchNorm):
             for parameter in module.parameters(recurse=False):
                 parameter.data = _converted(parameter.data, torch.bfloat16)
             for name, buffer in module.named_buffers(recurse=False):

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ptfast.core.run import Resolved
-from ptfast.core.trees import tree_leaves
+from ptfast.core.tensors.torch_internals import TorchDispatchMode
+from ptfast.core.tensors.trees import tree_leaves
 from ptfast.techniques.rewrites import Rewrites
 
 _BIASED = (

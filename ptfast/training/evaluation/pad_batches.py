@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
-from ptfast.core.trees import tree_leaves, tree_map
+from ptfast.core.tensors.trees import tree_leaves, tree_map
 
 _KEY: dict[str, Any] = {"key": "eval.last", "value": "pad", "suggestion": "Set eval.last=keep"}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
-from ptfast.core.trees import tree_map
+from ptfast.core.tensors.trees import tree_map
 
 
 class FlipAveraged(nn.Module):

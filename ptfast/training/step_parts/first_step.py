@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ptfast.core.errors import DataError, PtfastError, described, name_of
 from ptfast.core.run import Run
-from ptfast.core.trees import tree_leaves
+from ptfast.core.tensors.trees import tree_leaves
 from ptfast.training.user_code import INSTALLED, MODEL, Part, failure, naming_user_code, parts_of
 
 

@@ -15,7 +15,7 @@ from running import build_run, same_bits
 from torch import Tensor
 
 from ptfast.config.read import read_config
-from ptfast.core.trees import tensors_in
+from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.loaders.side_stream import open_side_stream, prefetched
 from ptfast.data.map_source import as_tensor
 from ptfast.data.sources import arrays

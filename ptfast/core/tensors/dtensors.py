@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptfast.core.trees import map_tensors
+from ptfast.core.tensors.trees import map_tensors
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -1,0 +1,1 @@
+"""What torch keeps private, and tensors that lie on several ranks."""

@@ -1,0 +1,55 @@
+"""What torch keeps private and is needed here, each with its reason; a test looks for all that any file uses.
+
+Kernels without a public name (`torch._foreach_*`, `torch._fused_*`) are called where they are, and the
+compiler's own parts are imported in `techniques/compile/` alone, where loading it is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.optim._muon import muon as muon_update
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data._utils import signal_handling as worker_signals
+from torch.utils.data._utils import worker as data_worker
+
+__all__ = [
+    "BatchNorm",
+    "InstanceNorm",
+    "OpOverload",
+    "TorchDispatchMode",
+    "after_backward",
+    "data_worker",
+    "hide_from_compiler",
+    "is_profiling",
+    "muon_update",
+    "worker_signals",
+]
+
+# BatchNorm, InstanceNorm: the bases of the layers of all dimensions, which have no public name.
+# muon_update: the step of torch's Muon on lists of tensors, without its parameter groups.
+# TorchDispatchMode: sees each operator that runs; documented, in a module with a private name.
+# worker_signals: names the processes of a loader of ours to the handler that tells of one that was killed.
+# data_worker: sets what `torch.utils.data.get_worker_info` gives in a process of ours.
+OpOverload = torch._ops.OpOverload
+"""One operator for arguments of given types, as dispatch modes and graphs name it."""
+is_profiling = torch.autograd._profiler_enabled
+"""Return True under a profiler."""
+
+
+def hide_from_compiler(method: Any) -> None:
+    """Have a method of torch's optimizers count as hidden from the compiler already.
+
+    Torch hides it when it is first called, imports the compiler for that, and keeps the result under this name.
+    """
+    setattr(method, "__dynamo_disable", method)
+
+
+def after_backward(callback: Callable[[], object]) -> None:
+    """Call `callback` once the running backward pass has computed all gradients: later than any hook."""
+    Variable._execution_engine.queue_callback(callback)
