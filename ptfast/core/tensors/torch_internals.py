@@ -45,11 +45,11 @@ is_profiling = torch.autograd._profiler_enabled
 def hide_from_compiler(method: Any) -> None:
     """Have a method of torch's optimizers count as hidden from the compiler already.
 
-    Torch hides it when it is first called, imports the compiler for that, and keeps the result under this name.
+    Torch hides it when it is first called, importing the compiler, and keeps the result under this name.
     """
     setattr(method, "__dynamo_disable", method)
 
 
-def after_backward(callback: Callable[[], object]) -> None:
+def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once the running backward pass has computed all gradients: later than any hook."""
     Variable._execution_engine.queue_callback(callback)
