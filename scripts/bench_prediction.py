@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from bench_tools import interval, machine, silence
+from operator_replay import cache_bytes
+from step_prediction import benchmark, predict
 
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.run import Run
 from ptfast.profiling.limits.machine_peaks import measured_peaks
-from ptfast.profiling.limits.operator_replay import cache_bytes
 from ptfast.profiling.limits.step_counting import StepCounter
-from ptfast.profiling.limits.step_prediction import benchmark, predict
 from ptfast.report.terminal.display import Display
 from ptfast.training.build import build
 from ptfast.training.step import Trainer

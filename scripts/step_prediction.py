@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from operator_replay import Replays, total_s
 
-from ptfast.profiling.limits.operator_replay import Replays, total_s
 from ptfast.profiling.limits.operators import Operator
 
 
