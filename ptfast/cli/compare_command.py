@@ -18,7 +18,7 @@ from ptfast.report.terminal.display import table
 
 SPLITS = ("best", "val", "test", "train")
 COLUMNS = {"train_samples_per_s": "samples/s", "peak_memory_bytes": "peak memory", "wall_s": "wall"}
-"""What a table says of every run beside its figures, by key of summary.json, with the headers."""
+"""Columns beside the figures, by key of summary.json, with their headers."""
 NOT_COMPARED = ("run", "sweep", "recipe", "trust")
 """Sections that say where a run lies and how it was started, not what it computes."""
 
@@ -30,7 +30,7 @@ class Ranking:
     """Runs from best to worst; those without the figure come last, failed ones at the very end."""
 
     metric: str
-    """What they are ranked by: `val.accuracy`, or a key of summary.json such as `wall_s`."""
+    """The figure that ranks them: `val.accuracy`, or a key of summary.json such as `wall_s`."""
     mode: str
     """`max` or `min`: which way it is better."""
     runs: list[RunFiles]

@@ -40,7 +40,7 @@ FLAG_HELP = {
     "--verify": "check every byte of a pack, and its source: ptfast pack --verify DST",
     "--traceback": "show where an error comes from",
 }
-"""What each flag means."""
+"""Meaning of each flag."""
 
 
 def help_text(commands: Mapping[str, Command], topic: str | None = None) -> str:

@@ -44,7 +44,7 @@ _PLUGINS = {
     ("hydra/job_logging", "colorlog"): "hydra-colorlog",
     ("hydra/hydra_logging", "colorlog"): "hydra-colorlog",
 }
-"""What to install for the options that Hydra's own plugins bring (hydra.cc/docs/plugins)."""
+"""Packages to install for the options that Hydra's own plugins bring (hydra.cc/docs/plugins)."""
 
 
 DEFAULT = "default"
@@ -72,7 +72,7 @@ class Composed:
     arguments: tuple[str, ...] = ()
 
     def place(self, key: str) -> str:
-        """Where `key` was set: the place of the key itself, or of the nearest section around it."""
+        """The place where `key` was set: of the key itself, or of the nearest section around it."""
         return place_of(key, self.places)
 
     def placed(self, error: PtfastError) -> PtfastError:
@@ -91,7 +91,7 @@ class Composed:
 
     @contextlib.contextmanager
     def naming_places(self) -> Iterator[None]:
-        """Let errors raised inside say where the key that they are about was given."""
+        """Add to errors raised inside the place where their key was given."""
         try:
             yield
         except PtfastError as error:
@@ -159,7 +159,7 @@ class Loader(ConfigLoaderImpl):
         return {place for package, file in self.files if package for place in file.places.values()}
 
     def warnings(self) -> list[str]:
-        """What reading the files gave rise to, each line once."""
+        """Warnings from reading the files, each once."""
         return list(dict.fromkeys(line for _, file in self.files for line in file.warnings))
 
 
@@ -248,7 +248,7 @@ def finish(
     arguments: Sequence[str],
     complete: bool = True,
 ) -> Composed:
-    """A `Composed` from a tree with interpolations: resolves them, and says which cannot be."""
+    """A `Composed` from a tree with interpolations: resolves them, and reports which cannot be."""
     tree = {str(key): value for key, value in tree.items()}
     if recipe is not None:
         tree["recipe"] = recipe

@@ -51,7 +51,7 @@ class JobFailure(float):
 
 @dataclass(frozen=True)
 class JobResult:
-    """What one job of a sweep gave: its number, its arguments, its objective or its error."""
+    """Result of one job of a sweep: its number, its arguments, its objective or its error."""
 
     number: int
     arguments: tuple[str, ...]
@@ -120,7 +120,7 @@ def _check_folder(point: Composed) -> None:
 
 
 def _direction(loader: Loader, overrides: list[str], point: Composed) -> list[str]:
-    """What tells a sweeper that optimises which way the sweep's metric is better, unless the user does.
+    """The override with the direction in which the sweep's metric is better, unless the user gives one.
 
     Raises:
         ConfigError: C014 where neither `sweep.mode` nor the metric's name tells it.

@@ -36,7 +36,7 @@ class Argument:
 
     @property
     def is_interval(self) -> bool:
-        """Whether it is swept over without naming its points, which only some sweepers can do."""
+        """Return True if it is swept over without naming its points, which only some sweepers can do."""
         return self.is_sweep and self.values == (self.text.partition("=")[2],)
 
     @property

@@ -54,6 +54,6 @@ def load_config(
 
 
 def _named(composed: Composed, section: str) -> bool:
-    """Whether the arguments set a key of a section."""
+    """Return True if the arguments set a key of a section."""
     places = composed.places.items()
     return any(place == COMMAND_LINE and key.partition(".")[0] == section for key, place in places)

@@ -1,1 +1,1 @@
-"""Where time and memory go."""
+"""Measurements of time and memory."""

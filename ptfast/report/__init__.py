@@ -1,1 +1,1 @@
-"""What people see and keep of a run."""
+"""Output of a run: terminal, HTML pages, loggers."""

@@ -1,4 +1,4 @@
-"""Where a run's figures go, off the step's path: metrics.jsonl, csv, TensorBoard, Weights & Biases."""
+"""Loggers, off the step's path: metrics.jsonl, csv, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ptfast.config.read import read_config
 from ptfast.measure.batch.batch_search import BatchSearch
 from ptfast.measure.batch.critical_batch import Critical, estimate
 from ptfast.measure.batch.gradient_noise import NoiseTrainer, moments, noise_of
-from ptfast.measure.batch.noise_forecast import Outlook, look_ahead
+from ptfast.measure.batch.noise_forecast import NoiseForecast, forecast_noise
 from ptfast.measure.trials import search as trial_search
 from ptfast.measure.trials.memory_guard import SPARE, memory_to_spare
 from ptfast.training.step import Trainer
@@ -181,16 +181,16 @@ def measured(rates: dict[int, float], folder: Path) -> BatchSearch:
 
 def test_steps_samples_and_time_to_the_same_loss(tmp_path: Path) -> None:
     search = measured({32: 1000.0, 64: 1400.0, 128: 1500.0}, tmp_path)
-    outlook = Outlook(32, 1000, {"loss": [1.0] * 90, "signal": [], "noise": [], "square": []})
-    outlook.critical = Critical(64.0, 8.0, 50.0)
-    rows = {row["size"]: row for row in outlook.rows(search)}
+    forecast = NoiseForecast(32, 1000, {"loss": [1.0] * 90, "signal": [], "noise": [], "square": []})
+    forecast.critical = Critical(64.0, 8.0, 50.0)
+    rows = {row["size"]: row for row in forecast.rows(search)}
     # S = S_min (1 + 64 / B), of which 90 at B = 32: S_min is 30, and E_min 1,920 samples.
     steps = {16: 150, 32: 90, 64: 60, 128: 45}
     assert {size: round(row["steps"]) for size, row in rows.items()} == steps
     assert rows[64]["samples"] == pytest.approx(1920 * 2)
     assert rows[128]["low"] < 45 < rows[128]["high"]
     assert [rows[size]["time_s"] for size in (16, 32, 64)] == [None, 2.88, pytest.approx(2.743, abs=1e-3)]
-    advised = outlook.advise(search)
+    advised = forecast.advise(search)
     assert advised is not None
     assert advised[0] == 64
     assert advised[1] == pytest.approx(1.5)
@@ -217,23 +217,23 @@ def test_a_swamped_gradient_is_said_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child(monkeypatch, stretch([1.0, -0.9] * 20))
-    outlook = look_ahead(measured({32: 1000.0}, tmp_path), 40)
+    forecast = forecast_noise(measured({32: 1000.0}, tmp_path), 40)
     out = capsys.readouterr().out
     assert "the noise swamps the true gradient" in out
     assert "the critical batch is above about 1" in out
-    assert outlook.advise(measured({32: 1000.0}, tmp_path)) is None
+    assert forecast.advise(measured({32: 1000.0}, tmp_path)) is None
 
 
 def test_what_was_seen_before_an_end_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child(monkeypatch, stretch([1.0, 1.1] * 10), {"no_room": "no memory for a tensor"})
-    outlook = look_ahead(measured({32: 1000.0}, tmp_path), 40)
+    forecast = forecast_noise(measured({32: 1000.0}, tmp_path), 40)
     out = capsys.readouterr().out
     assert "ended early: out of memory: no memory for a tensor" in out
     assert "over the first 20 of 500 steps" in out
-    assert outlook.critical is not None
-    assert outlook.critical.batch == pytest.approx(50 / 1.05)
+    assert forecast.critical is not None
+    assert forecast.critical.batch == pytest.approx(50 / 1.05)
 
 
 def test_flags_that_go_together(capsys: pytest.CaptureFixture[str]) -> None:

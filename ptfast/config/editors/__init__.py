@@ -1,1 +1,1 @@
-"""What people are offered while they write: help, completion and a JSON Schema."""
+"""Editor support: help, completion and a JSON Schema."""

@@ -65,7 +65,7 @@ def complete(
     commands: Mapping[str, Iterable[str]] | None = None,
     first_words: Mapping[str, Iterable[str]] | None = None,
 ) -> list[str]:
-    """What the last of `words` can become.
+    """Completions of the last of `words`.
 
     Args:
         words: what follows `ptfast` on the line, the last one being typed (`""` after a space).

@@ -1,4 +1,4 @@
-"""What docstrings say of single arguments and fields, for whoever shows a key with its meaning."""
+"""Descriptions of arguments and fields, read from docstrings."""
 
 from __future__ import annotations
 

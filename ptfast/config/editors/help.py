@@ -1,4 +1,4 @@
-"""What `ptfast --help GROUP`, `ptfast recipes` and `ptfast copy` show, from each file's first comment.
+"""Options and recipes with their first comments, for help, `ptfast recipes` and `ptfast copy`.
 
 Imports neither Hydra nor YAML, so that help is quick.
 """

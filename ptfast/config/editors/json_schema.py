@@ -24,7 +24,7 @@ from ptfast.tasks import Task
 
 @dataclass
 class _Keywords:
-    """What the targets that a group's option files name can be given.
+    """Keywords of the targets that a group's option files name.
 
     Args:
         types: keyword -> the alternatives that its value may be.

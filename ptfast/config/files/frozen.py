@@ -65,7 +65,7 @@ def check_no_secrets(composed: Composed) -> None:
 
 
 def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """What `freeze` writes, and the keys of the secrets that it leaves out.
+    """The tree that `freeze` writes, and the keys of the secrets that it leaves out.
 
     Args:
         resolved: False keeps interpolations, those that fail included.

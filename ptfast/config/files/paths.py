@@ -1,4 +1,4 @@
-"""Where option files and recipes are: the user's own folders first, then those of the package."""
+"""Folders of option files and recipes: the user's own first, then those of the package."""
 
 from __future__ import annotations
 

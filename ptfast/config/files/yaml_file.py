@@ -45,7 +45,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 @dataclass(frozen=True)
 class YamlFile:
-    """What a file holds, and where.
+    """Content of a file, with places.
 
     `places` maps each dotted key (list items by index: `callbacks.0`) to `file:line`; `warnings` name the
     values that YAML 1.1 reads differently from what they look like.
@@ -79,14 +79,14 @@ class _Text:
         return f"{self.name}:{self._line(mark) + 1}"
 
     def error(self, mark: Any, problem: str) -> ConfigError:
-        """What is wrong at a mark, with its column and the line there."""
+        """The error at a mark, with its column and the line there."""
         if mark is None:
             return ConfigError("C007", problem, place=self.name)
         line = self._line(mark)
         return self._error(line, mark.index - self._starts[line], problem)
 
     def odd_space(self, mark: Any) -> ConfigError | None:
-        """What is wrong if it is a space that YAML does not know, in the line or the last one with text."""
+        """The error if it is a space that YAML does not know, in the line or the last one with text."""
         for line in range(self._line(mark), -1, -1):
             if found := _ODD_SPACE.match(self.lines[line]):
                 character = self.lines[line][found.end() - 1]
@@ -157,7 +157,7 @@ _MOVED = {
     "ptfast.models.hf": "ptfast.models.transformers",
     "ptfast.schedule": "ptfast.techniques.schedule.lr_schedules",
 }
-"""Where modules are whose targets stand in the configs of earlier runs."""
+"""New places of modules whose targets stand in the configs of earlier runs."""
 
 
 def _with_todays_names(value: Any, key: str = "") -> Any:
@@ -198,7 +198,7 @@ def _walk(
 
 
 def _surprise(node: yaml.Node) -> str | None:
-    """What YAML 1.1 makes of an unquoted value that looks like something else."""
+    """The warning for an unquoted value that YAML 1.1 reads as something else."""
     if not isinstance(node, yaml.ScalarNode) or node.style not in (None, ""):
         return None
     value = node.value

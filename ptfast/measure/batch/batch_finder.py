@@ -15,7 +15,7 @@ from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
 from ptfast.measure.batch.batch_search import BatchSearch, multiple
 from ptfast.measure.batch.batch_table import limit_of, show_searches
-from ptfast.measure.batch.noise_forecast import NUM_STEPS, look_ahead
+from ptfast.measure.batch.noise_forecast import NUM_STEPS, forecast_noise
 
 FIGURES = "batch.json"
 SMALLEST, LARGEST = 8, 65_536
@@ -94,7 +94,7 @@ def find_batch(
             raise MachineError("E002", limit_of(search), key="batch_size", value=first, suggestion=hint)
         search, chosen = best
         show_searches(searches, search, chosen)
-        outlook = look_ahead(search, num_steps or NUM_STEPS) if noise else None
+        forecast = forecast_noise(search, num_steps or NUM_STEPS) if noise else None
     label = config.recipe or config.run.name or "train"
     folder = out or run_directory.new_folder(Path(config.run.root), f"find-batch-{label}")
     run_directory.create_folder(folder)
@@ -105,9 +105,9 @@ def find_batch(
             tried.mode: {"trials": tried.seen, "too_large": tried.too_large} for tried in searches
         }
     lr_ratio = None
-    if outlook is not None:
-        facts["noise"] = asdict(outlook)
-        if (advised := outlook.advise(search)) is not None:
+    if forecast is not None:
+        facts["noise"] = asdict(forecast)
+        if (advised := forecast.advise(search)) is not None:
             facts["chosen"], lr_ratio = advised
     run_directory.write_json(folder / FIGURES, facts)
     print(f"figures: {folder}")

@@ -35,7 +35,7 @@ class BatchSearch(Search[int]):
         self.mode = checkpointing or config.checkpointing.mode
         self.parts = config.micro_batches or self.num_ranks * config.gradients.accumulate
         self.refused: dict[int, str] = {}
-        """Why the data cannot be cut into batches of a size."""
+        """The reasons why the data cannot be cut into batches of a size."""
         self.too_large: dict[str, Any] | None = None
 
     def ascend(self, first: int, largest: int) -> None:

@@ -1,4 +1,4 @@
-"""What a search for the batch size shows."""
+"""The output of a search for the batch size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _show_sizes(search: BatchSearch, chosen: int | None, most: float) -> None:
 
 
 def limit_of(search: BatchSearch) -> str:
-    """What there is of memory, and what was said when it was not enough."""
+    """The memory that there is, and the error when it was not enough."""
     assert search.too_large is not None
     limit, name = memory_limit(search.config.device)
     said = search.too_large["no_room"]

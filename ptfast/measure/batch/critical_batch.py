@@ -21,7 +21,7 @@ class Critical:
     error: float | None
     """Standard error of `batch`."""
     at_least: float | None
-    """What `batch` is above, by two standard errors of the true gradient; None where it has no bound."""
+    """Lower bound of `batch`, by two standard errors of the true gradient; None where there is none."""
 
     def moved(self, errors: float) -> Critical:
         """With a batch that is so many standard errors larger."""

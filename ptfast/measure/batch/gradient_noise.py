@@ -27,7 +27,7 @@ from ptfast.training.step_parts.rehearsal import rehearse
 PARTS = 4
 """Least micro-batches of a step: of two, the product of one pair would have to say what all of them share."""
 READS = 10
-"""How often the figures are read from the device."""
+"""Times that the figures are read from the device."""
 _nothing = contextlib.nullcontext()
 
 

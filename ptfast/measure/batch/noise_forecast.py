@@ -1,4 +1,4 @@
-"""What the gradient noise says about batch sizes: steps, samples and time to the same loss."""
+"""Steps, samples and time to the same loss by batch size, forecast from the gradient noise."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MOMENTS = ("signal", "noise", "square", "loss")
 
 
 @dataclass
-class Outlook:
-    """What was seen of a config's gradient noise."""
+class NoiseForecast:
+    """The measured gradient noise of a config, and the forecast that it allows."""
 
     batch_size: int
     """Samples of each step that it was measured in."""
@@ -88,7 +88,7 @@ class Outlook:
         return size, self.critical.lr_ratio(size, search.config.batch_size)
 
 
-def look_ahead(search: BatchSearch, num_steps: int) -> Outlook:
+def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     """Train for some steps in a child, estimate the critical batch, and show what it means.
 
     Whatever stops the training is told; what was seen before counts.
@@ -96,15 +96,15 @@ def look_ahead(search: BatchSearch, num_steps: int) -> Outlook:
     parts = search.parts * -(-PARTS // search.parts)
     # Two samples in the least of micro-batches: of one, BatchNorm can tell nothing.
     batch_size = max(search.config.batch_size // parts, 2) * parts
-    outlook = Outlook(batch_size)
+    forecast = NoiseForecast(batch_size)
     print(f"\ngradient noise: {num_steps} steps of {batch_size} samples in {parts} micro-batches", flush=True)
 
     def show(result: dict[str, Any]) -> None:
         if "loss" in result:
-            shown = outlook.num_steps + len(result["loss"])
+            shown = forecast.num_steps + len(result["loss"])
             loss = sum(result["loss"]) / len(result["loss"])
             search.display.note(f"  {shown:>6,}  loss {loss:.4g}")
-            _take(outlook, result)
+            _take(forecast, result)
 
     cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
     keywords = {**cut, "checkpointing": search.checkpointing}
@@ -115,60 +115,63 @@ def look_ahead(search: BatchSearch, num_steps: int) -> Outlook:
         ended = f"ended by {killed}" if killed else next(iter(no_room), None)
     except (PtfastError, ReportedError) as error:
         ended = str(error)
-    if ended is None and outlook.num_steps < min(num_steps, outlook.total_steps or num_steps):
-        ended = f"the loss came apart or the data ended after {outlook.num_steps} steps"
-    outlook.judge()
-    _show(outlook, search, ended)
-    return outlook
+    if ended is None and forecast.num_steps < min(num_steps, forecast.total_steps or num_steps):
+        ended = f"the loss came apart or the data ended after {forecast.num_steps} steps"
+    forecast.judge()
+    _show(forecast, search, ended)
+    return forecast
 
 
-def _take(outlook: Outlook, result: dict[str, Any]) -> None:
-    outlook.total_steps = result["total_steps"]
+def _take(forecast: NoiseForecast, result: dict[str, Any]) -> None:
+    forecast.total_steps = result["total_steps"]
     for name in MOMENTS:
-        outlook.moments[name] += result[name]
+        forecast.moments[name] += result[name]
 
 
-def _show(outlook: Outlook, search: BatchSearch, ended: str | None) -> None:
+def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> None:
     stream = standard_output()
     if ended is not None:
         print(f"the training for it ended early: {ended}")
-    if outlook.points:
+    if forecast.points:
         rows = [
             ["{:,} to {:,}".format(*point["steps"]), f"{point['loss']:.4g}", _scale(point["scale"])]
-            for point in outlook.points
+            for point in forecast.points
         ]
         print()
         table(["steps", "loss", "noise scale"], rows, stream=stream)
-    critical = outlook.critical
+    critical = forecast.critical
     if critical is None:
-        print(f"{outlook.num_steps} steps are too few to tell the gradient noise from chance")
+        print(f"{forecast.num_steps} steps are too few to tell the gradient noise from chance")
         return
     if critical.batch is None:
         print("the noise swamps the true gradient, whose length cannot be told from nothing in these steps")
         least = f"above about {grouped(critical.at_least)} samples" if critical.at_least else "large"
         print(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
         return
-    of_all = f"the first {outlook.num_steps:,} of {outlook.total_steps:,} steps"
+    of_all = f"the first {forecast.num_steps:,} of {forecast.total_steps:,} steps"
     print(f"critical batch: {_scale(critical)} samples over {of_all}")
-    rows = outlook.rows(search)
-    advised = outlook.advise(search)
-    print(f"\npredicted, to the loss of {outlook.loss:.4g}:")
+    rows = forecast.rows(search)
+    advised = forecast.advise(search)
+    print(f"\npredicted, to the loss of {forecast.loss:.4g}:")
     cells = [
         [
             f"{row['size']:,}" + (" *" if advised and row["size"] == advised[0] else ""),
             f"{row['steps']:,.0f}",
-            f"{row['low']:,.0f} to {row['high']:,.0f}" if row["size"] != outlook.batch_size else "as seen",
+            f"{row['low']:,.0f} to {row['high']:,.0f}" if row["size"] != forecast.batch_size else "as seen",
             f"{row['samples']:,.0f}",
             duration(row["time_s"]) if row["time_s"] is not None else "-",
         ]
         for row in rows
     ]
     table(["batch", "steps", "spread", "samples", "time"], cells, stream=stream)
-    print(_advice(outlook, search, rows, advised))
+    print(_advice(forecast, search, rows, advised))
 
 
 def _advice(
-    outlook: Outlook, search: BatchSearch, rows: Sequence[dict[str, Any]], advised: tuple[int, float] | None
+    forecast: NoiseForecast,
+    search: BatchSearch,
+    rows: Sequence[dict[str, Any]],
+    advised: tuple[int, float] | None,
 ) -> str:
     if advised is None:
         return "none of these sizes was measured"

@@ -8,7 +8,7 @@ from ptfast.config.schema import Config
 
 
 class Loader(NamedTuple):
-    """Who reads, and how far ahead."""
+    """Processes and threads that read, and how far ahead."""
 
     kind: str
     """As `dataloader.kind`, never `auto`."""
@@ -19,7 +19,7 @@ class Loader(NamedTuple):
     threads: int = 0
     """Of each process; 0 for kinds without."""
     read_ahead: bool = False
-    """Whether a thread has the next batch ready."""
+    """A thread prepares the next batch."""
 
     @property
     def values(self) -> dict[str, Any]:

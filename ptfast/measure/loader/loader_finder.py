@@ -72,7 +72,7 @@ def find_workers(
 
 
 def _marks(search: LoaderSearch, chosen: Loader) -> dict[Loader, str]:
-    """What is to be said of some of the loaders."""
+    """Remarks on some of the loaders."""
     named = {"configured": "as configured"}
     rule = workers(RULE, search.config)
     marks: dict[Loader, list[str]] = {chosen: ["chosen"]}
@@ -115,7 +115,7 @@ def _show(search: LoaderSearch, chosen: Loader) -> None:
 
 
 def _remarks(search: LoaderSearch, chosen: Loader) -> Iterator[str]:
-    """What to know of the figures."""
+    """Remarks on the figures."""
     if (best := search.best()) != chosen:
         seen = [
             "{} ({} to {})".format(*map(grouped, (search.median(loader), *search.interval(loader))))

@@ -29,7 +29,7 @@ NEAR = 0.9
 HOLD_S = 60.0
 """Decoding everything once is not tried where it would take longer."""
 _REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \([^()]*:\d+\)(?=: )")
-"""What says that a line is an error, and where its key was given: a trial's was not given."""
+"""The prefix of an error's line, and the place of its key, which a trial's config has not."""
 
 
 class LoaderSearch(Search[Loader]):
@@ -38,9 +38,9 @@ class LoaderSearch(Search[Loader]):
     def __init__(self, composed: Composed, config: Config, folder: Path, seconds: float) -> None:
         super().__init__(composed, config, folder, seconds)
         self.failed: dict[Loader, str] = {}
-        """Why a loader cannot be had."""
+        """The reasons why loaders cannot be had."""
         self.facts: dict[str, Any] = {}
-        """What the first trial has reported about the data."""
+        """Properties of the data, from the first trial."""
         self.notes: list[str] = []
 
     def measure(self, loader: Loader) -> bool:
@@ -120,7 +120,7 @@ class LoaderSearch(Search[Loader]):
         return best
 
     def label(self, loader: Loader) -> str:
-        """What it is called in lines of text."""
+        """Its name in lines of text."""
         label = loader.label(self.config)
         if loader.workers == 1:
             label = label.replace("workers", "worker", 1)
@@ -193,7 +193,7 @@ def search_loaders(search: LoaderSearch, most: int | None = None) -> None:
 
 
 def named_loaders(search: LoaderSearch) -> dict[str, Loader]:
-    """What `auto` would choose here, and what the config asks for by name."""
+    """The loaders that `auto` would choose here and that the config asks for, by name."""
     found: dict[str, Loader] = {}
     names = ["auto"] if search.config.dataloader.kind == "auto" else ["auto", "configured"]
     for name in names:
@@ -214,7 +214,7 @@ def _other_kinds(search: LoaderSearch) -> list[str]:
 
 
 def _too_dear(search: LoaderSearch, kind: str, wanted: Sequence[str]) -> str | None:
-    """Why a kind is not even tried, though the config may have it."""
+    """The reason why a kind is not even tried, or None."""
     facts = search.facts
     if kind == "packed":
         # The rules know better what there is to pack.

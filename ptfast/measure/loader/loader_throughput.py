@@ -101,7 +101,7 @@ def _load(changed: Config, config: Config, ranks: Ranks, facts: dict[str, Any] |
 
 
 def _facts(train: Source) -> dict[str, Any]:
-    """What of the training data decides which loaders make sense."""
+    """Properties of the training data that decide which loaders make sense."""
     if isinstance(train, IterableSource):
         shared = train.shared_by != "none"
         return {"iterable": True, "num_shards": train.num_shards if shared else None}
@@ -130,7 +130,7 @@ def _time(run: Run, loader: Loader, seconds: float) -> dict[str, Any]:
 
 
 def _memory(run: Run) -> dict[str, Any]:
-    """What all ranks with their workers have taken."""
+    """Memory of all ranks and their workers."""
     children = [process.pid for process in multiprocessing.active_children() if process.pid]
     taken, kind = memory_of([os.getpid(), *children])
     total = float(sum_over_ranks(torch.tensor(float(taken), device=run.device), run.ranks))

@@ -93,7 +93,7 @@ def find_lr(
 
 
 def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dict[str, Any]:
-    """What the test sees, in this process or on the ranks that the config asks for."""
+    """Run test and trials, in this process or on the ranks that the config asks for."""
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         folder, killed = Path(name) / "lr", None
         if config.parallel.strategy == "single":
@@ -178,7 +178,7 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
 
 
 def _advice(facts: dict[str, Any]) -> str:
-    """What is left to say where no rate makes the loss fall, or none trains."""
+    """The advice where no rate makes the loss fall, or none trains."""
     if facts["trials"]:
         rates = ", ".join(f"{lr:.2g}" for lr, _ in facts["trials"])
         return (

@@ -1,4 +1,4 @@
-"""What a learning rate range test says: its smoothed curve, and the rates it suggests."""
+"""The result of a learning rate range test: its smoothed curve, and the rates that it suggests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ SMOOTHING = 0.85
 START_STEPS = 10
 """Steps at the lowest rates, which hardly change anything."""
 EXPLODED = 1.5
-"""How many times the loss of the start no loss of the curve exceeds."""
+"""Losses above so many times that of the start end the curve."""
 LEAST_FALL = 0.01
 """Part of the loss that has to be gained somewhere; less is no curve but noise."""
 DIVERGED = 4.0
-"""How many times the lowest smoothed loss a curve reaches where training has come apart."""
+"""Training has diverged where the smoothed loss is so many times its lowest."""
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """What single batches do not blur, of what came before each step: exponential means.
+    """Exponential means of the losses up to each step.
 
     Args:
         losses: of each step, finite.
@@ -53,7 +53,7 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def has_diverged(means: Sequence[float]) -> bool:
-    """Whether the newest running mean lies so far above the lowest that higher rates need no trial."""
+    """Return True if the newest running mean lies so far above the lowest that higher rates need no trial."""
     low, now = min(means), means[-1]
     # Where losses come near to 0, four times the lowest is little.
     return now > DIVERGED * low and now > low + 0.5 * (means[0] - low)
@@ -85,7 +85,7 @@ def suggestions(lrs: Sequence[float], smoothed: Sequence[float]) -> dict[str, fl
 
 
 def first_trial(found: dict[str, float]) -> float:
-    """Where to begin with trials: half a decade below the lowest point of the curve.
+    """The rate of the first trial: half a decade below the lowest point of the curve.
 
     Short runs did best near it: with SGD, AdamW and LAMB, on images, text and digits.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ptfast.core.run import Run
 from ptfast.measure.lr.lr_suggestion import CAME_APART, has_diverged, running_mean
-from ptfast.measure.trials.state_guard import untouched
+from ptfast.measure.trials.state_guard import preserving_state
 from ptfast.optim.build_optimizer import reference_lr
 from ptfast.techniques.schedule.scheduled_run import Schedule
 from ptfast.training.step import Trainer
@@ -21,7 +21,7 @@ LEAST_STEPS = 10
 
 @dataclass(frozen=True)
 class RangeTest:
-    """What one test has seen."""
+    """The result of one test."""
 
     lrs: list[float]
     """Of each step, rising by a constant factor."""
@@ -30,7 +30,7 @@ class RangeTest:
     ended: str
     """Why it ended: `at the highest rate`, `the loss came apart` or `the data ended`."""
     epochs: float | None
-    """How often it went through the data; None where that has no length."""
+    """Epochs that it took; None where that has no length."""
 
 
 def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
@@ -67,7 +67,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
     taken: list[float] = []
     losses: list[float] = []
     skipped_in_a_row = 0
-    with untouched(run):
+    with preserving_state(run):
         base = reference_lr(run.optimizer, "initial_lr")
         run.schedule = Schedule(
             lambda step: lrs[min(step - first, len(lrs) - 1)] / base,
@@ -106,5 +106,5 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
 
 
 def _first_step(run: Run, num_steps: int) -> int:
-    """Where in the run's data to test: where all has grown to full size, if anything grows."""
+    """The step to start at: one at which everything has grown to full size, if anything grows."""
     return max(run.total_steps - num_steps, 0) if run.resolved.curriculum else 0

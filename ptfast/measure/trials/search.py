@@ -22,7 +22,7 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 
 
 class Search(Generic[Candidate]):
-    """What was measured of each candidate.
+    """Candidates and their measurements.
 
     Args:
         folder: for the files of the processes.

@@ -1,4 +1,4 @@
-"""Leaving a run as it was found, whatever was tried with it."""
+"""Saving the state of a run around trials, and restoring it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ptfast.core.run import Run
 from ptfast.optim.build_optimizer import load_optimizer
 
 HIDDEN = ("schedule", "ema", "callbacks", "watchers", "status")
-"""What of a run may be replaced for the time of a trial."""
+"""Attributes of a run that are replaced during a trial."""
 
 
 @contextmanager
-def untouched(run: Run) -> Iterator[None]:
+def preserving_state(run: Run) -> Iterator[None]:
     """Train `run` inside this, and find its weights, optimizer, progress and random state as before.
 
-    Callbacks and averaged weights look away meanwhile.
+    Callbacks and averaged weights are switched off meanwhile.
 
     Cost: a copy of weights and optimizer state on the device.
     """

@@ -1,4 +1,4 @@
-"""How quickly a run trains, in this process, and how much of the time it waits for data."""
+"""Training throughput in this process, and the share of time that waits for data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDLESS = 2**31
 def time_steps(
     run: Run, seconds: float, round_steps: int = 1, look: Callable[[], dict[str, Any]] = dict
 ) -> dict[str, Any]:
-    """Train for about `seconds`, and say at what rate.
+    """Train for about `seconds`, and measure the throughput.
 
     Args:
         round_steps: a window is a multiple of so many steps, whose times differ in a way that recurs.
@@ -66,6 +66,6 @@ def time_steps(
 
 
 def _agreed(value: float, run: Run) -> float:
-    """The mean over ranks, so that all of them go on for as many steps."""
+    """The mean over ranks, so that all of them take as many steps."""
     total = torch.tensor(value, device=run.device, dtype=torch.float32)
     return max(float(sum_over_ranks(total, run.ranks)) / run.ranks.num_ranks, 1e-6)

@@ -21,7 +21,7 @@ from ptfast.measure.trials.trial_rank import REQUESTS, TRIALS, append, read_line
 OnResult = Callable[[dict[str, Any]], None]
 POLL_S = 0.2
 END_S = 10.0
-"""How long a process may take to end before it is killed."""
+"""Seconds that a process may take to end before it is killed."""
 
 
 class TrialProcess:

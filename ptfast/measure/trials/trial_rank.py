@@ -37,11 +37,11 @@ POLL_S = 0.1
 
 @dataclass
 class TrialRank:
-    """What a measurement is given.
+    """A rank as measurements see it.
 
     Args:
         folder: for the files of its runs.
-        kept: what it has built, for the next time that it is called.
+        kept: objects that a measurement keeps for the next request.
     """
 
     config: Config

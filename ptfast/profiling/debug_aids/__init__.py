@@ -1,1 +1,1 @@
-"""Looks at a run that slow it down and change nothing in it."""
+"""Debugging aids that slow a run down and change nothing in it."""

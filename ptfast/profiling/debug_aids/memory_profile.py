@@ -16,11 +16,11 @@ from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.step_phases import PHASES, Phases
 
 MEMORY, SNAPSHOT = "memory.txt", "memory.pickle"
-"""What is left in the run directory: a table and, on a GPU, a snapshot for pytorch.org/memory_viz."""
+"""Files in the run directory: a table and, on a GPU, a snapshot for pytorch.org/memory_viz."""
 TOP = 10
 """Kinds of tensors that the terminal shows."""
 SAMPLE_S = 0.001
-"""How often it looks."""
+"""Sampling interval."""
 
 
 class Memory(Phases):
@@ -92,7 +92,7 @@ class Memory(Phases):
         self.peaks[name] = max(self.peaks[name], memory_bytes(self.run.device))
 
     def close(self) -> None:
-        """Look no more, and write and show what was seen. Safe to call twice."""
+        """Stop sampling, and write and show the results. Safe to call twice."""
         if not self.looking:
             return
         self.looking = False
@@ -116,7 +116,7 @@ class Memory(Phases):
 
 
 def memory_bytes(device: torch.device) -> int:
-    """What is in use now: of the GPU's memory by tensors, or of the machine's by this process."""
+    """Bytes in use now: of the GPU's memory by tensors, or of the machine's by this process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with contextlib.suppress(OSError):

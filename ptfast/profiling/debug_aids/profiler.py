@@ -12,7 +12,7 @@ from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.step_phases import PHASES, Phases, watched
 
 TRACE, PROFILE = "trace.json", "profile.txt"
-"""What is left in the run directory: all events, and the table of torch.profiler."""
+"""Files in the run directory: all events, and the table of torch.profiler."""
 TOP = 10
 """Operators that the terminal shows."""
 

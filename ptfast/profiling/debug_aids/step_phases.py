@@ -1,4 +1,4 @@
-"""Where a step stands, told to whoever watches it."""
+"""Phases of a step, reported to watchers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ptfast.core.protocols import Callback
 from ptfast.core.run import Run
 
 PHASES = ("data", "forward", "backward", "optimizer")
-"""Of what the clock of a run tells, that which is watched."""
+"""Causes of a run's clock that are phases."""
 PARTS = ("transfer", "gradient_sync")
-"""What is left to the phase that it interrupts: NVTX ranges end in the thread in which they began, and the
-wait for gradients is told of by another."""
+"""Causes counted to the phase that they interrupt: NVTX ranges end in the thread in which they began, and the
+wait for gradients is reported by another."""
 
 
 class Phases(Callback):
-    """Where a step stands: in `data`, `forward`, `backward` or `optimizer`, or (None) between steps.
+    """The phase of a step: `data`, `forward`, `backward` or `optimizer`, or None between steps.
 
     Args:
         enter: called with the name of a phase as it begins.
@@ -39,7 +39,7 @@ class Phases(Callback):
 
 @contextmanager
 def watched(run: Run, phases: Phases) -> Iterator[None]:
-    """Have `phases` told of every step of `run`, by the marks of its clock."""
+    """Report the phases of every step of `run`, by the marks of its clock."""
     clock, to = run.clock, run.clock.to
     # Another may be watching already.
     around = vars(clock).get("to")

@@ -1,1 +1,1 @@
-"""How far a run is from what its machine can do: operators counted, peaks measured, the next switch named."""
+"""Speed of light: operators counted, peaks measured, the next switch to try."""

@@ -13,7 +13,7 @@ from ptfast.config.schema import Config
 from ptfast.profiling.limits.roofline import Step
 
 WORTH = 1.05
-"""What gains no more than this at best is not worth a change; in two digits it would read as no gain."""
+"""Least gain that is worth a change; in two digits less would read as no gain."""
 _MOST = 0.9
 """The largest part of a step that anything is said to save."""
 _LOOSE = 4
@@ -23,7 +23,7 @@ _NAMED = {technique.name: technique for technique in CATALOGUE}
 
 @dataclass(frozen=True)
 class Situation:
-    """What a run was, as far as it decides which switches apply to it."""
+    """Properties of a run that decide which switches apply to it."""
 
     step: Step
     config: Config
@@ -32,13 +32,13 @@ class Situation:
     loader: str
     """The kind of loader that trained."""
     stepping: str
-    """How the optimizer stepped: `fused`, `foreach`, ..."""
+    """Implementation of the optimizer's step: `fused`, `foreach`, ..."""
     lacks: Callable[[Need], str | None]
-    """Why the machine has not what a technique needs; None where it has."""
+    """The reason why the machine lacks what a technique needs; None where it does not."""
     num_ranks: int = 1
     padding_share: float | None = None
     has_documents: bool = False
-    """Whether a text to model comes in documents, which could be packed."""
+    """A text to model comes in documents, which could be packed."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Suggestion:
     technique: Technique | None
     """Its record in the catalogue; None for what is no switch."""
     words: str
-    """What to add to the command line, or another command."""
+    """Arguments to add to the command line, or another command."""
     saved_s: float
     """Of a step, at most."""
     why: str
@@ -56,7 +56,7 @@ class Suggestion:
     """The keys that it sets, by section."""
 
     def up_to(self, step_s: float) -> float:
-        """How many times as fast a step would be if all of it came true (Amdahl's law)."""
+        """Speed-up of a step if all of it came true (Amdahl's law)."""
         return 1 / (1 - min(max(self.saved_s, 0.0) / step_s, _MOST))
 
 
@@ -77,7 +77,7 @@ def suggest(situation: Situation) -> list[Suggestion]:
 
 
 def describe(suggestions: list[Suggestion], step_s: float) -> dict[str, Any]:
-    """What summary.json says of them, with a line on the first."""
+    """The entries of summary.json, with a line on the first."""
     rows = [
         {
             "switch": suggestion.words,
@@ -99,7 +99,7 @@ def describe(suggestions: list[Suggestion], step_s: float) -> dict[str, Any]:
 
 
 def _applies(suggestion: Suggestion, situation: Situation) -> bool:
-    """Whether it is off, and neither the machine nor another switch stands against it."""
+    """Return True if it is off, and neither the machine nor another switch rules it out."""
     config, technique = situation.config, suggestion.technique
     if technique is not None and any(situation.lacks(need) for need in technique.needs if need != "ranks"):
         return False

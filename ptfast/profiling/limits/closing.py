@@ -1,4 +1,4 @@
-"""What a run says of the machine's limits when it is over."""
+"""The entry of summary.json on the machine's limits, made when a run is over."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def speed_of_light(run: Run, config: Config, *, may_measure: bool) -> dict[str, 
 
 
 def situation(run: Run, config: Config, step: roofline.Step) -> advice.Situation:
-    """What decides which switches apply to `run`."""
+    """The properties of `run` that decide which switches apply."""
     resolved = run.resolved
     return advice.Situation(
         step=step,

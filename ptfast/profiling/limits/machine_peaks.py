@@ -1,4 +1,4 @@
-"""What this machine reaches at most: products of each type, memory, transfers, and small operators."""
+"""Peaks of this machine: matrix products of each type, memory, transfers, and small operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ptfast.core import devices
 from ptfast.core.machine import cache_folder
 
 TRY_S = 0.15
-"""How long each thing is tried. Of short tries some go undisturbed, even where a neighbour is busy."""
+"""Seconds that each is tried. Of short tries some go undisturbed, even where a neighbour is busy."""
 COST_S = 1.2
 """About what all of it takes."""
 _SIZES = {"cuda": 8192, "mps": 2048}
@@ -46,7 +46,7 @@ class Peaks:
 
 
 def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | None:
-    """What was measured of this device before, with these threads and this torch; None if not all of it."""
+    """The peaks measured of this device before, with these threads and this torch; None if one is missing."""
     try:
         found = json.loads(_path(device).read_text())
         peaks = Peaks(**{name: value for name, value in found.items() if name != "of"})
@@ -93,7 +93,7 @@ def _best(new: Peaks, old: Peaks) -> Peaks:
 
 
 def device_name(device: torch.device) -> str:
-    """What tells this device from others, as its maker calls it."""
+    """The name of this device, as its maker calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     names = devices.cpu_facts("model name", "CPU part")

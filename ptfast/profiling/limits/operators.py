@@ -42,7 +42,7 @@ class Operator:
     """By name; tensors, there and in `args`, are `Shaped`, and lists are tuples."""
     outputs: Any
     phase: str
-    """Where in a step: `forward`, `backward` or `optimizer`."""
+    """Phase of a step: `forward`, `backward` or `optimizer`."""
     count: int = 0
     far_bytes: int = 0
     """Of all calls together: bytes that are read, and have not been used for long."""
@@ -84,13 +84,13 @@ class Operator:
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that run inside it, which compute what they would without it.
+    """Records the operators that run inside it, which compute what they would without it.
 
     What PyTorch decomposes stays decomposed, and kernels are chosen as ever: it stands where all of that has
     been decided.
 
     Args:
-        phase: what is noted of each; None to note nothing, until `phase` is set.
+        phase: recorded with each; None to record nothing, until `phase` is set.
         near_bytes: what a processor's cache holds: a tensor that was used longer ago than so many bytes has
             to be fetched from memory.
 

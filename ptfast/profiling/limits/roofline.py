@@ -24,7 +24,7 @@ SMALL = 0.25
 
 @dataclass(frozen=True)
 class Work:
-    """What one step has to do."""
+    """The work of one step."""
 
     flops: dict[str, float]
     """Floating-point operations of products and convolutions, by number format."""
@@ -60,7 +60,7 @@ class Step:
 
     @property
     def bound(self) -> str:
-        """What holds it back the most: a limit of the machine, or something that it waits for."""
+        """The largest bound: a limit of the machine, or something that it waits for."""
         waits = {"data": "data", "transfer": "transfer", "gradient_sync": "sync"}
         candidates = {name: self.rows.get(row, 0.0) for row, name in waits.items()}
         candidates |= {name: self.floors[name] for name in ("compute", "memory", "overhead")}
@@ -75,7 +75,7 @@ class Step:
 
 
 def count_work(run: Run, counted: Counted) -> Work:
-    """What one step has to do, by what was counted on some.
+    """The work of one step, from counts over some.
 
     Cost: 0.2 s where `torch.utils.flop_counter` is not imported yet.
     """
@@ -108,7 +108,7 @@ def count_work(run: Run, counted: Counted) -> Work:
 
 
 def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> Step:
-    """How a step came off beside the machine's limits.
+    """Compare a step with the machine's limits.
 
     Args:
         seconds: of `steps` steps, by cause.
@@ -125,7 +125,7 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
 
 
 def describe(step: Step) -> dict[str, Any]:
-    """What summary.json says of it, with a line for people."""
+    """The entries of summary.json, with a line for people."""
     work = step.work
     total = sum(work.flops.values())
     facts: dict[str, Any] = {
@@ -154,7 +154,7 @@ def describe(step: Step) -> dict[str, Any]:
 
 
 def unmeasured(work: Work, seconds: Mapping[str, float], steps: int, why: str) -> dict[str, Any]:
-    """What can be said where the machine's limits are not known."""
+    """The entries where the machine's limits are not known."""
     step_s = sum(seconds.get(name, 0.0) for name in STEP) / steps
     total = sum(work.flops.values())
     return {

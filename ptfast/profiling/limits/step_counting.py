@@ -1,4 +1,4 @@
-"""What a step consists of, counted on real ones: operators, and the bytes that forward keeps for backward."""
+"""Operators of real steps, and the bytes that forward keeps for backward, counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANY_LENGTHS = 8
 
 @dataclass
 class Counted:
-    """What was counted on some steps; all of it together."""
+    """Counts over some steps, summed."""
 
     operators: list[Operator]
     steps: int
@@ -38,7 +38,7 @@ class Counted:
 
 
 class StepCounter:
-    """Counts what the second step of a process consists of, while it trains as it would have without.
+    """Counts the operators of a process's second step, which trains as it would have without.
 
     The first step is left to itself: kernels are chosen in it and caches fill. A compiled model shows no
     operators: of that one, a step is taken for nothing as it was written, before training, and taken back.
@@ -62,7 +62,7 @@ class StepCounter:
             self.why_not = "its batches grow"
 
     def due(self, step: int) -> bool:
-        """Whether the step after `step` is to be counted; the same on all ranks."""
+        """Return True if the step after `step` is to be counted; the same on all ranks."""
         if not self.first_counted <= step < self._last or self.why_not or self.compiled:
             return False
         if _num_graphs() > self._graphs:
@@ -106,7 +106,7 @@ class StepCounter:
             yield chain(weighed, batches)
 
     def _has_room(self) -> bool:
-        """Whether there is as much memory again as was ever taken; all ranks agree."""
+        """Return True if there is as much memory again as was ever taken; all ranks agree."""
         device = self.run.device
         taken = peak_memory_bytes(device.type)
         if device.type == "cuda":

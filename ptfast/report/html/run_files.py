@@ -17,7 +17,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What metrics.jsonl, summary.json, config.yaml and environment.json of one run hold."""
+    """Content of one run's metrics.jsonl, summary.json, config.yaml and environment.json."""
 
     run_dir: Path
     records: list[Record] = field(default_factory=list)
@@ -101,5 +101,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
-    """Whether `value` is a number that can be drawn or ranked."""
+    """Return True if `value` is a number that can be drawn or ranked."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -145,7 +145,7 @@ def _time_budget(run: RunFiles) -> str:
 
 
 def _speed_of_light(run: RunFiles) -> str:
-    """What a step took beside the machine's limits, and which switches promise something."""
+    """The time of a step beside the machine's limits, and the switches that promise something."""
     light = run.summary.get("speed_of_light")
     if not isinstance(light, dict) or not light.get("line"):
         return ""

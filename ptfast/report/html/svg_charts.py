@@ -36,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """How values become pixels, and where the ticks are."""
+    """An axis: its range, its ticks and their labels."""
 
     low: float
     high: float
@@ -45,7 +45,7 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Where `value` lies between the ends, 0 to 1."""
+        """The position of `value` between the ends, 0 to 1."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
@@ -108,7 +108,7 @@ def thin(
 
 
 def is_logarithmic(name: str, low: float, high: float) -> bool:
-    """Whether a figure that runs from `low` to `high` is better seen on a logarithmic scale."""
+    """Return True if a figure from `low` to `high` is better seen on a logarithmic scale."""
     return name != "lr" and not name.endswith("_per_s") and low > 0 and high / low > 50
 
 

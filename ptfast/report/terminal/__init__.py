@@ -1,1 +1,1 @@
-"""What stands in a terminal or a pipe while a command works."""
+"""Output to a terminal or a pipe while a command runs."""

@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: live on a terminal, plain lines anywhere else, nothing on other ranks."""
+"""The display of a run: live on a terminal, plain lines anywhere else, nothing on other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where output goes and what can be shown there."""
+"""Standard output, and whether it is a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def standard_output() -> TextIO:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` can redraw a line."""
+    """Return True if `stream` can redraw a line."""
     try:
         return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
     except ValueError:

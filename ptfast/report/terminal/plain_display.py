@@ -14,7 +14,7 @@ from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, label
 
 Rows = Sequence[tuple[str, str]]
 LIGHT_ROWS = {"line": "speed of light", "floors": "at least", "next": "next switch"}
-"""What the closing summary says of the machine's limits."""
+"""Rows of the closing summary on the machine's limits."""
 
 
 class Display:
@@ -24,10 +24,10 @@ class Display:
     """
 
     def panel(self, title: str, rows: Rows, loud: Sequence[str] = ()) -> None:
-        """What is switched on and what it resolved to; `loud` lines are warnings that stand out."""
+        """Show what is switched on and what it resolved to; `loud` lines are warnings that stand out."""
 
     def status(self, text: str) -> AbstractContextManager[None]:
-        """Say that something long is going on for as long as the context is open."""
+        """Show that something long is running for as long as the context is open."""
         return contextlib.nullcontext()
 
     def start(

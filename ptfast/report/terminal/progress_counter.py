@@ -1,4 +1,4 @@
-"""How far something is that counts: a bar with the time left on a terminal, a line now and then elsewhere."""
+"""Progress of something that counts: a bar with the time left on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
