@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptfast.config.schema import with_defaults
+from ptfast.config.schema import flatten, with_defaults
 from ptfast.core.errors import EXIT_OK, ConfigError, MachineError, shorten
 from ptfast.core.units import TOO_SHORT, better_mode, duration, figure, is_fraction
 from ptfast.report.html.html_page import header, html_table, page
@@ -202,7 +202,7 @@ def _config_differences(runs: Sequence[RunFiles]) -> Labels:
 
     Where runs use different targets in a section, the keywords that only some of them know are left out.
     """
-    flat = [dict(_flatten(with_defaults(run.config) if run.config else {})) for run in runs]
+    flat = [flatten(with_defaults(run.config)) if run.config else {} for run in runs]
     readable = [config for config in flat if config]
     differing = []
     for key in dict.fromkeys(key for config in readable for key in config):
@@ -213,16 +213,6 @@ def _config_differences(runs: Sequence[RunFiles]) -> Labels:
         if len(targets) == 1 or all(key in config for config in readable):
             differing.append(key)
     return [{_title(key): _short(key, config[key]) for key in differing if key in config} for config in flat]
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            pairs += _flatten(value, f"{prefix}{key}.")
-        else:
-            pairs.append((f"{prefix}{key}", value))
-    return pairs
 
 
 def _title(key: str) -> str:

@@ -147,7 +147,7 @@ def test_the_recipe_written_has_the_checkpointing_it_was_found_with(
     search.checkpointing = "every_n"
     file = tmp_path / "found.yaml"
     words = ["+recipe=resnet_digits", "checkpointing=full", "optimizer=sgd", "batch_size=64"]
-    batch_finder._write(file, words, search, 128, "digits", lr_ratio=1.5)
+    batch_finder._write(file, words, search, 128, lr_ratio=1.5)
     _, config = read_config([f"+recipe={file}"])
     assert (config.batch_size, config.checkpointing.mode, config.checkpointing.every) == (128, "every_n", 2)
     given = search.config.optimizer.target.kwargs["lr"]

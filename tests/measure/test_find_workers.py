@@ -294,7 +294,7 @@ def test_what_is_written_is_what_was_measured(
     words = (*SMALL, "dataloader.workers=5", "dataloader.read_ahead=true", "backend.worker_threads=2")
     search = searched(Machine(fast), words=words)
     for name, chosen in {"a": AHEAD, "b": PLAIN, "c": of(3, threads=2)}.items():
-        loader_finder._write(Path(f"{name}.yaml"), words, search, chosen, "x")
+        loader_finder._write(Path(f"{name}.yaml"), words, search, chosen)
         _, config = read_config([f"+recipe=./{name}.yaml"])
         assert config.dataloader.kind == chosen.kind
         assert config.dataloader.read_ahead == chosen.read_ahead

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.config.compose import Composed
-from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
-from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
 from ptfast.measure.batch.batch_search import BatchSearch, multiple
 from ptfast.measure.batch.batch_table import limit_of, show_searches
 from ptfast.measure.batch.noise_forecast import NUM_STEPS, forecast_noise
+from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
 
-FIGURES = "batch.json"
 SMALLEST, LARGEST = 8, 65_536
 ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
 TRIED = ("full", "selective", "every_n")
@@ -71,9 +69,7 @@ def find_batch(
     if noise and config.parallel.strategy == "fsdp":
         what, hint = "no rank has whole gradients, whose noise could be measured", "Use parallel=ddp"
         raise ConfigError("C011", what, key="--noise", suggestion=hint)
-    if write is not None:
-        check_overlay(write)
-    check_out(out)
+    check_outputs(out, write)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         search = BatchSearch(composed, config, Path(name), seconds)
         first = multiple(smallest or SMALLEST, search.parts)
@@ -95,9 +91,6 @@ def find_batch(
         search, chosen = best
         show_searches(searches, search, chosen)
         forecast = forecast_noise(search, num_steps or NUM_STEPS) if noise else None
-    label = config.recipe or config.run.name or "train"
-    folder = out or run_directory.new_folder(Path(config.run.root), f"find-batch-{label}")
-    run_directory.create_folder(folder)
     facts: dict[str, Any] = {"chosen": chosen, "trials": search.seen, "too_large": search.too_large}
     if len(searches) > 1:
         facts["checkpointing"] = search.mode
@@ -109,10 +102,9 @@ def find_batch(
         facts["noise"] = asdict(forecast)
         if (advised := forecast.advise(search)) is not None:
             facts["chosen"], lr_ratio = advised
-    run_directory.write_json(folder / FIGURES, facts)
-    print(f"figures: {folder}")
+    print(f"figures: {write_figures(config, 'batch', out, facts)}")
     if write is not None:
-        _write(write, arguments, search, facts["chosen"], label, lr_ratio)
+        _write(write, arguments, search, facts["chosen"], lr_ratio)
     return EXIT_OK
 
 
@@ -168,7 +160,6 @@ def _write(
     arguments: Sequence[str],
     search: BatchSearch,
     chosen: int,
-    label: str,
     lr_ratio: float | None,
 ) -> None:
     """A recipe of the size, with the rate that goes with it and the checkpointing that it was found with.
@@ -178,7 +169,7 @@ def _write(
     """
     config = search.config
     found: dict[str, Any] = {"batch_size": chosen}
-    comment = [f"Batch of {chosen} for {label}, found by ptfast find batch"]
+    comment = [f"Batch of {chosen} for {label(config)}, found by ptfast find batch"]
     if chosen != config.batch_size and config.optimizer.lr_scaling == "none":
         path = config.optimizer.target.path.lower()
         adapts = any(name in path for name in ADAPTIVE)
@@ -193,5 +184,4 @@ def _write(
     if search.checkpointing is not None:
         others = [word for word in arguments if word.partition("=")[0] != "checkpointing"]
         arguments = [*others, f"checkpointing={search.checkpointing}"]
-    called = write_overlay(file, arguments, found, comment)
-    print(f"wrote {file}; train with it: ptfast train +recipe={called}")
+    write_recipe(file, arguments, found, comment)

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.config.compose import Composed
-from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
-from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.units import duration, grouped, num_bytes
+from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
 from ptfast.measure.loader.loader_candidate import Loader, workers
 from ptfast.measure.loader.loader_search import NOTHING, RULE, LoaderSearch, named_loaders, search_loaders
 from ptfast.report.terminal.display import is_terminal, standard_output, table
 
-FIGURES = "workers.json"
 NARROW = 80
 """Columns of a terminal below which the table says less."""
 
@@ -52,22 +50,16 @@ def find_workers(
         MachineError: E002 where there is no memory for training without workers.
         PtfastError: whatever stops a run in its first steps.
     """
-    if write is not None:
-        check_overlay(write)
-    check_out(out)
+    check_outputs(out, write)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         search = LoaderSearch(composed, config, Path(name), seconds)
         print(f"measuring loaders beside the training, {seconds:g} s each")
         search_loaders(search, most)
     chosen = search.chosen()
     _show(search, chosen)
-    label = config.recipe or config.run.name or "train"
-    folder = out or run_directory.new_folder(Path(config.run.root), f"find-workers-{label}")
-    run_directory.create_folder(folder)
-    run_directory.write_json(folder / FIGURES, _figures(search, chosen))
-    print(f"figures: {folder}")
+    print(f"figures: {write_figures(config, 'workers', out, _figures(search, chosen))}")
     if write is not None:
-        _write(write, arguments, search, chosen, label)
+        _write(write, arguments, search, chosen)
     return EXIT_OK
 
 
@@ -171,15 +163,14 @@ def _figures(search: LoaderSearch, chosen: Loader) -> dict[str, Any]:
     }
 
 
-def _write(file: Path, arguments: Sequence[str], search: LoaderSearch, chosen: Loader, label: str) -> None:
+def _write(file: Path, arguments: Sequence[str], search: LoaderSearch, chosen: Loader) -> None:
     """A recipe of the loader; what the arguments said of loaders is not carried into it."""
     found = _found(search.config, chosen)
     own = tuple(f"{key}=" for key in Loader("workers", 1).values)
     others = [word for word in arguments if not word.lstrip("+").startswith(own)]
     rate, memory = search.median(chosen), num_bytes(search.memory(chosen))
     comment = [
-        f"Loader for {label}, found by ptfast find workers",
+        f"Loader for {label(search.config)}, found by ptfast find workers",
         f"{search.label(chosen)}: {rate:,.0f} samples/s in {memory}.",
     ]
-    called = write_overlay(file, others, found, comment)
-    print(f"wrote {file}; train with it: ptfast train +recipe={called}")
+    write_recipe(file, others, found, comment)

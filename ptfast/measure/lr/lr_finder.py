@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.config.compose import Composed
-from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
-from ptfast.core import run_directory
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
 from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
 from ptfast.measure.lr.lr_suggestion import CAME_APART, first_trial, smooth, suggestions
 from ptfast.measure.trials.trial_process import measure_once
 from ptfast.measure.trials.trial_rank import TRIALS, TrialRank, read_lines
 from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
 from ptfast.report.terminal.text_chart import chart
 
-PICTURE, FIGURES = "lr.png", "lr.json"
+PICTURE = "lr.png"
 LOWEST, HIGHEST, NUM_STEPS, TRIAL_STEPS = 1e-6, 10.0, 140, 100
 
 
@@ -59,19 +58,14 @@ def find_lr(
     if not 0 < lowest < highest:
         what = f"does not lie between 0 and --to {highest:g}"
         raise ConfigError("C005", what, key="--from", value=f"{lowest:g}")
-    if write is not None:
-        check_overlay(write)
-    check_out(out)
+    check_outputs(out, write)
     facts = measure(
         composed,
         config,
         {"lowest": lowest, "highest": highest, "num_steps": num_steps, "trial_steps": trial_steps},
     )
     found, chosen = facts["suggestions"], facts["chosen"]
-    name = config.recipe or config.run.name or "train"
-    folder = out or run_directory.new_folder(Path(config.run.root), f"find-lr-{name}")
-    run_directory.create_folder(folder)
-    run_directory.write_json(folder / FIGURES, facts)
+    name, folder = label(config), write_figures(config, "lr", out, facts)
     _show(facts, folder, name)
     if chosen is None:
         print(_advice(facts), file=sys.stderr)
@@ -87,8 +81,7 @@ def find_lr(
             f"Best of {len(facts['trials'])} trials of {trial_steps} steps; of the curve: "
             + ", ".join(f"{rule} {lr:.2g}" for rule, lr in found.items()),
         ]
-        called = write_overlay(write, arguments, {"optimizer.lr": rate}, comment)
-        print(f"wrote {write}; train with it: ptfast train +recipe={called}")
+        write_recipe(write, arguments, {"optimizer.lr": rate}, comment)
     return EXIT_OK
 
 

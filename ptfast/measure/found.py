@@ -1,0 +1,37 @@
+"""What every `ptfast find` leaves behind: a folder of figures, and a recipe with what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
+from ptfast.config.schema import Config
+from ptfast.core import run_directory
+
+
+def check_outputs(out: Path | None, write: Path | None) -> None:
+    """Refuse, before anything is measured, a folder or a recipe that could not be written."""
+    if write is not None:
+        check_overlay(write)
+    check_out(out)
+
+
+def label(config: Config) -> str:
+    """The name of a config in titles and folders."""
+    return config.recipe or config.run.name or "train"
+
+
+def write_figures(config: Config, what: str, out: Path | None, facts: dict[str, Any]) -> Path:
+    """Write `WHAT.json` and return its folder: `out`, or a new one under `run.root`."""
+    folder = out or run_directory.new_folder(Path(config.run.root), f"find-{what}-{label(config)}")
+    run_directory.create_folder(folder)
+    run_directory.write_json(folder / f"{what}.json", facts)
+    return folder
+
+
+def write_recipe(file: Path, arguments: Sequence[str], found: dict[str, Any], comment: list[str]) -> None:
+    """Write a recipe of the arguments with what was found, and show how to train with it."""
+    called = write_overlay(file, arguments, found, comment)
+    print(f"wrote {file}; train with it: ptfast train +recipe={called}")
