@@ -78,7 +78,7 @@ def compare(
 
 
 def print_ranking(run_dirs: Sequence[Path], metric: str | None = None, mode: str | None = None) -> Ranking:
-    """Print the table that ends a sweep: its runs in order, told apart by their arguments."""
+    """Print the table that ends a sweep: its runs in order, named by the arguments in which they differ."""
     ranking = rank_runs(run_dirs, metric, mode, is_sweep=True)
     _print(ranking)
     return ranking
@@ -107,7 +107,7 @@ def rank_runs(
     Args:
         metric: see `compare`.
         mode: see `compare`.
-        is_sweep: tell the runs apart by the arguments they were started with, not by the whole config.
+        is_sweep: name the runs by the arguments in which they differ, not by the whole config.
     """
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
     if metric is None or metric == "auto":
@@ -251,7 +251,7 @@ def _names(ranking: Ranking) -> list[str]:
 
 
 def _long_names(ranking: Ranking) -> list[str]:
-    """Names that say what tells the runs apart, for a picture that has no table beside it."""
+    """Names with the keys in which the runs differ, for a picture that has no table beside it."""
     keys = ranking.headers[1 : ranking.headers.index(ranking.metric)]
     names = []
     for short, run, row in zip(_names(ranking), ranking.runs, ranking.rows, strict=True):

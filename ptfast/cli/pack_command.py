@@ -89,7 +89,7 @@ def _plan_images(source: Path, flags: dict[str, Any]) -> Plan:
     if jpeg and size is not None:
         what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
         raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
-    # Imported now: what is wrong with the flags is said without waiting for torch.
+    # Imported now: errors in the flags are reported without waiting for torch.
     from ptfast.data.packs.pack_image_tree import plan_images
 
     return plan_images(source, size=size, jpeg=jpeg, skip_corrupt=skip_corrupt)

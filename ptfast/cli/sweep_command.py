@@ -50,7 +50,7 @@ class Job:
         """Train and return the objective: the sweep's metric, on the split that holds it.
 
         Raises:
-            JobError: the run failed; its own process has said why.
+            JobError: the run failed; its own process has printed why.
         """
         run_dir = self.folder / str(number)
         # A directory that the job finds stays, whatever becomes of it: the ranking reads why it failed.

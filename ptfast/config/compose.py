@@ -119,7 +119,7 @@ class Loader(ConfigLoaderImpl):
 
     def __init__(self) -> None:
         if __version__.startswith("1.3."):
-            # Which behaves as 1.1 unless told; later versions behave in one way alone.
+            # Which behaves as 1.1 by default; later versions behave in one way alone.
             version.setbase("1.3")
         setup_globals()
         super().__init__(search_path())

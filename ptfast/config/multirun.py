@@ -76,7 +76,7 @@ class _Task:
 def sweep(
     arguments: Sequence[str], job: Job, sweep_dir: Path, check: Callable[[Composed], object] | None = None
 ) -> list[JobResult]:
-    """Run one job per point of a sweep, by the sweeper and the launcher that Hydra is told to use.
+    """Run one job per point of a sweep, by the sweeper and the launcher that the arguments choose.
 
     Args:
         arguments: as typed, such as `optimizer=sgd,adamw` and `hydra/launcher=joblib`.
@@ -90,7 +90,7 @@ def sweep(
 
     Raises:
         ConfigError: a point that does not compose or that `check` refuses, an empty sweep, one folder for all
-            jobs, a sweeper that cannot tell which way is better.
+            jobs, a sweeper that does not know which way is better.
     """
     given = parse(arguments, sweep=True)
     points = [compose(point) for point in sample_points(given)]
@@ -110,7 +110,7 @@ def sweep(
 
 
 def _check_folder(point: Composed) -> None:
-    """Refuse what says where a run lies or what it goes on from: each job has a folder of its own."""
+    """Refuse keys for a run's folder or the state it resumes from: each job has a folder of its own."""
     for key in ("run.dir", "run.resume"):
         if point.places.get(key) == COMMAND_LINE:
             hint = "Leave it out; run.root moves the whole sweep"
@@ -123,7 +123,7 @@ def _direction(loader: Loader, overrides: list[str], point: Composed) -> list[st
     """The override with the direction in which the sweep's metric is better, unless the user gives one.
 
     Raises:
-        ConfigError: C014 where neither `sweep.mode` nor the metric's name tells it.
+        ConfigError: C014 where neither `sweep.mode` nor the metric's name gives it.
     """
     key = "hydra.sweeper.direction"
     sweeper = loader.load_configuration(PRIMARY, overrides, RunMode.MULTIRUN).hydra.sweeper

@@ -42,7 +42,7 @@ class Logger(Protocol):
 
 @runtime_checkable
 class RunLogger(Logger, Protocol):
-    """A logger named in the config: made from its keywords alone, told later which run it serves."""
+    """A logger named in the config: made from its keywords alone, given its run later."""
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         """Start or go on with the log of the run in `run_dir`, which was started with `config`."""
@@ -178,7 +178,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """Weights & Biases. Each run has an id of its own there, with which it goes on when it is resumed.
+    """Weights & Biases. Each run has an id of its own there, with which it continues when it is resumed.
 
     Args:
         project: project the run belongs to.
@@ -227,7 +227,7 @@ class Wandb:
 class BackgroundLogger:
     """Hands records to loggers in a thread of its own: a training step pays for a queue entry and no more.
 
-    A logger that fails is dropped with one warning and training goes on. A `MachineError`, which only
+    A logger that fails is dropped with one warning and training continues. A `MachineError`, which only
     metrics.jsonl raises, surfaces at the next `log` or at `close`.
 
     Args:

@@ -165,7 +165,7 @@ def _write(
     """A recipe of the size, with the rate that goes with it and the checkpointing that it was found with.
 
     Args:
-        lr_ratio: of SGD's rate to the config's, where the noise tells it.
+        lr_ratio: of SGD's rate to the config's, where the noise gives it.
     """
     config = search.config
     found: dict[str, Any] = {"batch_size": chosen}

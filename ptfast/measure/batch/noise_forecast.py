@@ -91,7 +91,7 @@ class NoiseForecast:
 def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     """Train for some steps in a child, estimate the critical batch, and show what it means.
 
-    Whatever stops the training is told; what was seen before counts.
+    An error that stops the training is printed; the steps before it count.
     """
     parts = search.parts * -(-PARTS // search.parts)
     # Two samples in the least of micro-batches: of one, BatchNorm can tell nothing.

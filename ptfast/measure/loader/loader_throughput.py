@@ -89,7 +89,7 @@ def _load(changed: Config, config: Config, ranks: Ranks, facts: dict[str, Any] |
         auto = config.model_copy(update={"dataloader": config.dataloader.model_copy(update=automatic)})
         facts.update(_facts(train), device=device.type)
         for name, each in {"auto": auto, "configured": config}.items():
-            # What is configured may be refused here; it is measured like any other, and that is said.
+            # The configured loader may be refused here: it is measured like any other, and reported then.
             try:
                 choice = chooser(each)(train, others)
             except PtfastError:

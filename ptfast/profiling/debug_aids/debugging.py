@@ -34,7 +34,7 @@ def debugging(
     `gradcheck` compares the gradient of the loss with finite differences before training starts, in float64
     on a few samples . Cost: some thirty forward passes of those samples.
 
-    `memory` tells how much memory the phases of some steps take, and what the forward pass keeps for the
+    `memory` reports how much memory the phases of some steps take, and what the forward pass keeps for the
     backward pass; on a GPU it also writes a snapshot for pytorch.org/memory_viz. Cost: a thread that looks
     every millisecond, and a Python call for every tensor that is kept.
 

@@ -20,7 +20,7 @@ TOP = 10
 @contextmanager
 def profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None]:
     """Record operators in steps `wait + warmup` to `wait + warmup + active` of what is trained inside."""
-    # Its library tells standard error when it starts, stops, and finds no GPU.
+    # Its library writes to standard error when it starts, stops, and finds no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch import profiler
 

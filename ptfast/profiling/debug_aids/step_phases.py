@@ -44,12 +44,12 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
     # Another may be watching already.
     around = vars(clock).get("to")
 
-    def told(cause: str | None) -> None:
+    def report(cause: str | None) -> None:
         to(cause)
         if cause not in PARTS:
             phases.to(cause if cause in PHASES else None)
 
-    vars(clock)["to"] = told
+    vars(clock)["to"] = report
     run.watchers.append(phases)
     try:
         yield

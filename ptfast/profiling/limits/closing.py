@@ -23,8 +23,8 @@ def speed_of_light(run: Run, config: Config, *, may_measure: bool) -> dict[str, 
     """The entry `speed_of_light` of summary.json; None where the run was too short to say anything.
 
     The machine's limits are measured when training is over, where nothing is disturbed by it, and once for a
-    machine: another run finds them in the cache folder. A run of less than a minute measures nothing, one of
-    seconds is told nothing.
+    machine: another run finds them in the cache folder. A run of less than a minute measures nothing, and one
+    of seconds reports nothing.
 
     Args:
         may_measure: whether there is time to.

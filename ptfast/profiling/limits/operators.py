@@ -120,7 +120,7 @@ class Operators(TorchDispatchMode):
         outputs = func(*args, **kwargs)
         phase = self.phase
         if phase is not None and isinstance(func, OpOverload) and "c10d" not in func.namespace:
-            # A tensor of some class of its own may not say what is asked here: training goes on.
+            # A tensor of a user's class may lack what is read here: training continues.
             with contextlib.suppress(Exception):
                 self._note(phase, func, args, kwargs, outputs)
         return outputs

@@ -1,4 +1,4 @@
-"""A run as its directory tells it: whatever file is missing or damaged reads as empty."""
+"""The files of a run; one that is missing or damaged reads as empty."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def _nice(step: float) -> float:
 
 
 def _decimals(spacing: float) -> int:
-    """Decimals that tell multiples of `spacing` apart."""
+    """Decimals at which multiples of `spacing` differ."""
     digits = f"{spacing:.12f}".rstrip("0")
     return len(digits.partition(".")[2])
 

@@ -1,4 +1,4 @@
-"""A curve in characters, for terminals and pipes alike."""
+"""A curve in characters, for terminals and pipes."""
 
 from __future__ import annotations
 
