@@ -14,10 +14,8 @@ from ptfast.core.run import Run
 from ptfast.measure.trials.memory_guard import memory_to_spare
 from ptfast.measure.trials.train_timing import time_steps
 from ptfast.measure.trials.trial_rank import TrialRank
-from ptfast.report.terminal.display import Display
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.curriculum import Curriculum
-from ptfast.training.build import build
 from ptfast.training.fit import try_out
 
 
@@ -47,20 +45,16 @@ def time_batches(
     for size in sizes:
         result: dict[str, Any] = {"size": size, "rehearsed": rehearsed}
         try:
-            with trial.reporting_lack_of_memory(result):
-                # What grows is measured at its full size, at which it has to fit.
-                changed = config.model_copy(update={"batch_size": size, **changes})
-                run = build(changed, ranks=trial.ranks, folder=trial.folder, display=Display())
-                try:
-                    _check_size(size, run.info.num_train)
-                    with memory_to_spare(run.device) if rehearsed else contextlib.nullcontext():
-                        result |= _time(run, seconds)
-                        if rehearsed:
-                            try_out(run)
-                            _time(run, 0.0)
-                finally:
-                    run.close()
-                del run
+            # What grows is measured at its full size, at which it has to fit.
+            changed = config.model_copy(update={"batch_size": size, **changes})
+            with trial.building(changed, result) as run:
+                _check_size(size, run.info.num_train)
+                with memory_to_spare(run.device) if rehearsed else contextlib.nullcontext():
+                    result |= _time(run, seconds)
+                    if rehearsed:
+                        try_out(run)
+                        _time(run, 0.0)
+            del run  # its memory is the next one's
         except DataError as error:
             if error.code != "D006":
                 raise

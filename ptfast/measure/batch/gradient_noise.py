@@ -17,10 +17,8 @@ from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Run
 from ptfast.measure.batch.batch_throughput import with_mode
 from ptfast.measure.trials.trial_rank import TrialRank
-from ptfast.report.terminal.display import Display
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.gradients.clipping import global_norm
-from ptfast.training.build import build
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.rehearsal import rehearse
 
@@ -59,14 +57,9 @@ def train_for_noise(
     }
     if checkpointing is not None:
         changed["checkpointing"] = with_mode(config.checkpointing, checkpointing)
-    with trial.reporting_lack_of_memory({}):
-        config = config.model_copy(update=changed)
-        run = build(config, ranks=trial.ranks, folder=trial.folder, display=Display())
-        try:
-            for moments in noise_of(run, num_steps):
-                trial.report(moments)
-        finally:
-            run.close()
+    with trial.building(config.model_copy(update=changed), {}) as run:
+        for moments in noise_of(run, num_steps):
+            trial.report(moments)
 
 
 def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str, Any]]:

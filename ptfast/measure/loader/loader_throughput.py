@@ -23,10 +23,8 @@ from ptfast.data.streams.iterable import IterableSource
 from ptfast.measure.loader.loader_candidate import Loader
 from ptfast.measure.trials.train_timing import time_steps
 from ptfast.measure.trials.trial_rank import TrialRank
-from ptfast.report.terminal.display import Display
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.curriculum import Curriculum
-from ptfast.training.build import build
 from ptfast.training.prepare_data import build_choice, load_data
 
 
@@ -63,12 +61,9 @@ def time_loaders(
                 result |= {"facts": facts} if facts else {}
             choice = Choice(loader.kind, "as tried", loader.workers)
             data = replace(loaded[loader.kind], choice=choice)
-            run = build(changed, ranks=ranks, folder=trial.folder, display=Display(), data=data)
-            try:
-                result |= {"ready_s": time.perf_counter() - start, **_time(run, loader, seconds)}
-            finally:
-                run.close()
-            del run
+        with trial.building(changed, result, data) as run:
+            result |= {"ready_s": time.perf_counter() - start, **_time(run, loader, seconds)}
+        del run  # its memory is the next one's
         trial.report(result)
 
 

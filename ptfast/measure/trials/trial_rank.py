@@ -19,9 +19,14 @@ from ptfast.core import run_directory
 from ptfast.core.distributed import Ranks, barrier, init_process_group, world
 from ptfast.core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, PtfastError
 from ptfast.core.machine import is_memory_error
+from ptfast.core.protocols import Run
 from ptfast.core.sections.targets import locate
+from ptfast.data.build_data import Data
 from ptfast.launch.elastic import run_elastic
 from ptfast.launch.rank_main import die_with_parent, leave, report_failure
+from ptfast.report.terminal.display import Display
+from ptfast.techniques.backend.torch_settings import resolve_device
+from ptfast.training.build import build
 
 MEASUREMENTS = {
     "lr": "ptfast.measure.lr.lr_finder.measure_lr",
@@ -53,6 +58,16 @@ class TrialRank:
         """Send the parent a result, from the first rank."""
         if self.ranks.is_first:
             append(self.folder / TRIALS, result)
+
+    @contextmanager
+    def building(self, config: Config, result: dict[str, Any], data: Data | None = None) -> Iterator[Run]:
+        """Build a run that is closed afterwards; a lack of memory is reported with `result`."""
+        with self.reporting_lack_of_memory(result):
+            run = build(config, ranks=self.ranks, folder=self.folder, display=Display(), data=data)
+            try:
+                yield run
+            finally:
+                run.close()
 
     @contextmanager
     def reporting_lack_of_memory(self, result: dict[str, Any]) -> Iterator[None]:
@@ -113,8 +128,6 @@ def _launch(num_ranks: int, arguments: list[str]) -> None:
 
 
 def _serve(path: str, folder: Path) -> None:
-    from ptfast.techniques.backend.torch_settings import resolve_device
-
     _, config = load_config(folder / run_directory.CONFIG, trusted=True)
     ranks = world() or Ranks()
     if ranks.distributed:
