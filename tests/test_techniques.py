@@ -121,7 +121,7 @@ def numbers(text: str) -> set[str]:
 
 @pytest.mark.parametrize("technique", CATALOGUE, ids=name_of)
 def test_every_figure_of_a_record_has_its_source(technique: Technique) -> None:
-    """Others' figures have a publication; ours have the command that measures them, and are the README's."""
+    """Others' figures have a publication; ours have the command that measures them, beside it in the docs."""
     for text in (technique.claim, technique.source):
         assert not re.search(r"\b(here|our|measured)\b", text), text
     if numbers(technique.claim):
@@ -130,9 +130,11 @@ def test_every_figure_of_a_record_has_its_source(technique: Technique) -> None:
     if technique.command:
         python, script, *words = technique.command.split()
         assert python == "python"
-        code, readme = (ROOT / script).read_text(), (ROOT / "README.md").read_text()
+        code = (ROOT / script).read_text()
         assert all(f'"{word}"' in code for word in words if word.startswith("--"))
-        beside = " ".join(section for section in readme.split("\n## ") if script in section)
+        pages = [path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
+        sections = [section for page in pages for section in page.split("\n## ")]
+        beside = " ".join(section for section in sections if script in section)
         assert all(word in beside for word in words)
         assert numbers(technique.measured) <= numbers(beside)
 

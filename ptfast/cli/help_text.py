@@ -30,7 +30,7 @@ FLAG_HELP = {
     "--noise": "train a little, and say what the gradient noise makes of each batch",
     "--checkpointing": "try larger batches with activations computed again, too",
     "--write": "recipe to write with what was found",
-    "--markdown": "print the README's table of all techniques",
+    "--markdown": "print all techniques as a Markdown table",
     "--size": "of images: pixels that longer shorter sides are brought to, such as 256; or keep",
     "--jpeg": "of images: keep the bytes of the files instead of their pixels",
     "--on-corrupt": "of images: what becomes of files that cannot be read: error or skip",

@@ -15,8 +15,6 @@ from ptfast.report.terminal.display import build_display, is_terminal, standard_
 WIDE = 180
 """Columns of a terminal that has room for what techniques are worth."""
 ALWAYS_ON = "always on"
-BEGIN, END = "<!-- techniques: written by scripts/techniques_table.py -->", "<!-- end of techniques -->"
-"""Marks in the README, between which the table stands."""
 
 
 def show(name: str | None = None) -> None:
@@ -44,7 +42,7 @@ def show(name: str | None = None) -> None:
 
 
 def markdown() -> str:
-    """The README's table: what there is, on any machine."""
+    """All techniques as a Markdown table: what there is, on any machine."""
     lines = ["| technique | class | switch | why it is faster | when not |", "|---|---|---|---|---|"]
     family = None
     for technique in in_order(CATALOGUE):
@@ -55,14 +53,6 @@ def markdown() -> str:
         cells = (technique.name, technique.kind, switch, technique.why, technique.avoid)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
-
-
-def in_readme(text: str) -> str:
-    """`text` with the table between its two marks written anew."""
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert end, f"the README has lost its marks {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{after}"
 
 
 def in_order(techniques: Sequence[Technique]) -> list[Technique]:

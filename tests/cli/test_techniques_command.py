@@ -1,4 +1,4 @@
-"""`ptfast techniques`: what applies on this machine, all about one technique, and the README's table."""
+"""`ptfast techniques`: what applies on this machine, all about one technique, and the Markdown table."""
 
 from __future__ import annotations
 
