@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 import re
 import shlex
@@ -80,12 +80,13 @@ QUICK = [shown for shown in COMMANDS_SHOWN if shown.words[0] in ("recipes", "cop
 
 @pytest.fixture(scope="module")
 def in_users_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with what the commands on the pages name: `mine.py`, `mine.yaml`, `found.yaml`."""
+    """A folder with what the commands on the pages name: `mine.py` and recipes."""
     folder = tmp_path_factory.mktemp("user")
     code = [text for page in (OWN_PARTS, "docs/streams.md") for text in fences(page, "python")]
     (folder / "mine.py").write_text("\n".join(code))
-    (recipe,) = [text for text in fences("docs/config.md", "yaml") if text.startswith("# mine.yaml")]
-    (folder / "mine.yaml").write_text(recipe)
+    for text in [*fences("docs/config.md", "yaml"), *fences(OWN_PARTS, "yaml")]:
+        if name := re.match(r"# (\w+\.yaml)", text):
+            (folder / name[1]).write_text(text)
     (folder / "found.yaml").write_text("defaults:\n  - resnet_digits\n\noptimizer:\n  lr: 0.0076\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -154,14 +155,26 @@ def test_a_command_is_read(shown: Shown) -> None:
             assert "=" not in word or is_key(key) or is_of_ours(word), word
 
 
-def points(words: list[str]) -> list[list[str]]:
-    """The configs of a sweep: each choice of `key=a,b`."""
+def points(words: list[str]) -> list[tuple[str, ...]]:
+    """Configs of a sweep in which each choice of `key=a,b` is made once."""
     choices = []
     for word in words:
         key, equals, value = word.partition("=")
         whole = not equals or value.startswith(("[", "{", "'"))
         choices.append([word] if whole else [f"{key}={one}" for one in value.split(",")])
-    return [list(point) for point in itertools.product(*choices)]
+    length = max(map(len, choices))
+    return list(zip(*[(choice * length)[:length] for choice in choices], strict=True))
+
+
+@functools.cache
+def composes(words: tuple[str, ...]) -> bool:
+    """Return True for a config that is valid, here or on a machine that has what it needs."""
+    try:
+        read_config(words)
+    except errors.MachineError as error:
+        if error.code not in ASKS_MACHINE:
+            raise
+    return True
 
 
 @pytest.mark.parametrize("shown", TRAINING, ids=str)
@@ -170,12 +183,8 @@ def test_a_config_composes(shown: Shown, in_users_folder: Path) -> None:
     words = words[1:] if shown.words[0] == "find" else words
     if {"FILE", "NAME", "..."} & {*words, *flags.values()} and "--write" not in flags:
         return  # a form, not a command
-    for point in points(words) if "--multirun" in flags else [words]:
-        try:
-            read_config(point)
-        except errors.MachineError as error:
-            if error.code not in ASKS_MACHINE:
-                raise
+    for point in points(words) if "--multirun" in flags else [tuple(words)]:
+        assert composes(point)
 
 
 @pytest.mark.parametrize("shown", QUICK, ids=str)
@@ -319,7 +328,7 @@ def test_files_of_config_say_what_the_page_says(in_users_folder: Path) -> None:
     config = read_config(["+recipe=./groups.yaml"])[1]
     assert [group.match for group in config.optimizer.groups] == ["*.bias", "layers.1.*"]
     assert read_config(["+recipe=./mine.yaml"])[1].epochs == 60
-    (option,) = fences(OWN_PARTS, "yaml")
+    (option,) = [text for text in fences(OWN_PARTS, "yaml") if text.startswith("# conf/")]
     file = Path(re.match(r"# (\S+)\n", option)[1])  # type: ignore[index]
     file.parent.mkdir(parents=True)
     file.write_text(option.partition("\n")[2])
