@@ -1,20 +1,17 @@
-"""What the docs show is tried: links, commands, keys, options, codes and the examples of one's own parts."""
+"""What the docs show is right: links, commands, keys, options and codes."""
 
 from __future__ import annotations
 
 import functools
-import json
 import re
-import shlex
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 from conftest import ROOT
+from shown import COMMANDS_SHOWN, FENCE, OWN_PARTS, PAGES, TRAINING, Shown, fences, spans, users_folder
 
 from ptfast.cli.command_line import COMMANDS, run
 from ptfast.cli.find_command import SEARCHES
@@ -26,10 +23,8 @@ from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core import errors
 
-FILES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
-PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 LINKING = {**PAGES, **{name: (ROOT / name).read_text() for name in ("CONTRIBUTING.md", "CHANGELOG.md")}}
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+QUICK = [shown for shown in COMMANDS_SHOWN if shown.words[0] in ("recipes", "copy", "schema", "completion")]
 FOR_RECIPES = {"adamw_onecycle", "adamw_gpt", "adamw_text", "resnet_digits"}
 """Options whose numbers belong to one recipe."""
 OTHERS_KEYS = {"docs/migrating.md"}
@@ -40,59 +35,10 @@ ASKS_MACHINE = {"E004", "E005"}
 """Refusals for what only this machine lacks: the command is right."""
 
 
-class Shown(NamedTuple):
-    """A command line on a page."""
-
-    page: str
-    words: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{Path(self.page).stem}: {' '.join(self.words)}"[:100]
-
-
-def fences(page: str, language: str) -> list[str]:
-    return [text for kind, text in FENCE.findall(PAGES[page]) if kind == language]
-
-
-def spans(page: str) -> list[str]:
-    """The code within the text of a page."""
-    return re.findall(r"`([^`\n]+)`", FENCE.sub("", PAGES[page]))
-
-
-def shown_commands() -> Iterator[Shown]:
-    """Every `ptfast` and `-m ptfast` command line, without its comment."""
-    for page in PAGES:
-        blocks = [text for kind in ("", "bash") for text in fences(page, kind)]
-        lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines()]
-        for line in [*lines, *spans(page)]:
-            command = re.match(r"(?:.*-m )?ptfast (?=[a-z-])(.*)", line)
-            if command:
-                yield Shown(page, tuple(shlex.split(command[1], comments=True)))
-
-
-COMMANDS_SHOWN = sorted({shown.words: shown for shown in shown_commands()}.values())
-"""Each once, whatever pages show it."""
-OWN_PARTS = "docs/own-parts.md"
-"""The page of which every example is trained."""
-TRAINING = [s for s in COMMANDS_SHOWN if s.words[0] in ("train", "find") and s.page != OWN_PARTS]
-QUICK = [shown for shown in COMMANDS_SHOWN if shown.words[0] in ("recipes", "copy", "schema", "completion")]
-
-
 @pytest.fixture(scope="module")
 def in_users_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with what the commands on the pages name: `mine.py` and recipes."""
-    folder = tmp_path_factory.mktemp("user")
-    code = [text for page in (OWN_PARTS, "docs/streams.md") for text in fences(page, "python")]
-    (folder / "mine.py").write_text("\n".join(code))
-    for text in [*fences("docs/config.md", "yaml"), *fences(OWN_PARTS, "yaml")]:
-        if name := re.match(r"# (\w+\.yaml)", text):
-            (folder / name[1]).write_text(text)
-    (folder / "found.yaml").write_text("defaults:\n  - resnet_digits\n\noptimizer:\n  lr: 0.0076\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", [str(folder), *sys.path])
+    with users_folder(tmp_path_factory.mktemp("user")) as folder:
         yield folder
-        patch.delitem(sys.modules, "mine", raising=False)
 
 
 # Links and form.
@@ -289,70 +235,3 @@ def test_every_code_is_explained() -> None:
         value for name, value in vars(errors).items() if name.startswith("EXIT_") and name != "EXIT_FINDINGS"
     }
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == known
-
-
-# What a user copies.
-
-
-def test_every_own_part_trains(in_users_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown_there = [shown for shown in shown_commands() if shown.page == OWN_PARTS]
-    commands = [shown for shown in shown_there if shown.words[0] == "train"]
-    assert len(commands) >= 9
-    accuracy = {}
-    for number, shown in enumerate(commands):
-        folder = in_users_folder / f"run{number}"
-        assert run([*shown.words, f"run.dir={folder}"]) == 0
-        figures = json.loads((folder / "summary.json").read_text())["val"]
-        accuracy[" ".join(shown.words)] = figures["accuracy"]
-        assert figures["accuracy"] > 0.5
-        if "task=mine.WithRecall" in shown.words:
-            assert 0 < figures["outer_recall"] <= 1
-        if any("mine.Watch" in word for word in shown.words):
-            assert figures["error"] == pytest.approx(1 - figures["accuracy"])
-            assert '"error": ' in (folder / "metrics.jsonl").read_text()
-        if "logger._target_=mine.Lines" in shown.words:
-            assert len((folder / "figures.txt").read_text().splitlines()) == 5
-    assert "error " in capsys.readouterr().out
-    assert all(value > 0.9 for words, value in accuracy.items() if "NAdam" in words)
-
-
-def test_a_stream_trains(in_users_folder: Path) -> None:
-    words = ["train", "data=custom", "data._target_=mine.Stream", "steps=20", "run.dir=streamed"]
-    assert run(words) == 0
-    assert json.loads(Path("streamed/summary.json").read_text())["steps"] == 20
-
-
-def test_files_of_config_say_what_the_page_says(in_users_folder: Path) -> None:
-    (groups,) = [text for text in fences("docs/config.md", "yaml") if "groups:" in text]
-    Path("groups.yaml").write_text(groups)
-    config = read_config(["+recipe=./groups.yaml"])[1]
-    assert [group.match for group in config.optimizer.groups] == ["*.bias", "layers.1.*"]
-    assert read_config(["+recipe=./mine.yaml"])[1].epochs == 60
-    (option,) = [text for text in fences(OWN_PARTS, "yaml") if text.startswith("# conf/")]
-    file = Path(re.match(r"# (\S+)\n", option)[1])  # type: ignore[index]
-    file.parent.mkdir(parents=True)
-    file.write_text(option.partition("\n")[2])
-    words = ["data=custom", "data._target_=mine.Rings", "model=net", "model.width=32"]
-    assert read_config(words)[1].model.target.path == "mine.Net"
-
-
-def test_weights_of_lightning_become_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    weights = torch.nn.Linear(2, 3).state_dict()
-    torch.save({"state_dict": {f"model.{name}": value for name, value in weights.items()}}, "epoch=9.ckpt")
-    (code,) = fences("docs/migrating.md", "python")
-    exec(code, {})
-    assert torch.load("weights.pt", weights_only=True).keys() == weights.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_the_first_commands_run(page: str, in_tmp: Path) -> None:
-    """Those on the digits that come with the package, one after another, as a newcomer types them."""
-    shown = [shown.words for shown in shown_commands() if shown.page == page]
-    on_digits = [words for words in shown if "+recipe=resnet_digits" in words]
-    assert on_digits
-    for words in on_digits:
-        plain = [word for word in words if not word.startswith("epochs=")]
-        short = [] if {"--cfg", "--dry-run", "find"} & {*words} else ["epochs=2"]
-        assert run([*plain, *short]) == 0, words

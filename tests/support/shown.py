@@ -1,0 +1,72 @@
+"""What the README and docs/ show: code, spans and command lines; and a user's folder for them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from conftest import ROOT
+
+FILES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Shown(NamedTuple):
+    """A command line on a page."""
+
+    page: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{Path(self.page).stem}: {' '.join(self.words)}"[:100]
+
+
+def fences(page: str, language: str) -> list[str]:
+    return [text for kind, text in FENCE.findall(PAGES[page]) if kind == language]
+
+
+def spans(page: str) -> list[str]:
+    """The code within the text of a page."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", PAGES[page]))
+
+
+def shown_commands() -> Iterator[Shown]:
+    """Every `ptfast` and `-m ptfast` command line, without its comment."""
+    for page in PAGES:
+        blocks = [text for kind in ("", "bash") for text in fences(page, kind)]
+        lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines()]
+        for line in [*lines, *spans(page)]:
+            command = re.match(r"(?:.*-m )?ptfast (?=[a-z-])(.*)", line)
+            if command:
+                yield Shown(page, tuple(shlex.split(command[1], comments=True)))
+
+
+COMMANDS_SHOWN = sorted({shown.words: shown for shown in shown_commands()}.values())
+"""Each once, whatever pages show it."""
+OWN_PARTS = "docs/own-parts.md"
+"""The page of which every example is trained."""
+TRAINING = [s for s in COMMANDS_SHOWN if s.words[0] in ("train", "find") and s.page != OWN_PARTS]
+
+
+@contextlib.contextmanager
+def users_folder(folder: Path) -> Iterator[Path]:
+    """Work in `folder` with what the commands on the pages name: `mine.py` and recipes."""
+    code = [text for page in (OWN_PARTS, "docs/streams.md") for text in fences(page, "python")]
+    (folder / "mine.py").write_text("\n".join(code))
+    for text in [*fences("docs/config.md", "yaml"), *fences(OWN_PARTS, "yaml")]:
+        if name := re.match(r"# (\w+\.yaml)", text):
+            (folder / name[1]).write_text(text)
+    (folder / "found.yaml").write_text("defaults:\n  - resnet_digits\n\noptimizer:\n  lr: 0.0076\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        patch.delitem(sys.modules, "mine", raising=False)
+        yield folder
+        sys.modules.pop("mine", None)
