@@ -19,7 +19,7 @@ from ptfast.core import run_directory
 from ptfast.core.distributed import Ranks, barrier, init_process_group, world
 from ptfast.core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, PtfastError
 from ptfast.core.machine import is_memory_error
-from ptfast.core.protocols import Run
+from ptfast.core.run import Run
 from ptfast.core.sections.targets import locate
 from ptfast.data.build_data import Data
 from ptfast.launch.elastic import run_elastic
