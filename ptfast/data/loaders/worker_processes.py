@@ -195,6 +195,17 @@ def failed(error: BaseException) -> PtfastError:
     return _lack(error) or DataError("D008", f"the data set raised {describe(error)}", key="data")
 
 
+@contextlib.contextmanager
+def as_data_errors() -> Iterator[None]:
+    """Turn what a user's data set raises into a DataError D008 that names its type, message and place."""
+    try:
+        yield
+    except PtfastError:
+        raise
+    except RAISED as error:
+        raise failed(error) from error
+
+
 def _lack(error: BaseException) -> MachineError | None:
     """The error for what there is too little of to pass batches on, if that is what `error` says."""
     text = str(error)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from ptfast.core.errors import DataError, PtfastError
+from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX, TASKS, DataInfo
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
 from ptfast.data.label_checks import as_classes, check_labels, infer_task, shape_of, signed
-from ptfast.data.loaders.worker_processes import RAISED, failed
+from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import MapSource, Padding, TensorSource
 from ptfast.data.masks import kind_of_target
 from ptfast.data.sampling import counter_draws
@@ -77,17 +77,13 @@ class DatasetSource(MapSource):
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         wanted = indices.tolist()
-        try:
+        with as_data_errors():
             with seeded(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *wanted[:1])):
                 if hasattr(self.dataset, "__getitems__"):
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = [self.dataset[i] for i in wanted]
             raw = default_collate(samples if self._lengths is None else self._filled(samples))
-        except PtfastError:
-            raise
-        except RAISED as error:
-            raise failed(error) from error
         raw = self.checked(raw, wanted)
         if self.images:
             return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
@@ -137,16 +133,12 @@ def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) 
         DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no data set
             or its first sample cannot be read.
     """
-    try:
+    with as_data_errors():
         splits = _adapt(dataset, seed, task, known)
         for name in ("val", "test"):
             held_out = getattr(dataset, name, None)
             if isinstance(held_out, Dataset):
                 splits = splits._replace(**{name: _adapt(held_out, seed, task, known or splits.info).train})
-    except PtfastError:
-        raise
-    except RAISED as error:
-        raise failed(error) from error
     return splits
 
 

@@ -11,9 +11,9 @@ from typing import Any, Literal, cast
 
 from torch.utils.data import IterableDataset
 
-from ptfast.core.errors import ConfigError, DataError, PtfastError
+from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.tensors.torch_internals import data_worker
-from ptfast.data.loaders.worker_processes import RAISED, failed
+from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.streams.global_generators import OwnGenerators, seed_all
@@ -144,14 +144,10 @@ class IterableSource(BaseSource):
         return sample, info.asked
 
     def _samples(self, epoch: int) -> Iterator[Any]:
-        try:
+        with as_data_errors():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
             yield from self.dataset
-        except PtfastError:
-            raise
-        except RAISED as error:
-            raise failed(error) from error
 
 
 def check_kind(kind: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import default_collate
 
 from ptfast.core.batch_plan import BatchPlan
-from ptfast.core.errors import DataError, PtfastError
-from ptfast.data.loaders.worker_processes import failed
+from ptfast.core.errors import DataError
+from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.sampling.order import micro_batch_bounds
 from ptfast.data.streams.global_generators import OwnGenerators
 from ptfast.data.streams.iterable import IterableSource, Reader
@@ -70,12 +70,8 @@ class Reading:
             return list(islice(samples, number))
 
     def _collate(self, samples: list[Any], epoch: int, numbers: list[int]) -> Any:
-        try:
+        with as_data_errors():
             raw = default_collate(samples)
-        except PtfastError:
-            raise
-        except Exception as error:
-            raise failed(error) from error
         raw = self.source.checked(raw, numbers)
         if self.source.images:
             raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])

@@ -15,7 +15,6 @@ from running import build_run, same_bits
 from torch import Tensor
 
 from ptfast.config.read import read_config
-from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.loaders.side_stream import open_side_stream, prefetched
 from ptfast.data.map_source import as_tensor
 from ptfast.data.sources import arrays
@@ -131,11 +130,6 @@ def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_cpu_has_no_side_stream() -> None:
     assert open_side_stream(CPU) is None
-
-
-def test_tensors_are_found_wherever_they_are() -> None:
-    a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
-    assert list(tensors_in(((a, 3), {"b": [b, None]}, "text", c))) == [a, b, c]
 
 
 @pytest.mark.gpu
