@@ -74,7 +74,7 @@ class BaseSource:
         """Size of all images once held in memory as large as they are stored; as `held_bytes`."""
         return self.held_bytes
 
-    def see(self, indices: Indices, targets: Tensor) -> None:
+    def note_unreadable(self, indices: Indices, targets: Tensor) -> None:
         """Note which of the samples `indices` were unreadable for whoever has fetched `targets`."""
 
     def unreadable(self) -> list[str]:
@@ -288,8 +288,8 @@ class SubsetSource(MapSource):
     def ignores_labels(self) -> bool:
         return self.source.ignores_labels()
 
-    def see(self, indices: Indices, targets: Tensor) -> None:
-        self.source.see(self.indices[indices], targets)
+    def note_unreadable(self, indices: Indices, targets: Tensor) -> None:
+        self.source.note_unreadable(self.indices[indices], targets)
 
     def unreadable(self) -> list[str]:
         return self.source.unreadable()

@@ -25,7 +25,7 @@ class Prepare:
         normalizer: applied to the inputs on the device, None to leave them as they are.
         channels_last: memory format of 4-d inputs; their shape is (batch, channels, height, width) either
             way.
-        see: is shown indices and targets of each raw batch.
+        note_unreadable: receives indices and targets of each raw batch.
         pin: copy through pinned memory, so that the host does not wait for the transfer.
     """
 
@@ -37,10 +37,10 @@ class Prepare:
         normalizer: Normalizer | None,
         channels_last: bool,
         pin: bool,
-        see: Callable[[Indices, Tensor], None] | None = None,
+        note_unreadable: Callable[[Indices, Tensor], None] | None = None,
     ) -> None:
         self._device, self._images, self._normalizer = device, images, normalizer
-        self.channels_last, self.pin, self._see = channels_last, pin, see
+        self.channels_last, self.pin, self._note_unreadable = channels_last, pin, note_unreadable
         self._on_host = device.type == "cpu"
 
     def __call__(self, raw: Any) -> Any:
@@ -50,8 +50,8 @@ class Prepare:
         return self.move(raw)
 
     def micro_batch(self, raw: Any, share: Share) -> MicroBatch:
-        if self._see is not None:
-            self._see(share.indices, raw[1])
+        if self._note_unreadable is not None:
+            self._note_unreadable(share.indices, raw[1])
         return MicroBatch(self(raw), share.num_samples)
 
     def inputs(self, inputs: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def build_prepare(source: BaseSource, info: DataInfo, loading: Loading) -> Prepa
         normalizer=build_normalizer(info, loading.device, loading.normalize, images=source.images),
         channels_last=loading.channels_last,
         pin=loading.pins,
-        see=source.see if source.skips else None,
+        note_unreadable=source.note_unreadable if source.skips else None,
     )
 
 

@@ -43,7 +43,7 @@ class PackedSequences(MapSource):
         self.in_memory, self.packed = documents.in_memory, documents.packed
         self._seed = counter_draws.key(seed, counter_draws.WINDOW)
         lengths = documents.lengths()
-        slots, self._counts = pack(lengths, context_length)
+        slots, self._counts = pack_lengths(lengths, context_length)
         self._firsts = np.cumsum(self._counts) - self._counts
         self._slot_order = np.argsort(slots, kind="stable")
         self._lengths = lengths
@@ -97,7 +97,7 @@ class PackedSequences(MapSource):
         return self._placed[epoch]
 
 
-def pack(lengths: Lengths, capacity: int) -> tuple[Lengths, Lengths]:
+def pack_lengths(lengths: Lengths, capacity: int) -> tuple[Lengths, Lengths]:
     """Fill windows with documents by best fit: the longest first, each where the least room is left.
 
     Args:

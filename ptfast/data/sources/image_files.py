@@ -112,7 +112,7 @@ class ImageFiles(MapSource):
 
         return torch.stack(self._each(indices, crop))
 
-    def see(self, indices: Indices, targets: Tensor) -> None:
+    def note_unreadable(self, indices: Indices, targets: Tensor) -> None:
         self.corrupt.update(indices[targets.numpy() == IGNORE_INDEX].tolist())
 
     def unreadable(self) -> list[str]:

@@ -19,7 +19,7 @@ from ptfast.cli import command_line
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX, Packed
-from ptfast.data.sampling.sequence_packing import PackedSequences, pack
+from ptfast.data.sampling.sequence_packing import PackedSequences, pack_lengths
 from ptfast.data.sources.ragged_text import Documents
 from ptfast.data.sources.text_dataset import TextFile
 from ptfast.models.attention import attention, within_sequences
@@ -59,7 +59,7 @@ def found_in(inputs: Packed, targets: torch.Tensor) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("count", "capacity"), [(1, 8), (50, 100), (2000, 64), (3000, 1000)])
 def test_windows_are_full_and_no_document_is_lost(count: int, capacity: int) -> None:
     lengths = np.clip(np.random.default_rng(count).lognormal(3, 1, count), 1, capacity).astype(np.int64)
-    slots, counts = pack(lengths, capacity)
+    slots, counts = pack_lengths(lengths, capacity)
     assert sorted(slots) == sorted(lengths)
     filled = np.add.reduceat(slots, np.cumsum(counts) - counts)
     assert filled.max() <= capacity
@@ -67,7 +67,7 @@ def test_windows_are_full_and_no_document_is_lost(count: int, capacity: int) -> 
 
 
 def test_documents_that_share_no_window_have_one_each() -> None:
-    slots, counts = pack(np.array([6, 7, 8, 5]), 9)
+    slots, counts = pack_lengths(np.array([6, 7, 8, 5]), 9)
     assert sorted(slots) == [5, 6, 7, 8]
     assert counts.tolist() == [1, 1, 1, 1]
 
