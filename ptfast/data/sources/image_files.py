@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -158,7 +158,7 @@ class ImageFiles(MapSource):
 
     def take(self, indices: Indices) -> ImageFiles:
         taken = type(self)(
-            [self.paths[int(i)] for i in indices],
+            self._select(indices),
             self.targets.index_select(0, as_tensor(indices)),
             self.decoder,
             "skip" if self.skips else "error",
@@ -166,3 +166,15 @@ class ImageFiles(MapSource):
         )
         taken.shape = self.shape
         return taken
+
+    def _select(self, indices: Indices) -> Any:
+        """The paths at `indices`, as the constructor takes them."""
+        return [self.paths[int(i)] for i in indices]
+
+
+def set_shapes(sources: Mapping[str, ImageFiles]) -> tuple[int, ...]:
+    """Expect images of one size from all splits, that of the first: (channels, height, width)."""
+    shape = tuple(sources["train"].fetch(np.arange(1))[0].shape[1:])
+    for source in sources.values():
+        source.shape = shape
+    return (shape[2], *shape[:2])

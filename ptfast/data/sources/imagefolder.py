@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
 from ptfast.core.errors import ConfigError
@@ -17,7 +16,7 @@ from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
 from ptfast.data.packs.packed_images import PackedFolder
 from ptfast.data.sources.class_folders import Listing, list_tree
-from ptfast.data.sources.image_files import ImageFiles, OnCorrupt
+from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 
 if TYPE_CHECKING:
     from ptfast.core.durations import Duration
@@ -77,10 +76,7 @@ class ImageFolder:
             split: files_class(paths, torch.tensor(labels), decoder, self.on_corrupt, self.threads)
             for split, (paths, labels) in listings.items()
         }
-        height, width, channels = sources["train"].fetch(np.arange(1))[0].shape[1:]
-        for source in sources.values():
-            source.shape = height, width, channels
-        info = image_info((channels, height, width), class_names=classes)
+        info = image_info(set_shapes(sources), class_names=classes)
         files = cache(partial(self._look, classes, listings))
         return Splits.of(info, sources, contents=lambda: files()[0], cache_key=lambda: files()[1])
 

@@ -19,10 +19,9 @@ from ptfast.core.machine import spare_cores
 from ptfast.data.data_fingerprint import Contents, describe_part
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder
-from ptfast.data.map_source import as_tensor
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices, permutation
-from ptfast.data.sources.image_files import ImageFiles, OnCorrupt
+from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 from ptfast.data.streams.shard_index import Label, Shard, index_shard
 from ptfast.data.streams.tar_headers import InTar
 
@@ -80,12 +79,9 @@ class WebDataset:
             )
             for split, index in indices.items()
         }
-        shape = height, width, channels = tuple(sources["train"].fetch(np.arange(1))[0].shape[1:])
-        for source in sources.values():
-            source.shape = shape
         paths = [path for index in indices.values() for path in index.paths]
         num_classes = 0 if names is not None else max(map(int, indices["train"].labels)) + 1
-        info = image_info((channels, height, width), class_names=names, num_classes=num_classes)
+        info = image_info(set_shapes(sources), class_names=names, num_classes=num_classes)
         note = f"in {len(paths)} shard{'s' * (len(paths) > 1)}"
 
         def cache_key() -> str:
@@ -114,12 +110,8 @@ class ShardedImages(ImageFiles):
             return None
         return nearby(seed, epoch, self.members.shards, self.shuffle_buffer)
 
-    def take(self, indices: Indices) -> ShardedImages:
-        targets = self.targets.index_select(0, as_tensor(indices))
-        skips: OnCorrupt = "skip" if self.skips else "error"
-        taken = ShardedImages(self.members[indices], targets, self.decoder, skips, self.threads)
-        taken.shape = self.shape
-        return taken
+    def _select(self, indices: Indices) -> Members:
+        return self.members[indices]
 
 
 @dataclass(frozen=True, eq=False)
