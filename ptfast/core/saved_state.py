@@ -15,8 +15,7 @@ import torch
 
 from ptfast.core.errors import MachineError, SavedStateError
 
-FORMAT = 2
-"""States of format 1 repeat `resolved.json`; they are read alike."""
+FORMAT = 1
 MANIFEST = "manifest.json"
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +40,7 @@ from ptfast.core.units import num_bytes
 from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
 from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal.display import Display, build_display
-from ptfast.training.stopping import Preempted, caught_signals
+from ptfast.training.stopping import Preempted, Signals, caught_signals
 
 STARTED_VARIABLE = "PTFAST_STARTED"
 SKIPPED_NAMES = 5
@@ -52,6 +53,17 @@ EXIT_CODES = {
     "preempted": EXIT_PREEMPTED,
     "interrupted": EXIT_INTERRUPTED,
 }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank's part in a run has ended."""
+
+    status: str = "failed"
+    exit_code: int = EXIT_BUG
+    error_line: str | None = None
+    together: bool = True
+    """False where this rank leaves without waiting for the others."""
 
 
 def train(
@@ -70,8 +82,7 @@ def train(
     display = build_display(ranks.rank)
     logger: Any = NoLogger()
     run: Run | None = None
-    status, error_line = "failed", None
-    exit_code, together = EXIT_BUG, True
+    outcome = Outcome()
     # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
     with caught_signals(display, ranks) as signals:
         try:
@@ -112,55 +123,59 @@ def train(
             compiling = run.compilation.booking(clock) if run.compilation is not None else _nothing
             with looking, compiling, naming_mismatch(config.checkpointing.mode):
                 status = fit(run)
-            exit_code = EXIT_CODES[status]
-        except PtfastError as error:
-            exit_code, error_line = error.exit_code, str(error)
-            raise
-        except Preempted as signalled:
-            exit_code, error_line, together = signals.exit_code, str(signalled), False
-        except KeyboardInterrupt:
-            where = f"at step {run.progress.step}, without saving" if run else "before the first step"
-            status, exit_code, error_line = "interrupted", EXIT_INTERRUPTED, f"interrupted {where}"
-            raise
-        except (Exception, SystemExit) as error:
-            error_line = f"{type(error).__name__}: {error}"
-            is_lost = ranks.distributed and is_connection_lost(error)
-            if is_lost and signals.received is None:
-                lost = ParallelError("P001", "another rank died or hangs", key=str(folder))
-                exit_code, error_line = lost.exit_code, str(lost)
-                raise lost from error
-            if machine.is_memory_error(error):
-                full = _out_of_memory(config)
-                exit_code, error_line = full.exit_code, str(full)
-                raise full from error
-            if run is not None:
-                from ptfast.training.user_code import failure
-
-                if (named := failure(error, run)) is not None:
-                    exit_code, error_line = named.exit_code, str(named)
-                    raise named from error
-            if not is_lost:
+            outcome = Outcome(status, EXIT_CODES[status])
+        except (Exception, SystemExit, KeyboardInterrupt, Preempted) as error:
+            outcome, raised = _ended_by(error, run, config, folder, ranks, signals)
+            if raised is error:
                 raise
-            # Another rank was sent the signal too, and has left its wait for data.
-            where = f"at step {run.progress.step}, without saving" if run else "before the first step"
-            error_line = f"stopped {where}: another rank has left"
-            exit_code, together = signals.exit_code, False
+            if raised is not None:
+                raise raised from error
         finally:
             signals.closing = True
-            if not together:
-                status = "interrupted" if exit_code == EXIT_INTERRUPTED else "preempted"
-                display.warn(str(error_line))
+            if not outcome.together:
+                display.warn(str(outcome.error_line))
             clock.to("closing" if run is not None else "start_up")
             with contextlib.suppress(Exception):
                 if run is not None:
                     run.close()
             if ranks.is_first:
-                _close(folder, config, run, display, logger, clock, status, exit_code, error_line)
+                _close(folder, config, run, display, logger, clock, outcome)
         # torchrun ends the ranks that are left as soon as one fails: none leaves before all is written.
-        if together:
+        if outcome.together:
             barrier(ranks)
             destroy_process_group()
-    return exit_code
+    return outcome.exit_code
+
+
+def _ended_by(
+    error: BaseException, run: Run | None, config: Config, folder: Path, ranks: Ranks, signals: Signals
+) -> tuple[Outcome, BaseException | None]:
+    """How an error ends this rank, and the error to raise; None where a signal is the cause."""
+    where = f"at step {run.progress.step}, without saving" if run else "before the first step"
+    signalled = "interrupted" if signals.exit_code == EXIT_INTERRUPTED else "preempted"
+    if isinstance(error, Preempted):
+        return Outcome(signalled, signals.exit_code, str(error), together=False), None
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome("interrupted", EXIT_INTERRUPTED, f"interrupted {where}"), error
+    is_lost = ranks.distributed and is_connection_lost(error)
+    known: PtfastError | None = None
+    if isinstance(error, PtfastError):
+        known = error
+    elif is_lost and signals.received is None:
+        known = ParallelError("P001", "another rank died or hangs", key=str(folder))
+    elif machine.is_memory_error(error):
+        known = _out_of_memory(config)
+    elif run is not None:
+        from ptfast.training.user_code import failure
+
+        known = failure(error, run)
+    if known is not None:
+        return Outcome(exit_code=known.exit_code, error_line=str(known)), known
+    if not is_lost:
+        return Outcome(error_line=f"{type(error).__name__}: {error}"), error
+    # Another rank was sent the signal too, and has left its wait for data.
+    line = f"stopped {where}: another rank has left"
+    return Outcome(signalled, signals.exit_code, line, together=False), None
 
 
 def _out_of_memory(config: Config) -> MachineError:
@@ -200,9 +215,7 @@ def _close(
     display: Display,
     logger: Any,
     clock: Clock,
-    status: str,
-    exit_code: int,
-    error_line: str | None,
+    outcome: Outcome,
 ) -> None:
     """Write what came of the run; a failure to write hides no failure of the run itself.
 
@@ -216,19 +229,20 @@ def _close(
         logger.close()
     except PtfastError as error:
         failure = error
-    if failure is not None and error_line is None:
-        status, exit_code, error_line = "failed", failure.exit_code, str(failure)
+    if failure is not None and outcome.error_line is None:
+        outcome = Outcome(exit_code=failure.exit_code, error_line=str(failure))
     else:
         failure = None
+    error_line, may_measure = outcome.error_line, outcome.status in ("finished", "stopped", "paused")
     light: dict[str, Any] | None = None
     if run is not None and run.counter is not None and error_line is None:
         from ptfast.profiling.limits.closing import speed_of_light
 
         try:
-            light = speed_of_light(run, config, may_measure=status in ("finished", "stopped", "paused"))
+            light = speed_of_light(run, config, may_measure=may_measure)
         except Exception as error:
             display.warn(f"the machine's limits are not told: {type(error).__name__}: {error}")
-    summary = summarise(run, clock, status, exit_code, error_line)
+    summary = summarise(run, clock, outcome)
     if light is not None:
         summary["speed_of_light"] = light
     summary |= {"recipe": config.recipe, "run_dir": str(folder)}
@@ -251,16 +265,14 @@ def _close(
         raise failure
 
 
-def summarise(
-    run: Run | None, clock: Clock, status: str, exit_code: int, error: str | None
-) -> dict[str, Any]:
+def summarise(run: Run | None, clock: Clock, outcome: Outcome) -> dict[str, Any]:
     """The content of `summary.json`: the outcome, the figures, and every second of wall time by cause."""
-    summary: dict[str, Any] = {"status": status, "exit_code": exit_code}
-    if error is not None:
-        summary["error"] = error
-    if run is not None and run.status.stop_reason is not None:
-        summary["reason"] = run.status.stop_reason
+    summary: dict[str, Any] = {"status": outcome.status, "exit_code": outcome.exit_code}
+    if outcome.error_line is not None:
+        summary["error"] = outcome.error_line
     if run is not None:
+        if run.status.stop_reason is not None:
+            summary["reason"] = run.status.stop_reason
         progress = run.progress
         summary |= {
             "task": run.resolved.task,
