@@ -11,7 +11,7 @@ from typing import Any
 
 from ptfast import optim
 from ptfast.core.sections.key_rules import Rule, Unused
-from ptfast.core.technique import PROMISES, Kind, Need, Technique
+from ptfast.core.sections.technique import PROMISES, Kind, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.data.loaders import transfer_records
 from ptfast.optim import parameter_records

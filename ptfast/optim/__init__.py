@@ -15,7 +15,7 @@ from ptfast.core.sections.key_rules import Place, Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section, TargetSection
 from ptfast.core.sections.targets import Target, keywords
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel
 from ptfast.techniques.schedule import Schedule

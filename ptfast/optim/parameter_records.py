@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(

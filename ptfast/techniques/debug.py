@@ -9,7 +9,7 @@ from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 
 class Debug(Section):

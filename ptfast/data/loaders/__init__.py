@@ -11,7 +11,7 @@ from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 from ptfast.data import Data
 
 

@@ -8,7 +8,7 @@ from ptfast.core.run import Resolved
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 from ptfast.optim import Optimizer
 from ptfast.techniques.curriculum import Curriculum
 

@@ -8,7 +8,7 @@ from ptfast.core.sections.coerce import NOT_NEGATIVE, Range
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Part, Ratio, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 
 class Augment(Section):

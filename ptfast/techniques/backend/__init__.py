@@ -5,7 +5,7 @@ from __future__ import annotations
 from ptfast.core.run import Resolved
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 
 class Backend(Section):

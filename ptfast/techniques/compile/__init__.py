@@ -9,7 +9,7 @@ from ptfast.core.run import Run
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import OrAuto, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel
 

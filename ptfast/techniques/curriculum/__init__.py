@@ -10,7 +10,7 @@ from ptfast.core.sections.coerce import POSITIVE, InUnit
 from ptfast.core.sections.key_rules import Unused, longer_than_run
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 
 class Curriculum(Section):

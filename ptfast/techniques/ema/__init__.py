@@ -10,7 +10,7 @@ from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Every, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 
 class Ema(Section):

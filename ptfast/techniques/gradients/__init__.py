@@ -7,7 +7,7 @@ from typing import Annotated
 from ptfast.core.sections.coerce import POSITIVE
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 
 class Gradients(Section):

@@ -11,7 +11,7 @@ from ptfast.core.sections.coerce import POSITIVE, Range
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section, WallTime
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 from ptfast.techniques.debug import Debug
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.precision import Precision

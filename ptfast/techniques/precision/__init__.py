@@ -7,7 +7,7 @@ from typing import Literal
 from ptfast.core import devices
 from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 
 class Precision(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ptfast.core.run import Resolved
 from ptfast.core.sections.section import OrAuto, Section
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 
 class Rewrites(Section):

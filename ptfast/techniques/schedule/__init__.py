@@ -10,7 +10,7 @@ from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.key_rules import longer_than_run
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import TargetSection
-from ptfast.core.technique import Technique
+from ptfast.core.sections.technique import Technique
 
 
 class Schedule(TargetSection):

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Variable
 
 from ptfast.core.run import Run
+from ptfast.core.tensors.torch_internals import after_backward
 from ptfast.techniques.parallel.wrapping import RunningStatistics
 
 _nothing = nullcontext()
@@ -52,7 +52,7 @@ class RankSync:
         """
 
         def call_at_end(grad: Tensor) -> None:
-            Variable._execution_engine.queue_callback(partial(self._run.clock.to, "gradient_sync"))
+            after_backward(partial(self._run.clock.to, "gradient_sync"))
 
         def booked(model: Any, data: Any) -> tuple[Tensor, Any]:
             loss, num_items = loss_of(model, data)
