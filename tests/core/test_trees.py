@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptfast.core.trees import map_tensors, tensors_in
+from ptfast.core.tensors.trees import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):
