@@ -299,19 +299,19 @@ def ignite(bench: Bench) -> Mlp:
 class Contender:
     name: str
     train: Callable[[Bench], Mlp]
-    package: str | None = None
-    """What must be installed for it, as named in the package index."""
+    packages: tuple[str, ...] = ()
+    """The packages that it needs, as named in the package index."""
 
 
 CONTENDERS = (
     Contender("ptfast", ptfast),
     Contender("by hand: ptfast's batches, fused SGD, LR table", by_hand),
     Contender("by hand: DataLoader, SGD, LambdaLR", tutorial),
-    Contender("Ignite", ignite, "pytorch-ignite"),
-    Contender("Accelerate", accelerate, "accelerate"),
-    Contender("Lightning, all off", lightning_lean, "lightning"),
-    Contender("HF Trainer", hf_trainer, "transformers"),
-    Contender("Lightning, default with self.log", lightning_default, "lightning"),
+    Contender("Ignite", ignite, ("pytorch-ignite",)),
+    Contender("Accelerate", accelerate, ("accelerate",)),
+    Contender("Lightning, all off", lightning_lean, ("lightning",)),
+    Contender("HF Trainer", hf_trainer, ("transformers", "accelerate")),
+    Contender("Lightning, default with self.log", lightning_default, ("lightning",)),
 )
 
 
@@ -351,8 +351,8 @@ def main() -> None:
     for contender in CONTENDERS:
         if args.only and not any(word.lower() in contender.name.lower() for word in args.only):
             continue
-        if contender.package and version_of(contender.package) is None:
-            print(f"left out: {contender.name} ({contender.package} is not installed)")
+        if missing := [package for package in contender.packages if version_of(package) is None]:
+            print(f"left out: {contender.name} ({' and '.join(missing)} not installed)")
             continue
         contenders.append(contender)
 
@@ -369,7 +369,7 @@ def main() -> None:
             print(f"round {round_number} of {args.rounds}", file=sys.stderr)
 
     print_table(contenders, steps_us, losses)
-    packages = ["torch", *dict.fromkeys(c.package for c in contenders if c.package)]
+    packages = ["torch", *dict.fromkeys(package for c in contenders for package in c.packages)]
     versions = ", ".join(f"{package} {version_of(package)}" for package in packages)
     length = f"{bench.total_steps:,} steps, {args.hidden} hidden layers, 1 thread"
     print(f"\n{args.rounds} interleaved rounds of {length}. {versions}.")
