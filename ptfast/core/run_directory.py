@@ -84,9 +84,22 @@ def list_runs(parent: Path) -> list[Path]:
     return sorted(runs, key=lambda path: path.name, reverse=True)
 
 
+_held: set[TextIO] = set()
+
+
+def _release_in_child() -> None:
+    """Leave the lock to the parent: a worker process that outlives it would hold the folder on."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
 @contextlib.contextmanager
 def hold(folder: Path) -> Any:
-    """Hold `folder` for this process; the system lets go of it however the process ends.
+    """Hold `folder` for this process; the system releases it however the process ends.
 
     Raises:
         MachineError: E003 when another run holds it, naming the holder.
@@ -100,6 +113,7 @@ def hold(folder: Path) -> Any:
         file.close()
         hint = "Wait for it to end, or set another run.dir"
         raise MachineError("E003", f"in use by {holder}", key=str(folder), suggestion=hint) from error
+    _held.add(file)
     try:
         file.truncate(0)
         file.write(
@@ -109,8 +123,10 @@ def hold(folder: Path) -> Any:
         yield
     finally:
         # The file stays: were it removed, one process could hold the old file and another a new one.
-        file.truncate(0)
-        file.close()
+        if not file.closed:
+            file.truncate(0)
+            file.close()
+        _held.discard(file)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from resuming import (
     arm,
     assert_same_run,
 )
-from running import build_run, records, same_bits, summary, train, weights
+from running import WITH_TESTS, build_run, records, same_bits, summary, train, weights
 
 from ptfast.core import run_directory, saved_state
 from ptfast.core.saved_state import list_states, point
@@ -157,6 +160,24 @@ def test_who_made_a_directory_is_known(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     assert run_directory.create_folder(folder) == [folder, tmp_path / "runs"]
     assert run_directory.create_folder(folder) == []
+
+
+def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_directory(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from ptfast.core import run_directory
+with run_directory.hold(Path(sys.argv[1])):
+    if os.fork() == 0:
+        sys.stdin.read()
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command, environment = [sys.executable, "-c", code, str(tmp_path)], {**os.environ, **WITH_TESTS}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) as killed:
+        assert killed.wait(timeout=60) == -signal.SIGKILL
+        with run_directory.hold(tmp_path):
+            pass
 
 
 def test_a_directory_in_use_is_refused(
