@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,10 @@ from ptfast.config.files import paths
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core import errors
+from scripts import doc_tables
 
 LINKING = {**PAGES, **{name: (ROOT / name).read_text() for name in ("CONTRIBUTING.md", "CHANGELOG.md")}}
 QUICK = [shown for shown in COMMANDS_SHOWN if shown.words[0] in ("recipes", "copy", "schema", "completion")]
-FOR_RECIPES = {"adamw_onecycle", "adamw_gpt", "adamw_text", "resnet_digits"}
-"""Options whose numbers belong to one recipe."""
 OTHERS_KEYS = {"docs/migrating.md"}
 """Pages that show the arguments of other frameworks."""
 FORMS = {"group=option", "group.key=value", "model=net"}
@@ -217,14 +216,23 @@ def test_the_table_of_groups_lists_the_options_that_there_are() -> None:
     listed = {group: set(re.findall(r"`(\w+)`", text)) for group, text in rows}
     assert set(listed) == set(paths.groups())
     for group, options in listed.items():
-        assert options == set(paths.options(group)) - FOR_RECIPES, group
+        assert options == set(paths.options(group)) - doc_tables.FOR_RECIPES, (
+            f"{group}: scripts/doc_tables.py"
+        )
 
 
 def test_the_tables_of_techniques_are_the_catalogue() -> None:
     page = PAGES["docs/techniques.md"]
-    assert import_module("scripts.techniques_table").written(page) == page, (
-        "scripts/techniques_table.py writes it"
-    )
+    assert doc_tables.techniques(page) == page, "scripts/doc_tables.py writes it"
+
+
+def test_a_new_option_goes_into_the_table_of_groups() -> None:
+    page = PAGES["docs/config.md"]
+    assert doc_tables.groups(page) == page
+    for before, after in {" `none` `longest`": " `none`", " `muon`, or": ", or", " `plain` |": " |"}.items():
+        assert before in page
+        shorter = doc_tables.groups(page.replace(before, after))
+        assert Counter(re.findall(r"\w+", shorter)) == Counter(re.findall(r"\w+", page)), before
 
 
 def test_every_code_is_explained() -> None:

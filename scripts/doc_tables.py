@@ -1,0 +1,63 @@
+"""Write the tables of docs/ that follow from the code: scripts/doc_tables.py
+
+The tables of docs/techniques.md, from the catalogue, and new options in the table of docs/config.md.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ptfast.cli.techniques_command import markdown  # noqa: E402
+from ptfast.config.files import paths  # noqa: E402
+
+DOCS = ROOT / "docs"
+MARK = "<!-- Below: written by scripts/doc_tables.py -->"
+"""What stands above it on the page is written by hand."""
+FOR_RECIPES = {"adamw_onecycle", "adamw_gpt", "adamw_text", "resnet_digits"}
+"""Options with a recipe's numbers, which the table of groups leaves out."""
+GROUP = re.compile(r"^\| `(\w+)` \| ((?:`\w+`(?: \([^()]*\))? ?)*)(.*) \|$")
+"""A row of the table of groups: the group, its options with what is said of each, and what else is said."""
+
+
+def techniques(text: str) -> str:
+    """`text` with everything below its mark written anew: a heading and a table for each family."""
+    before, mark, _ = text.partition(MARK)
+    assert mark, f"techniques.md has lost its mark {MARK}"
+    header, rule, *rows = markdown().splitlines()
+    lines: list[str] = []
+    for row in rows:
+        family = row.startswith("| **") and row.split("**")[1]
+        lines += ["", f"## {family}", "", header, rule] if family else [row]
+    return "\n".join([before + mark, *lines, ""])
+
+
+def groups(text: str) -> str:
+    """`text` with each option that its group's row does not name behind those that it does."""
+    before, heading, after = text.partition("## Groups and options\n")
+    section, end, rest = after.partition("\n## ")
+    lines = [_with_new_options(line) for line in section.splitlines()]
+    return "".join([before, heading, "\n".join(lines), "\n" if section.endswith("\n") else "", end, rest])
+
+
+def _with_new_options(line: str) -> str:
+    row = GROUP.match(line)
+    if row is None:
+        return line
+    group, listed, said = row.groups()
+    new = [name for name in paths.options(group) if f"`{name}`" not in line and name not in FOR_RECIPES]
+    if not new:
+        return line
+    names = " ".join(f"`{name}`" for name in new)
+    gap = " " if listed.endswith(" ") else ""
+    return f"| `{group}` | {listed.rstrip()} {names}{gap}{said} |"
+
+
+if __name__ == "__main__":
+    for page, written in {"techniques.md": techniques, "config.md": groups}.items():
+        file = DOCS / page
+        file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")
