@@ -42,8 +42,10 @@ def apply_diff(tree: Path, diff: str) -> None:
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree with all that the page adds."""
     tree = tmp_path_factory.mktemp("extended")
-    for folder in ("ptfast", "conf", "recipes"):
+    for folder in ("ptfast", "conf", "recipes", "docs", "scripts", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, tree / name)
     for language, text in FENCE.findall(PAGE.read_text("utf-8")):
         if language == "diff":
             apply_diff(tree, text)
@@ -88,8 +90,32 @@ def test_every_part_trains_and_shows(extended: Path) -> None:
     assert "loss=" in (extended / "logged" / "log.txt").read_text("utf-8")
 
 
-def test_the_technique_has_a_test_that_passes(extended: Path) -> None:
-    python(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/techniques/test_inplace_relu.py")
+def test_the_tests_of_every_addition_pass(extended: Path) -> None:
+    """Those that the page names, as far as they are about what it adds."""
+    python(extended, "scripts/doc_tables.py")
+    options = (
+        "optimizer/sign_sgd",
+        "model/linear",
+        "data/points",
+        "schedule/inverse_root",
+        "logger/plain_log",
+    )
+    techniques = (
+        "it_gives_what_plain_gives[ReLU-in-place]",
+        "it_trains[sign-sgd]",
+        "it_trains[inverse-root]",
+    )
+    records = ("every_option_has_a_record", "options_that_records_name_exist", "a_record_is_complete")
+    python(
+        extended,
+        *("-m", "pytest", "-p", "no:xdist", "tests/techniques/test_inplace_relu.py"),
+        *(f"tests/test_options.py::test_it_trains[{option}]" for option in options),
+        *(f"tests/test_techniques.py::test_{name}" for name in (*techniques, *records)),
+        "tests/test_layers.py::test_names_and_folders_can_be_told_apart",
+        "tests/test_docs.py::test_the_table_of_groups_lists_the_options_that_there_are",
+        "tests/test_docs.py::test_the_tables_of_techniques_are_the_catalogue",
+        "tests/config/test_json_schema.py::test_every_key_is_there_and_explained",
+    )
 
 
 def test_the_rooms_keep_their_order(extended: Path) -> None:
