@@ -90,6 +90,7 @@ def test_every_part_trains_and_shows(extended: Path) -> None:
     assert "loss=" in (extended / "logged" / "log.txt").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_tests_of_every_addition_pass(extended: Path) -> None:
     """Those that the page names, as far as they are about what it adds."""
     python(extended, "scripts/doc_tables.py")
