@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ptfast.cli.flags import Command, read_flags
-from ptfast.cli.help_text import help_text
+from ptfast.cli.help_text import WIDTH, help_text
 from ptfast.core.errors import (
     COMMAND_LINE,
     EXIT_BUG,
@@ -158,6 +159,9 @@ def _read_config(arguments: list[str], file: Path | None = None) -> Any:
 
 def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
     path, overrides = _first(arguments, "eval", "RUN|STATE")
+    if paths := [word for word in overrides if "=" not in word]:
+        hint = "Usage: ptfast eval RUN|STATE [key=value ...]"
+        raise ConfigError("C001", "one argument too many", key=paths[0], suggestion=hint)
     state_folder, composed, config = _saved_run(path, overrides)
     from ptfast.training.saved_model import evaluate_saved
 
@@ -193,8 +197,9 @@ def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.config.editors.help import recipes
 
     for entry in recipes():
-        print(f"{entry.name}\n    {entry.summary}\n    {entry.command}\n")
-    print("ptfast copy NAME FILE gives you one to edit.")
+        summary = textwrap.fill(entry.summary, WIDTH, initial_indent="    ", subsequent_indent="    ")
+        print(f"{entry.name}\n{summary}\n    {entry.command}\n")
+    print("ptfast copy NAME FILE writes one to edit.")
     return EXIT_OK
 
 
@@ -210,7 +215,7 @@ def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
     name = " ".join(arguments)
     if "--markdown" in flags and name:
         hint = "Leave one of the two out"
-        raise ConfigError("C011", "the README's table is of all techniques", key=name, suggestion=hint)
+        raise ConfigError("C011", "the Markdown table is of all techniques", key=name, suggestion=hint)
     if "--markdown" in flags:
         print(markdown())
     else:
@@ -281,9 +286,7 @@ COMMANDS: dict[str, Command] = {
         _train,
         {"--multirun": False, "--dry-run": False, "--config": True, "--cfg": True, "--info": True},
     ),
-    "eval": Command(
-        "RUN|STATE [key=value ...]", "repeat an evaluation of a saved state", _eval, {"--split": True}
-    ),
+    "eval": Command("RUN|STATE [key=value ...]", "evaluate a saved state", _eval, {"--split": True}),
     "predict": Command(
         "RUN PATH... [key=value ...]", "write predictions for files", _predict, {"--out": True}
     ),
@@ -310,15 +313,15 @@ COMMANDS: dict[str, Command] = {
     ),
     "find": Command(
         "lr|batch|workers [+recipe=NAME] [key=value ...]",
-        "find the best learning rate, batch size or loader here",
+        "measure the best learning rate, batch size or loader",
         _find,
         dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
         | {"--noise": False, "--checkpointing": False},
     ),
-    "recipes": Command("", "list the recipes and what each promises", _recipes, {}, 0),
+    "recipes": Command("", "list the recipes and what each reaches", _recipes, {}, 0),
     "techniques": Command(
         "[NAME]",
-        "what makes training faster, and what of it applies here",
+        "list what makes training faster, and whether it applies here",
         _techniques,
         {"--markdown": False},
     ),

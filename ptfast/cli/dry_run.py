@@ -10,7 +10,7 @@ from pathlib import Path
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK
-from ptfast.core.units import duration, num_bytes, short_count
+from ptfast.core.units import duration, num_bytes
 from ptfast.report.terminal.display import build_display, table
 
 TIMED_STEPS = 5
@@ -27,6 +27,7 @@ def dry_run(config: Config) -> int:
     """
     from ptfast.core.machine import peak_memory_bytes
     from ptfast.profiling.limits.operators import Operators, total_flops
+    from ptfast.profiling.limits.roofline import flop
     from ptfast.training.build import build
     from ptfast.training.fit import try_out
     from ptfast.training.step import Trainer
@@ -65,8 +66,8 @@ def dry_run(config: Config) -> int:
         states = config.saving.keep + (2 if config.saving.best else 1)
         rows = [
             ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),
-            ("memory at peak", num_bytes(peak_memory_bytes(run.device.type))),
-            ("operations per step", f"{short_count(flops)}FLOP" if flops else "not counted"),
+            ("peak memory", num_bytes(peak_memory_bytes(run.device.type))),
+            ("operations per step", flop(flops) if flops else "not counted"),
             ("time per step", f"{step_s * 1e3:,.1f} ms"),
             ("throughput", f"{run.train_loader.plan.batch_size / step_s:,.0f} samples/s"),
             ("time per epoch", duration(step_s * per_epoch) if per_epoch else "unknown: iterable data"),

@@ -36,11 +36,11 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
     """
     usage = f"Usage: ptfast find {'|'.join(SEARCHES)} [+recipe=NAME] [key=value ...]"
     if not arguments or "=" in arguments[0]:
-        raise ConfigError("C016", "what is to be found?", key="find", suggestion=usage)
+        raise ConfigError("C016", "an argument is missing", key="find", suggestion=usage)
     what, *words = arguments
     if what not in SEARCHES:
         hint = did_you_mean(what, SEARCHES) or usage
-        raise ConfigError("C003", "nothing that can be found", key="find", value=what, suggestion=hint)
+        raise ConfigError("C003", "no such search", key="find", value=what, suggestion=hint)
     options: dict[str, Any] = {}
     least = dict(FLAGS[what])
     if what == "batch" and "--noise" in flags:
@@ -53,7 +53,7 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
             hint = f"ptfast find {what} takes {', '.join([*least, *switches])}"
             if what == "batch" and flag == "--steps":
                 hint = "It is for --noise"
-            raise ConfigError("C015", f"means nothing to find {what}", key=flag, suggestion=hint)
+            raise ConfigError("C015", f"does not apply to find {what}", key=flag, suggestion=hint)
     for flag, (name, lowest) in least.items():
         if flag in flags:
             value = _number(flag, flags[flag], lowest)

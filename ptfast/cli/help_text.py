@@ -14,26 +14,26 @@ from ptfast.core.sections.nearest_name import did_you_mean
 WIDTH, INDENT = 80, 24
 FLAG_HELP = {
     "--multirun": "(-m) sweep: train one run per combination of key=a,b",
-    "--dry-run": "build everything, take one step of each kind, print what the run costs",
-    "--config": "train what a run's config.yaml says",
+    "--dry-run": "take a few steps without saving; print memory, time and disk of the run",
+    "--config": "train from a run's config.yaml",
     "--cfg": "(-c) print the composed config: job, hydra or all",
     "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
     "--split": "evaluate one split: val or test",
     "--out": "file to write, or folder",
     "--metric": "figure to rank by, such as val.accuracy",
     "--mode": "max or min: which way the figure is better",
-    "--from": "lowest learning rate, or smallest batch, that is tried",
-    "--to": "highest learning rate, or largest batch, that is tried",
-    "--steps": "optimizer steps of the range test, or of the training that --noise watches",
+    "--from": "lowest learning rate, or smallest batch, to try",
+    "--to": "highest learning rate, largest batch, or most workers, to try",
+    "--steps": "optimizer steps of the range test, or of the training for --noise",
     "--trial-steps": "optimizer steps of each trial at one learning rate",
-    "--seconds": "that each size is measured for",
-    "--noise": "train a little, and say what the gradient noise makes of each batch",
-    "--checkpointing": "try larger batches with activations computed again, too",
+    "--seconds": "seconds to measure each batch size or loader",
+    "--noise": "estimate the critical batch size from the gradient noise of a short training",
+    "--checkpointing": "also try larger batches with activation checkpointing",
     "--write": "recipe to write with what was found",
     "--markdown": "print all techniques as a Markdown table",
-    "--size": "of images: pixels that longer shorter sides are brought to, such as 256; or keep",
+    "--size": "of images: pixels to shrink the shorter side to, such as 256; or keep",
     "--jpeg": "of images: keep the bytes of the files instead of their pixels",
-    "--on-corrupt": "of images: what becomes of files that cannot be read: error or skip",
+    "--on-corrupt": "of images: on files that cannot be read: error or skip",
     "--tokenizer": "of text, as data.tokenizer: characters, words, a tokenizer.json, or a name on the hub",
     "--documents": "of text, as data.documents: none, lines or paragraphs",
     "--workers": "processes that convert; default: one for each core",
@@ -86,7 +86,10 @@ Config groups (ptfast --help GROUP shows options and keys):
 An option is chosen with group=option, a key is set with group.key=value:
   ptfast train +recipe=resnet_digits optimizer=adamw optimizer.lr=1e-3
 
-Try: ptfast train +recipe=resnet_digits  ptfast recipes  ptfast train --cfg job"""
+First steps:
+  ptfast recipes                        what there is to train
+  ptfast train +recipe=resnet_digits    train it
+  ptfast train --cfg job                print a config without training"""
 
 
 def _of_command(name: str, command: Command) -> str:

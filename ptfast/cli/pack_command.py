@@ -31,7 +31,7 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
         return _verify(flags, arguments)
     if len(arguments) < 2:
         hint = "Usage: ptfast pack SRC DST [--size N|keep]"
-        raise ConfigError("C016", "takes a source and a folder to write", key="pack", suggestion=hint)
+        raise ConfigError("C016", "needs a source and a folder to write", key="pack", suggestion=hint)
     source, folder = (Path(word).expanduser() for word in arguments)
     if source.resolve() in (folder.resolve(), *folder.resolve().parents):
         what, hint = "lies within its source", "Write the pack beside it"
@@ -55,18 +55,18 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
             what = f"was left out of the pack: {first['reason']}"
             hint = "Mend or remove it and pack again, or give --on-corrupt skip"
             raise DataError("D005", what, key=first["file"], suggestion=hint)
-        print(f"{folder} is a whole pack of {source} already: nothing to do")
+        print(f"{folder} is already a complete pack of {source}: nothing to do")
         return EXIT_OK
     if whole is not None:
-        print(f"{folder} holds a pack of what {source} was, or made in another way: it is made anew")
+        print(f"{folder} holds a pack of other data or with other settings: packing again")
     elif resumes(folder, plan.header) is False:
-        print(f"{folder} holds part of a pack that was begun in another way: it is begun anew")
+        print(f"{folder} holds part of a pack with other settings: starting over")
     start_s = time.perf_counter()
     try:
         with counting("packing", unit, plan.num_seen) as count:
             manifest = make(plan, folder, workers, count)
     except KeyboardInterrupt:
-        print(f"{folder} is unfinished; the same command goes on with it")
+        print(f"{folder} is unfinished; run the same command to resume")
         raise
     took_s = time.perf_counter() - start_s
     _report(manifest, folder, took_s)
@@ -137,7 +137,7 @@ def _verify(flags: dict[str, Any], arguments: list[str]) -> int:
     check_source(folder, manifest, "DST", whole=True)
     there = Path(manifest.source.path).exists()
     source = "its source has not changed" if there else f"its source {manifest.source.path} is not there"
-    print(f"{folder} is whole: {num_bytes(size)} as they were written; {source}")
+    print(f"{folder} is complete: {num_bytes(size)} checked, all as written; {source}")
     return EXIT_OK
 
 
@@ -156,7 +156,7 @@ def _workers(flags: dict[str, Any]) -> int:
 
 def _count(flag: str, word: str, hint: str) -> int:
     if not word.isascii() or not word.isdigit() or int(word) < 1:
-        raise ConfigError("C005", "no whole number above 0", key=flag, value=word, suggestion=hint)
+        raise ConfigError("C005", "not a whole number above 0", key=flag, value=word, suggestion=hint)
     return int(word)
 
 
@@ -164,5 +164,5 @@ def _choice(flags: dict[str, Any], flag: str, choices: tuple[str, ...]) -> str:
     word = flags.get(flag, choices[0])
     if word not in choices:
         hint = f"Use {' or '.join(choices)}"
-        raise ConfigError("C005", "no such way", key=flag, value=word, suggestion=hint)
+        raise ConfigError("C005", "unknown choice", key=flag, value=word, suggestion=hint)
     return word

@@ -99,7 +99,7 @@ def _show_one(technique: Technique, machine: ThisMachine) -> None:
         "measured": technique.measured,
         "command": technique.command,
         "when not": technique.avoid,
-        "lacking if": technique.audit,
+        "missing if": technique.audit,
         "drift": f"at most {technique.drift:g} of the loss over ten steps" if technique.drift else "",
         "options": " ".join(technique.options),
         "instead of": ", ".join(rivals),

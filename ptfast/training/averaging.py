@@ -38,7 +38,7 @@ def build_average(
     steps = [step for step in course.every("ema.swa_every", section.swa_every) if step >= start_step]
     if not steps:
         span = f"from {start_step:,} to {course.total_steps:,}"
-        what = f"no step {span} is due by ema.swa_every={section.swa_every}"
+        what = f"no step {span} is averaged by ema.swa_every={section.swa_every}"
         hint = "Start earlier, or average more often, such as ema.swa_every=10steps"
         raise ConfigError("C011", what, key="ema.swa_start", value=section.swa_start, suggestion=hint)
     samples = _build_statistics_loader(

@@ -103,7 +103,7 @@ def evaluate_saved(
     else:
         data = load_data(config, measured=saved.info.extra.get("normalize"))
         if changed := check_same_data(saved.info, data.info, trains=False):
-            what = f"has changed since training, which may have seen what is held out now: {changed}"
+            what = f"has changed since training, so samples held out now may have been trained on: {changed}"
             print(f"ptfast: warning: data: {what}", file=sys.stderr)
     task = build_run_task(saved.context, data.info)
     loaders = build_eval_loaders(

@@ -89,7 +89,7 @@ def check_takes(model: nn.Module, data: Data) -> None:
     """
     info = data.info
     if isinstance(data.train, PackedSequences) and not getattr(model, "takes_packed", False):
-        what = f"{type(model).__name__} would look from one document into the next"
+        what = f"{type(model).__name__} would attend across documents"
         hint = "Use batching=buckets, or model=gpt"
         raise ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
     most = getattr(model, "context_length", None)

@@ -99,7 +99,7 @@ def restore_training(run: Run, state: State, steps_before: int) -> None:
     if "compression" in state.training and run.saves_together and not run.sharded:
         saved_state = state.training["compression"]
         if not run.forward.compression.load_state(saved_state, run.ranks, run.device):
-            run.display.note("PowerSGD forgets what it has not sent: there are other ranks than before")
+            run.display.note("the error feedback of PowerSGD starts at zero: the number of ranks has changed")
     callbacks: list[Any] = run.callbacks
     for callback, callback_state in zip(callbacks, state.training["callbacks"], strict=True):
         if callback_state is not None:

@@ -172,7 +172,7 @@ def test_a_dry_run_leaves_nothing_behind(
     words = ("gradients.accumulate=2", "ema=ema", "precision=bf16", "--dry-run")
     assert run(["train", "+recipe=resnet_digits", *words]) == 0
     out = capsys.readouterr().out
-    for row in ("parameters", "memory at peak", "operations per step", "time per epoch", "disk"):
+    for row in ("parameters", "peak memory", "operations per step", "time per epoch", "disk"):
         assert row in out
     assert "FLOP" in out
     assert list(in_tmp.iterdir()) == []

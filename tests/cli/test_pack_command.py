@@ -44,16 +44,16 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "nothing to do" in capsys.readouterr().out
     assert files_of(folder) == before
     assert run([*line[:3], "--size", "6", "--workers", "1", "--on-corrupt=skip"]) == 0
-    assert "made anew" in capsys.readouterr().out
+    assert "packing again" in capsys.readouterr().out
     assert load(folder).info.input_shape == (3, 6, 6)
     assert run(["pack", "--verify", str(folder)]) == 0
-    assert "is whole" in capsys.readouterr().out
+    assert "is complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("pack images", "C016", "takes a source and a folder"),
+        ("pack images", "C016", "needs a source and a folder"),
         ("pack nowhere dst", "D001", "no such file or folder"),
         ("pack images dst --size 0", "C005", "Give pixels"),
         ("pack images dst --size big", "C005", "or keep"),

@@ -309,7 +309,7 @@ def test_a_run_goes_on_where_its_data_was_moved_and_not_where_it_has_changed(
     Path("moved/train/cat/008.bmp").rename("moved/val/cat/009.bmp")
     assert command_line.run(["eval", "run"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert "warning: data: has changed since training, which may have seen" in line
+    assert "warning: data: has changed since training, so samples held out" in line
 
 
 class Labelled(Dataset[Any]):

@@ -167,7 +167,7 @@ def test_a_config_that_never_learns(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["find"], "what is to be found?"),
+        (["find"], "an argument is missing"),
         (["find", "lrr"], "Did you mean lr?"),
         (["find", "lr", "--from", "x"], "--from=x"),
         (["find", "lr", "--from", "\uff11"], "not a number above 0"),

@@ -354,7 +354,7 @@ def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:
 
 def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.run(["find", "workers", "--from", "2"]) == 2
-    assert "--from: means nothing to find workers. ptfast find workers takes --to, --seconds" in (
+    assert "--from: does not apply to find workers. ptfast find workers takes --to, --seconds" in (
         capsys.readouterr().err
     )
 

@@ -93,7 +93,7 @@ def test_runs_are_the_same_with_each_of_them(in_tmp: Path, capsys: pytest.Captur
         out = capsys.readouterr().out
         assert f"warning: debug={mode} is on" in out
         if mode == "gradcheck":
-            assert "gradcheck: gradients fit the loss" in out
+            assert "gradcheck: gradients match the loss" in out
     assert "memory: peaks of 2 steps" in out
     table = Path("memory/memory.txt").read_text()
     peaks = [float(line.split()[0].replace(",", "")) for line in table.splitlines()[1:5]]
@@ -120,7 +120,7 @@ def test_a_run_may_be_resumed_with_another(in_tmp: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["profiler", "memory"])
 def test_too_few_steps_to_look_at(run: Run, mode: Any) -> None:
-    said = "6 steps to train, and it would look until step 7"
+    said = "only 6 steps are left to train, and"
     with pytest.raises(ConfigError, match=said) as caught, debugging(mode, run, wait=4, warmup=1, active=2):
         pass
     assert caught.value.code == "C011"

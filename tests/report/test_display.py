@@ -133,7 +133,8 @@ def test_the_closing_summary_names_what_was_reached_and_where_it_lies() -> None:
 def test_a_run_too_short_to_tell_shows_no_throughput() -> None:
     display, stream, _ = plain()
     display.finish({**SUMMARY, "train_samples_per_s": None})
-    assert "  training  1,300 steps, too short to tell samples/s, 432 MiB peak memory\n" in stream.getvalue()
+    said = "  training  1,300 steps, too short to measure samples/s, 432 MiB peak memory\n"
+    assert said in stream.getvalue()
 
 
 @pytest.mark.parametrize("summary", [{}, {"status": "failed", "error": "N001: the loss is nan", "val": None}])

@@ -253,7 +253,7 @@ def test_a_state_with_frozen_weights_is_evaluated(in_tmp: Path, capsys: pytest.C
     ("words", "says"),
     [
         (("ema=swa", "ema.decay=0.9"), "ema.swa_start=75%"),
-        (("ema=swa", "steps=20"), "no step from 15 to 20 is due by ema.swa_every=1epochs"),
+        (("ema=swa", "steps=20"), "no step from 15 to 20 is averaged by ema.swa_every=1epochs"),
         (("eval.flip=true", "data=text_file", "data.path=some.txt", "model=gpt"), "eval.flip=true"),
     ],
 )

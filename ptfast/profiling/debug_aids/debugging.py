@@ -57,7 +57,7 @@ def debugging(
         return
     steps_left, needed = run.total_steps - run.progress.step, wait + warmup + active
     if mode in ("profiler", "memory") and steps_left < needed:
-        what = f"there are {steps_left} steps to train, and it would look until step {needed}"
+        what = f"only {steps_left} steps are left to train, and debug={mode} takes {needed}"
         hint = "Lower debug.wait, debug.warmup or debug.active, or train longer"
         raise ConfigError("C011", what, key="debug", value=mode, suggestion=hint)
     if mode == "gradcheck":
@@ -65,7 +65,7 @@ def debugging(
 
         with run.display.status("checking gradients"):
             error = check_gradients(run)
-        run.display.note(f"gradcheck: gradients fit the loss, to a relative error of {error:.1e}")
+        run.display.note(f"gradcheck: gradients match the loss to a relative error of {error:.1e}")
         yield
     elif mode == "nvtx":
         from ptfast.profiling.debug_aids.step_phases import Phases, watched

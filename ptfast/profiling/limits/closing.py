@@ -38,7 +38,7 @@ def speed_of_light(run: Run, config: Config, *, may_measure: bool) -> dict[str, 
         steps += counted.steps  # of none that was trained
     train_s = sum(seconds[name] for name in STEP)
     if steps < 1 or train_s < SHORT_S:
-        return {"line": f"told of runs that train for {SHORT_S} s and more"}
+        return {"line": f"reported after {SHORT_S} s of training"}
     if counted is None:
         return {"line": f"operations are not counted: {counter.why_not}"} if counter.why_not else None
     run.clock.to("measuring")
@@ -54,7 +54,7 @@ def speed_of_light(run: Run, config: Config, *, may_measure: bool) -> dict[str, 
             cost["measuring_s"] = peaks.seconds if peaks is not None else 0.0
         if peaks is None:
             enough = f"{PAYS_AFTER * COST_S:.0f} s"
-            why = f"this machine's peaks are not known yet: a run that trains for {enough} measures them"
+            why = f"this machine's peak is not measured yet; a run that trains for {enough} measures it"
             return roofline.unmeasured(work, seconds, steps, why) | cost
         step = roofline.weigh(work, peaks, seconds, steps)
         facts = roofline.describe(step) | cost | {"padding_share": run.resolved.padding_share}
@@ -84,7 +84,7 @@ def situation(run: Run, config: Config, step: roofline.Step) -> advice.Situation
 def _measure(run: Run, work: roofline.Work) -> Peaks | None:
     """The machine's limits; None where training has left no memory for it."""
     try:
-        with run.display.status("measuring what this machine does at most"):
+        with run.display.status("measuring this machine's peak rates"):
             return measured_peaks(run.device, work.flops)
     except (MemoryError, RuntimeError) as error:
         if not is_memory_error(error):

@@ -146,10 +146,10 @@ def describe(step: Step) -> dict[str, Any]:
     reached = (
         f"{step.mfu:.0%} of {_rate(facts['peak_flops_per_s'])} in {_shown(str(work.format))}"
         if work.format
-        else "no products to count"
+        else "no matrix products to count"
     )
     facts["line"] = f"{reached}; bound by {step.bound}"
-    facts["floors"] = f"{', '.join(parts) or 'next to nothing'} of {_time(step.seconds)} a step"
+    facts["floors"] = f"{', '.join(parts) or 'below 0.5 %'}; a step takes {_time(step.seconds)}"
     return facts
 
 
@@ -193,12 +193,16 @@ def _shown(name: str) -> str:
     return name.replace("_medium", " at medium").replace("_high", " at high")
 
 
-def _rate(flops_per_s: float) -> str:
-    """Operations a second in three digits: `98.1 GFLOP/s`."""
+def flop(number: float) -> str:
+    """Floating-point operations in three digits: `98.1 GFLOP`."""
     for factor, unit in ((1e12, "T"), (1e9, "G")):
-        if flops_per_s >= factor:
-            return f"{flops_per_s / factor:.3g} {unit}FLOP/s"
-    return f"{flops_per_s / 1e6:.3g} MFLOP/s"
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}FLOP"
+    return f"{number / 1e6:.3g} MFLOP"
+
+
+def _rate(flops_per_s: float) -> str:
+    return f"{flop(flops_per_s)}/s"
 
 
 def _time(seconds: float) -> str:

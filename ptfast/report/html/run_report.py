@@ -152,7 +152,7 @@ def _speed_of_light(run: RunFiles) -> str:
     body = [f"<h2>The machine's limits</h2><p>{escape(str(light['line']))}</p>"]
     step_s, floors, waits = light.get("step_s"), light.get("floors_s"), light.get("waits_s")
     if isinstance(floors, dict) and isinstance(waits, dict) and is_finite(step_s) and step_s > 0:
-        named = {f"{name}, at least": s for name, s in floors.items()}
+        named = {f"{name}, lower bound": s for name, s in floors.items()}
         named |= {f"wait for {label(name)}": s for name, s in waits.items() if s}
         rows = [[name, f"{s * 1e3:,.3g} ms", f"{s / step_s:.1%}"] for name, s in named.items()]
         rows.append(["a step took", f"{step_s * 1e3:,.3g} ms", ""])

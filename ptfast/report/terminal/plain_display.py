@@ -13,7 +13,7 @@ from ptfast.core.errors import one_line
 from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
 
 Rows = Sequence[tuple[str, str]]
-LIGHT_ROWS = {"line": "speed of light", "floors": "at least", "next": "next switch"}
+LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds", "next": "next switch"}
 """Rows of the closing summary on the machine's limits."""
 
 
@@ -90,7 +90,7 @@ class PlainDisplay(Display):
     def start(
         self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
     ) -> None:
-        self._total_steps = total_steps
+        self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
         epochs = total_steps / steps_per_epoch if total_steps and steps_per_epoch else 99
         self._epoch_width = len(f"{epochs:.1f}")
         self._start_s = self._mark_s = self._now()
@@ -156,6 +156,8 @@ class PlainDisplay(Display):
     def _where(self, step: int, epoch: float) -> str:
         total = self._total_steps
         steps = f"{step}/{total}".ljust(2 * len(str(total)) + 1) if total else f"{step:<6}"
+        if not epoch and self._steps_per_epoch is None:
+            return f"step {steps}"
         epochs = f"{epoch:.1f}".removesuffix(".0")
         return f"step {steps}  epoch {epochs:<{self._epoch_width}}"
 
@@ -182,7 +184,7 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     if (rate := summary.get("train_samples_per_s")) is not None:
         pace.append(f"{figure('samples_per_s', rate)} samples/s")
     elif "train_samples_per_s" in summary:
-        pace.append(f"{TOO_SHORT} to tell samples/s")
+        pace.append(f"{TOO_SHORT} to measure samples/s")
     if summary.get("peak_memory_bytes"):
         pace.append(f"{num_bytes(summary['peak_memory_bytes'])} peak memory")
     if pace:

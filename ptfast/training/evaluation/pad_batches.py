@@ -51,7 +51,7 @@ class FullSize(nn.Module):
 
         def narrowed(value: Any) -> Any:
             if isinstance(value, Tensor) and not _is_of(self._batch_size, value):
-                what = f"of an output of shape {list(value.shape)} no stand-ins can be left out"
+                what = f"the padding cannot be cut from an output of shape {list(value.shape)}"
                 raise ConfigError("C011", what, **_KEY)
             return value[:size] if isinstance(value, Tensor) else value
 
@@ -66,7 +66,7 @@ def check_full_size(last: str, task: Any) -> None:
         ConfigError: C011.
     """
     if last == "pad" and type(task).__name__ == "OwnLoss":
-        raise ConfigError("C011", "a model that returns its own loss would count the stand-ins", **_KEY)
+        raise ConfigError("C011", "a model that returns its own loss would count the padding", **_KEY)
 
 
 def _is_of(size: int, value: Any) -> bool:

@@ -167,7 +167,7 @@ class FirstStep:
         model, *others = parts_of(run, ours=True)
         culprit = next((part for part in others if part.key.startswith("task")), model)
         if not isinstance(given, tuple) or len(given) != 2:
-            what = f"loss gives {described(given)}, where the sum of the losses and their number are due"
+            what = f"loss gives {described(given)}, where the sum of the losses and their number are expected"
             raise culprit.error(what)
         loss = given[0]
         if not isinstance(loss, Tensor) or loss.dim():
@@ -228,7 +228,7 @@ class SlowSwitches:
         self._warned.add(debug)
         place = f" ({', '.join(places)})" if (places := places_of()) else ""
         what = f"{SWITCHES[debug].what} is on{place}, which slows every step down"
-        self._run.display.warn(f"{what}: leave it out and ask for debug={debug} where it is wanted")
+        self._run.display.warn(f"{what}: remove it, and use debug={debug} when you need it")
 
 
 def _calling_place() -> str | None:

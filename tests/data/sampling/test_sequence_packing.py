@@ -211,7 +211,7 @@ def test_a_model_that_looks_across_documents_is_refused(
     in_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Gpt, "takes_packed", False)
-    with pytest.raises(ConfigError, match="Gpt would look from one document into the next"):
+    with pytest.raises(ConfigError, match="Gpt would attend across documents"):
         build_run(in_tmp / "run", *text(in_tmp), "batching=pack")
 
 
