@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import textwrap
@@ -96,6 +97,8 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
         from ptfast.config.multirun import show_config, show_info
 
         if "--info" in flags:
+            # Hydra prints by logging, which would report a reader that has gone (`| head`) for each line.
+            logging.raiseExceptions = False
             show_info(flags["--info"], arguments)
         else:
             print(show_config(flags["--cfg"], arguments, file), end="")

@@ -120,7 +120,9 @@ def test_nested_inputs_and_outputs_are_filled_up_and_cut_back() -> None:
 def test_an_output_that_is_not_by_sample_is_refused() -> None:
     module = nn.Module()
     module.forward = lambda inputs: inputs.mean()
-    with pytest.raises(ConfigError, match=r"eval\.last=pad: the padding cannot be cut from an output of shape \[\]") as caught:
+    with pytest.raises(
+        ConfigError, match=r"eval\.last=pad: the padding cannot be cut from an output of shape \[\]"
+    ) as caught:
         FullSize(module, 8)(torch.randn(3, 2))
     assert caught.value.code == "C011"
     assert FullSize(module, 3)(torch.ones(3, 2)) == 1
