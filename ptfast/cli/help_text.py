@@ -19,7 +19,7 @@ FLAG_HELP = {
     "--cfg": "(-c) print the composed config: job, hydra or all",
     "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
     "--split": "evaluate one split: val or test",
-    "--out": "file to write, or folder",
+    "--out": "file to write; for find, a folder",
     "--metric": "figure to rank by, such as val.accuracy",
     "--mode": "max or min: which way the figure is better",
     "--from": "lowest learning rate, or smallest batch, to try",
@@ -124,11 +124,11 @@ def _of_group(group: str, section: Any) -> Iterator[str]:
         yield _row(f"{key}={value}", f"{field_docs(section).get(key, '')} ({describe(field.annotation)})")
     targets = sorted(built_in_targets(group))
     if targets:
-        yield "\nKeys of what is built in; those of a class or function of yours are its keywords:"
+        yield "\nKeys of the built-in classes; the keys of your own are its keyword arguments:"
     for path in targets:
         keywords = source_keywords(path)
         own = (keywords or [])[group in ("optimizer", "task") :]
-        yield _row(path, "as its library has them" if keywords is None else ", ".join(own) or "none")
+        yield _row(path, "those of its library" if keywords is None else ", ".join(own) or "none")
 
 
 def _row(name: str, text: str) -> str:

@@ -81,6 +81,11 @@ def test_eval_repeats_the_figures_of_the_run(
         assert figures == logged
 
 
+def test_eval_takes_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["eval", "one", "two"]) == 2
+    assert "two: one argument too many. Usage: ptfast eval" in capsys.readouterr().err
+
+
 def test_eval_takes_overrides_and_names_splits(
     digits_run: Path, in_tmp: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,13 @@ def test_time_left_is_unknown_without_a_number_of_steps() -> None:
     assert "eta" not in stream.getvalue()
 
 
+def test_what_has_no_epochs_shows_none() -> None:
+    display, stream, _ = plain()
+    display.start(0, 140, None)
+    display.progress(1, 0.0, {"loss": 2.0})
+    assert stream.getvalue() == "step 1/140    loss 2.0000  eta 0:00\n"
+
+
 def test_progress_lines_thin_out_and_evaluations_do_not() -> None:
     display, stream, clock = plain(total_steps=100_000)
     for step in range(1, 101):

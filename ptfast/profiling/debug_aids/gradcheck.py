@@ -65,9 +65,8 @@ def check_gradients(run: Run) -> float:
         error = _error(loss, parameters, slopes, only)
         if error > worst:
             worst, name = error, names[index]
-    what = (
-        f"the gradient does not fit the loss: relative error {max(errors):.1e}, worst in {name} ({worst:.1e})"
-    )
+    largest = f"relative error {max(errors):.1e}, worst in {name} ({worst:.1e})"
+    what = f"the gradient does not match the loss: {largest}"
     hint = "Look for a custom backward, .data or .detach() in the model or the loss"
     raise NumericsError("N002", what, key="debug", value="gradcheck", suggestion=hint)
 
