@@ -344,6 +344,10 @@ class Run:
         """Optimizer steps from its start to its end."""
         return self.settings.total_steps
 
+    @total_steps.setter
+    def total_steps(self, steps: int) -> None:
+        self.settings.total_steps = steps
+
     @property
     def sharded(self) -> bool:
         """True if a rank has a part of the weights only: all have to be there when the model is used."""
@@ -370,3 +374,20 @@ class Run:
         """Stop the processes that load its data."""
         for loader in (self.train_loader, *self.eval_loaders.values()):
             loader.close()
+
+
+def _forwarded(record: str, name: str) -> property:
+    def read(run: Run) -> Any:
+        return getattr(getattr(run, record), name)
+
+    def write(run: Run, value: Any) -> None:
+        setattr(getattr(run, record), name, value)
+
+    return property(read, write)
+
+
+# Callbacks may read and set settings and status on the run itself, where `run.stop_signal` ends training.
+for _record, _kind in (("settings", Settings), ("status", Status)):
+    for _each in fields(_kind):
+        if _each.name not in vars(Run):
+            setattr(Run, _each.name, _forwarded(_record, _each.name))

@@ -29,7 +29,7 @@ class Diary(Callback):
 
     def on_step(self, run: Any, step: int) -> None:
         if step == self.stop:
-            run.status.stop_signal = 15
+            run.stop_signal = 15
 
     def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
         figures["twice"] = 2 * figures["loss"]
@@ -77,6 +77,26 @@ def test_data_without_a_length_has_no_epochs(in_tmp: Path) -> None:
     data = ("data=custom", "data._target_=toys.Stream", "batch_size=10", "steps=4", "run.dir=a")
     assert train(*data, "callbacks=[test_callbacks.Diary]") == 0
     assert {told[0] for told in Diary.told} == {"start", "save", "end"}
+
+
+class Settings(Callback):
+    """Reads settings and status on the run itself, and shortens it."""
+
+    read: ClassVar[list[Any]] = []
+
+    def on_step(self, run: Any, step: int) -> None:
+        self.read.append((run.seed, run.batch_size, run.best_figures, run.stop_reason))
+        run.total_steps = 2
+        run.resumed_note = "noted"
+        assert (run.settings.total_steps, run.status.resumed_note) == (2, "noted")
+
+
+def test_settings_and_status_are_read_and_set_on_the_run_itself(in_tmp: Path) -> None:
+    Settings.read = []
+    words = (*SMALL, "epochs=2", "batch_size=256", "seed=3", "callbacks=[test_callbacks.Settings]")
+    assert train(*words, "run.dir=a") == 0
+    assert Settings.read == [(3, 256, {}, None)] * 2
+    assert summary(Path("a"))["steps"] == 2
 
 
 def method(name: str) -> type:
