@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -68,10 +68,14 @@ class Resolved:
     total_steps: int = 0
 
     @classmethod
-    def read(cls, folder: Path) -> Resolved:
-        """Read from a run directory; nothing is resolved without a file, and unknown keys are passed over."""
+    def read(cls, folder: Path, facts: Mapping[str, Any] | None = None) -> Resolved:
+        """Read from a run directory; nothing is resolved without a file, and unknown keys are passed over.
+
+        Args:
+            facts: of a state of that run, which repeats the file and stands in where it is gone.
+        """
         known = {each.name for each in fields(cls)}
-        found = run_directory.read_json(folder / run_directory.RESOLVED)
+        found = run_directory.read_json(folder / run_directory.RESOLVED) or (facts or {}).get("resolved", {})
         return cls(**{name: value for name, value in found.items() if name in known})
 
     def write(self, folder: Path) -> None:

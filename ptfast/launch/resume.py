@@ -115,7 +115,7 @@ def _continue(
     reached = step >= run_directory.read_json(source / run_directory.SUMMARY).get("steps", 0)
     if folder.resolve() == source.resolve() and reached and _is_over(source, before, tree):
         return Place(folder, state_folder, finished=True)
-    _check_length(facts, Resolved.read(source), before, config)
+    _check_length(facts, Resolved.read(source, facts), before, config)
     return Place(folder, state_folder)
 
 

@@ -16,7 +16,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import Callback, Task, hooks
 from ptfast.core.run import Cadence, Display, Freezing, Logger, Resolved, Run, Settings
-from ptfast.core.saved_state import read_state
+from ptfast.core.saved_state import State, read_state
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.optim.build_optimizer import (
@@ -70,8 +70,8 @@ def build(
     """
     device = resolve_device(config.device, ranks)
     clock = for_device(clock or Clock(), device)
-    before = broadcast_object(_resolved_before(folder, state_folder), ranks)
     state = read_state(state_folder, check=check_state) if state_folder is not None else None
+    before = broadcast_object(_resolved_before(folder, state_folder, state), ranks)
     context = prepare_machine(config, device, ranks=ranks, display=display, before=before, state=state)
 
     data, changed = load_run_data(context, data)
@@ -125,11 +125,11 @@ def build(
     return run
 
 
-def _resolved_before(folder: Path, state_folder: Path | None) -> Resolved:
+def _resolved_before(folder: Path, state_folder: Path | None, state: State | None) -> Resolved:
     """Read what `auto` became before: in this run, or in the one whose state is resumed elsewhere."""
     if state_folder is not None and not (folder / run_directory.RESOLVED).exists():
         folder = state_folder.parent.parent
-    return Resolved.read(folder)
+    return Resolved.read(folder, state.facts if state is not None else None)
 
 
 def _build_optimizer(

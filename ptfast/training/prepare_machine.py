@@ -73,7 +73,7 @@ def prepare_machine(
         resolved=Resolved(
             device=str(device.type),
             num_ranks=ranks.num_ranks,
-            micro_batches=before.micro_batches,
+            micro_batches=before.micro_batches or config.micro_batches or config.gradients.accumulate,
             precision=precision.describe(),
             matmul_precision=precision.matmul,
             **switches,

@@ -64,7 +64,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         resolve_device(config.device, Ranks()),
         ranks=Ranks(),
         display=NoDisplay(),
-        before=Resolved.read(state_folder.parent.parent),
+        before=Resolved.read(state_folder.parent.parent, state.facts),
         state=state,
         trains=False,
     )

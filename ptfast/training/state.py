@@ -46,6 +46,7 @@ def save_training(run: Run, is_best: bool) -> None:
         "best_figures": run.status.best_figures,
         "figures": run.status.figures,
         "info": asdict(run.info),
+        "resolved": asdict(run.resolved),
         "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
     }
     saved = run.folder / "saved"

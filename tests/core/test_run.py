@@ -33,6 +33,14 @@ def test_files_of_other_versions_are_read_too(
     assert Resolved.read(tmp_path) == expected
 
 
+def test_a_state_stands_in_for_a_file_that_is_gone(tmp_path: Path) -> None:
+    facts = {"resolved": {"threads": 2, "a_key_of_another_version": [1]}}
+    assert Resolved.read(tmp_path, facts) == Resolved(threads=2)
+    assert Resolved.read(tmp_path, {}) == Resolved()
+    Resolved(threads=3).write(tmp_path)
+    assert Resolved.read(tmp_path, facts) == Resolved(threads=3)
+
+
 def test_the_keys_of_resolved_json_are_those_of_earlier_runs(tmp_path: Path) -> None:
     """Notebooks and scripts read them."""
     Resolved().write(tmp_path)

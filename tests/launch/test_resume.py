@@ -22,6 +22,7 @@ from resuming import (
 )
 from running import WITH_TESTS, records, same_bits, summary, train, training_state, weights
 
+from ptfast.cli import command_line
 from ptfast.core.saved_state import list_states
 
 
@@ -160,6 +161,16 @@ def test_a_length_that_does_not_fit_leaves_the_run_as_it_was(
     assert "error[S003]" in line
     assert reason in line
     assert {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")} == before
+
+
+def test_a_run_without_its_resolved_json_goes_by_its_state(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*BASE, "schedule=onecycle", "run.dir=a") == 0
+    Path("a/resolved.json").unlink()
+    assert train(*BASE, "schedule=onecycle", "run.dir=a", "epochs=3") == 6
+    assert "error[S003]" in capsys.readouterr().err
+    assert command_line.run(["eval", "a", "eval.last=pad", "trust=[resuming]"]) == 0
 
 
 def test_a_changed_config_names_the_keys(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
