@@ -56,9 +56,8 @@ class Trainer:
         self.item_weight = ItemWeight(run, dtype, scaler)
         self.first_step, self.first_look = run.progress.step, FirstStep(run)
         self.first_micro_batch = run.ranks.rank * (run.settings.micro_batches // run.ranks.num_ranks)
-        self.loss_of, self.first_loss = (
-            self._surrounded(loss) for loss in (run.task.loss, self.first_look.loss)
-        )
+        self.loss_of = self._surrounded(self._task_loss)
+        self.first_loss = self._surrounded(self.first_look.loss)
         self.inspection = GradientInspection(run, self.parameters, self.scaled)
         self.window = LossWindow(run, dtype, self.scaled, self.inspection, self.first_look)
 
@@ -121,6 +120,10 @@ class Trainer:
         unwrap(run.forward)
         run.forward = run.wrap()
         return True
+
+    def _task_loss(self, model: Any, data: Any) -> tuple[Tensor, Any]:
+        # Looked up in every step: a callback may have put another task in its place.
+        return self.run.task.loss(model, data)
 
     def _surrounded(self, loss_of: LossOf) -> LossOf:
         """The loss as this run takes it: under autocast, and the exchange between ranks booked."""

@@ -99,6 +99,23 @@ def test_settings_and_status_are_read_and_set_on_the_run_itself(in_tmp: Path) ->
     assert summary(Path("a"))["steps"] == 2
 
 
+class OtherTask(Callback):
+    """Replaces the task after the first step."""
+
+    used: ClassVar[list[int]] = []
+
+    def on_step(self, run: Any, step: int) -> None:
+        if step == 1:
+            task, loss = run.task, run.task.loss
+            task.loss = lambda model, data: self.used.append(run.progress.step) or loss(model, data)
+
+
+def test_a_loss_that_a_callback_replaces_is_trained_on(in_tmp: Path) -> None:
+    OtherTask.used = []
+    assert train(*SMALL, "steps=3", "callbacks=[test_callbacks.OtherTask]", "run.dir=a") == 0
+    assert OtherTask.used == [1, 2]
+
+
 def method(name: str) -> type:
     """A callback with one method."""
     return type("Named", (Callback,), {name: lambda self, run: None})
