@@ -11,7 +11,7 @@ import torch
 from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK, MachineError
 from ptfast.data.build_data import read_inputs
-from ptfast.training.evaluation.test_time_flip import FlipAveraged
+from ptfast.training.evaluation.test_time_views import averaged_over_views
 from ptfast.training.saved_model import load_saved
 from ptfast.training.user_code import naming_user_code
 
@@ -31,7 +31,7 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
     saved = load_saved(config, state_folder)
     if saved.average is not None:
         saved.average.copy_to_model()
-    model = FlipAveraged(saved.model) if config.eval.flip else saved.model
+    model = averaged_over_views(saved.model, flip=config.eval.flip, shift=config.eval.shift)
     lines: list[str] = []
     with torch.inference_mode(), saved.precision.autocast(), naming_user_code(saved):
         for name, inputs in read_inputs(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from ptfast.core.durations import Duration
+from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.section import Count, Every, Section, WallTime
 from ptfast.core.sections.targets import Target
 
@@ -20,6 +21,8 @@ class Eval(Section):
     """Treatment of a split's last, smaller batch; `pad` fills it with stand-ins that do not count."""
     flip: bool = False
     """Average what the model says of an image and of its mirror image; predictions too."""
+    shift: Annotated[int, NOT_NEGATIVE] = 0
+    """Average also over images moved by so many pixels up and left, and down and right; 0 for none."""
 
 
 class Stop(Section):

@@ -167,6 +167,8 @@ class Settings:
     """Log the norm of the gradients."""
     flip: bool = False
     """Average over each image and its mirror image in evaluations."""
+    shift: int = 0
+    """Pixels by which images are moved, for evaluations to average over; 0 for none."""
     full_size: int | None = None
     """Samples that smaller batches of an evaluation are filled up to; None where they stay as they are."""
 

@@ -102,7 +102,9 @@ def left_out(run: Run) -> dict[str, int]:
 
 def _evaluation(run: Run) -> dict[str, object]:
     """What is particular about evaluations."""
-    words = ["over images and their mirror images"] * run.settings.flip
+    views = ["their mirror images"] * run.settings.flip
+    views += [f"shifts by {run.settings.shift} px"] * bool(run.settings.shift)
+    words = [f"over images and {' and '.join(views)}"] if views else []
     if run.settings.full_size is not None:
         words.append(f"every batch filled up to {run.settings.full_size:,} samples")
     if missing := left_out(run):

@@ -211,6 +211,7 @@ def _settings(
         debug=config.debug.mode,
         log_norm=config.gradients.log_norm,
         flip=config.eval.flip,
+        shift=config.eval.shift,
         full_size=full_size(config, data.info, context.micro_batches),
     )
 

@@ -215,6 +215,7 @@ def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
             precision=run.precision,
             average=run.ema,
             flip=run.settings.flip,
+            shift=run.settings.shift,
             full_size=run.settings.full_size,
             # Ranks that gather weights together have to go through it together.
             stop_asked=lambda: run.status.stop_signal is not None and not run.sharded,

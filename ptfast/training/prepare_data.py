@@ -37,7 +37,7 @@ from ptfast.data.transforms.mixup_cutmix import build_mix
 from ptfast.tasks.build_task import build_task
 from ptfast.training.course import Course
 from ptfast.training.evaluation.pad_batches import check_full_size
-from ptfast.training.evaluation.test_time_flip import check_flip
+from ptfast.training.evaluation.test_time_views import check_views
 from ptfast.training.prepare_machine import BuildContext
 from ptfast.training.sequence_batching import arrange, describe_padding
 
@@ -107,7 +107,7 @@ def build_run_task(context: BuildContext, info: DataInfo) -> Task:
     context.resolved.task = config.task.name if named else info.task
     context.resolved.task_reason = "" if named else info.task_reason
     task = build_task(config.task.name, info, **config.task.build_options())
-    check_flip(config.eval.flip, info, task, targets=config.augment.targets)
+    check_views(config.eval.flip, config.eval.shift, info, task, targets=config.augment.targets)
     check_full_size(config.eval.last, task)
     return task
 

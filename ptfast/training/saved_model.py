@@ -134,6 +134,7 @@ def evaluate_saved(
                 precision=saved.precision,
                 average=saved.average,
                 flip=config.eval.flip,
+                shift=config.eval.shift,
                 full_size=full_size(config, data.info, saved.context.micro_batches),
             )
         left_out = {"left_out": loaders[name].left_out} if loaders[name].left_out else {}

@@ -1,4 +1,4 @@
-"""Averages of weights against torch's own, evaluated beside the raw ones and put away again; the flip."""
+"""Averages of weights against torch's own, evaluated beside the raw ones and put away again; views."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptfast.core.errors import ConfigError, SavedStateError
 from ptfast.core.protocols import DataInfo
 from ptfast.techniques.ema.weight_averages import Ema, Swa
 from ptfast.training.evaluation.evaluate import evaluate
-from ptfast.training.evaluation.test_time_flip import FlipAveraged, check_flip
+from ptfast.training.evaluation.test_time_views import ViewAveraged, check_views
 from ptfast.training.fit import fit
 from ptfast.training.step import Trainer
 
@@ -276,11 +276,26 @@ def test_flip_averages_the_outputs_for_an_image_and_its_mirror_image():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     model.eval()
     images = torch.randn(3, 1, 3, 4)
-    both = FlipAveraged(model)
+    both = ViewAveraged(model, flip=True)
     assert not both.training
     mirrored = images[..., [3, 2, 1, 0]]
     torch.testing.assert_close(both(images), (model(images) + model(mirrored)) / 2)
     torch.testing.assert_close(both(images), both(mirrored))
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_shifted_views_weigh_as_in_airbench(flip: bool) -> None:
+    """Half for the image where it is; what comes into view is reflected."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(20, 5)).eval()
+    images = torch.arange(40.0).reshape(2, 1, 4, 5) / 40
+    up = images[:, :, [1, 2, 3, 2]][..., [1, 2, 3, 4, 3]]
+    down = images[:, :, [1, 0, 1, 2]][..., [1, 0, 1, 2, 3]]
+
+    def looked(view: torch.Tensor) -> torch.Tensor:
+        return (model(view) + model(view[..., [4, 3, 2, 1, 0]])) / 2 if flip else model(view)
+
+    expected = 0.5 * looked(images) + 0.25 * looked(up) + 0.25 * looked(down)
+    torch.testing.assert_close(ViewAveraged(model, flip=flip, shift=1)(images), expected)
 
 
 def test_flip_in_evaluation_leaves_training_alone(tmp_path: Path) -> None:
@@ -293,7 +308,11 @@ def test_flip_in_evaluation_leaves_training_alone(tmp_path: Path) -> None:
     assert flipped.figures["val"]["loss"] != plain.figures["val"]["loss"]
 
 
-def test_flip_needs_images():
-    check_flip(False, DataInfo(kind="text", task="classification"), None)
+def test_views_need_images() -> None:
+    check_views(False, 0, DataInfo(kind="text", task="classification"), None)
     with pytest.raises(ConfigError, match=r"eval.flip=true: only images can be flipped"):
-        check_flip(True, DataInfo(kind="features", task="classification"), None)
+        check_views(True, 0, DataInfo(kind="features", task="classification"), None)
+    small = DataInfo(kind="image", task="classification", input_shape=(1, 8, 8))
+    check_views(False, 7, small, None)
+    with pytest.raises(ConfigError, match=r"eval.shift=8: the images have 8 x 8 pixels"):
+        check_views(False, 8, small, None)

@@ -16,7 +16,7 @@ from ptfast.core.distributed import Ranks, broadcast_buffers
 from ptfast.core.protocols import EvalLoader, Task, Watched
 from ptfast.core.run import Average, Precision
 from ptfast.training.evaluation.pad_batches import FullSize
-from ptfast.training.evaluation.test_time_flip import FlipAveraged
+from ptfast.training.evaluation.test_time_views import averaged_over_views
 from ptfast.training.step_parts.first_step import fitting
 from ptfast.training.step_parts.loss_window import sum_and_read
 from ptfast.training.stopping import Stopped
@@ -36,6 +36,7 @@ def evaluate(
     precision: Precision,
     average: Average | None = None,
     flip: bool = False,
+    shift: int = 0,
     full_size: int | None = None,
     stop_asked: Callable[[], bool] = lambda: False,
     watched: Watched = lambda batches: batches,
@@ -46,7 +47,7 @@ def evaluate(
     Args:
         average: averaged weights. Where there are such, the figures are theirs, and those of the model's own
             weights stand beside them as `raw_loss` and the like.
-        flip: average outputs over each image and its mirror image.
+        flip, shift: average outputs over several views of an image, see `ViewAveraged`.
         full_size: samples that every batch is filled up to with stand-ins, which count for nothing.
         stop_asked: whether to give up, asked before every batch.
         watched: goes through the batches, and may give up the wait for one.
@@ -55,7 +56,7 @@ def evaluate(
     Raises:
         Abandoned: some rank was asked to give up.
     """
-    predictor = FlipAveraged(model) if flip else model
+    predictor = averaged_over_views(model, flip=flip, shift=shift)
     if full_size is not None:
         predictor = FullSize(predictor, full_size)
     figures_of_weights = partial(

@@ -27,7 +27,7 @@ from ptfast.data.sources.arrays import Arrays
 from ptfast.data.transforms.augment import Augment, build_augment, moved
 from ptfast.data.transforms.mixup_cutmix import Mix
 from ptfast.tasks.build_task import build_task
-from ptfast.training.evaluation.test_time_flip import FlipAveraged, check_flip
+from ptfast.training.evaluation.test_time_views import ViewAveraged, check_views
 
 SIDE, STEP = 24, 10
 """Of the images, and between the grey values of pixels beside each other."""
@@ -346,12 +346,14 @@ def test_masks_shrink_with_their_images(tmp_path: Path) -> None:
 
 def test_outputs_of_pixels_are_mirrored_back() -> None:
     images = torch.rand(2, 3, 4, 5)
-    assert torch.equal(FlipAveraged(Fixed())(images), images)
-    assert torch.equal(FlipAveraged(Mapped())(images)["out"], images)
-    check_flip(True, info("mask"), None)
-    check_flip(True, info("unknown"), None, targets="keep")
+    assert torch.equal(ViewAveraged(Fixed(), flip=True)(images), images)
+    assert torch.equal(ViewAveraged(Mapped(), flip=True)(images)["out"], images)
+    check_views(True, 0, info("mask"), None)
+    check_views(True, 0, info("unknown"), None, targets="keep")
+    with pytest.raises(ConfigError, match="pixels that a shift moves out of the image"):
+        check_views(True, 1, info("mask"), None)
     with pytest.raises(ConfigError, match="such as boxes or points, lies elsewhere"):
-        check_flip(True, info("unknown"), None)
+        check_views(True, 0, info("unknown"), None)
 
 
 def test_a_network_learns_shapes(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
