@@ -194,8 +194,7 @@ class Status:
 class Schedule(Protocol):
     """Learning-rate factors and momenta, by step."""
 
-    extendable: bool
-
+    def begins_like(self, total_steps: int, num_steps: int) -> bool: ...
     def lr_factors(self, first: int, last: int) -> list[float]: ...
     def momenta(self, first: int, last: int) -> list[float] | None: ...
 

@@ -199,14 +199,14 @@ def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) ->
 
     Args:
         step: where the saved run stands.
-        extendable: whether schedule and curriculum of a longer run begin like those of a shorter one.
+        extendable: whether schedule and curriculum of both lengths are the same up to there.
 
     Raises:
         SavedStateError: S003.
     """
     if new_steps != old_steps and not extendable:
         lengths = f"the saved run has {old_steps:,} steps, not {new_steps:,}"
-        what = f"{lengths}, and its schedule or curriculum spans the run"
+        what = f"{lengths}, and up to step {step:,} its schedule or curriculum depends on the length"
         hint = "Keep the length as it was, use schedule=constant, or start afresh with model.weights=RUN"
         raise SavedStateError("S003", what, key="run.resume", suggestion=hint)
     if step > new_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,16 +138,27 @@ def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, confi
     Raises:
         SavedStateError: S003.
     """
+    from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.saved_state import check_length
+    from ptfast.techniques.schedule.scheduled_run import build_schedule
 
     step, old_steps = int(facts["progress"]["step"]), resolved.total_steps
     new_steps, old_epochs = config.steps, before.get("epochs")
     if new_steps is None and isinstance(old_epochs, int) and old_epochs and config.epochs:
         new_steps = old_steps * config.epochs // old_epochs
     if new_steps is not None:
-        shape, warmup = config.schedule.target.build(), config.schedule.warmup
-        extendable = shape.extendable and (warmup.unit != "percent" or not warmup.value)
-        check_length(step, old_steps or new_steps, new_steps, extendable)
+        # The data is not known yet; epochs are about as long as they were.
+        epoch_steps = old_steps // old_epochs if isinstance(old_epochs, int) and old_epochs else None
+        size = epoch_steps and epoch_steps * config.batch_size
+        with contextlib.suppress(ConfigError):
+            schedule = build_schedule(
+                config.schedule.target.build(),
+                warmup=config.schedule.warmup,
+                total_steps=new_steps,
+                plan=BatchPlan(size, constant(config.batch_size)),
+            )
+            old_steps = old_steps or new_steps
+            check_length(step, old_steps, new_steps, schedule.begins_like(old_steps, step))
 
 
 def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:

@@ -154,8 +154,8 @@ def _build_schedule(context: BuildContext, course: Course, optimizer: torch.opti
         total_steps=course.total_steps,
         plan=course.plan,
         has_momentum=has_momentum(optimizer),
+        extendable=not course.spans_run,
     )
-    schedule.extendable = schedule.extendable and not course.spans_run
     resolved.momentum, resolved.total_steps = schedule.momentum_note, course.total_steps
     resolved.curriculum = course.notes
     return schedule

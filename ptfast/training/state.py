@@ -112,9 +112,11 @@ def restore_training(run: Run, state: State, steps_before: int) -> None:
     run.status.best_figures = state.facts["best_figures"]
     figures = state.facts["figures"].items()
     run.status.figures = {split: values for split, values in figures if split != "test"}
-    parts = (run.schedule, run.freezing, run.ema)
-    extendable = all(part is None or part.extendable for part in parts)
-    check_length(run.progress.step, steps_before or run.total_steps, run.total_steps, extendable)
+    step, steps_before = run.progress.step, steps_before or run.total_steps
+    extendable = all(part is None or part.extendable for part in (run.freezing, run.ema))
+    if steps_before != run.total_steps:
+        extendable = extendable and run.schedule.begins_like(steps_before, step)
+    check_length(step, steps_before, run.total_steps, extendable)
     # A kill between a state and the link to it leaves the link behind.
     saved = run.folder / "saved"
     best = saved / f"step-{run.progress.best_step}"

@@ -146,6 +146,19 @@ def test_more_epochs_extend_a_run(in_tmp: Path) -> None:
     assert train(*words, "epochs=3") == 0
 
 
+def test_what_was_saved_before_a_decay_can_be_trained_for_longer(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*BASE, "schedule=wsd", "schedule.warmup=3steps", "saving.keep=9")
+    assert train(*words, "run.dir=a") == 0
+    assert train(*words, "run.dir=longer", "run.resume=a/saved/step-20", "epochs=3") == 0
+    assert train(*words, "run.dir=whole", "epochs=3") == 0
+    assert same_bits(weights(Path("longer")), weights(Path("whole")))
+    capsys.readouterr()
+    assert train(*words, "run.dir=a", "epochs=3") == 6
+    assert "up to step 26 its schedule" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("schedule", "epochs", "reason"), [("onecycle", 3, "schedule=constant"), ("constant", 1, "at step 26")]
 )

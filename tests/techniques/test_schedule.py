@@ -23,6 +23,7 @@ from ptfast.techniques.schedule.lr_schedules import (
     Step,
 )
 from ptfast.techniques.schedule.scheduled_run import Schedule, build_schedule
+from ptfast.techniques.schedule.wsd import Wsd
 
 TOTAL = 97
 
@@ -71,6 +72,14 @@ def torch_lrs(make, lr: float = 0.3, steps: int = TOTAL) -> list[float]:
         (Linear(end=0.25), lambda opt: lr_scheduler.LinearLR(opt, 1.0, 0.25, TOTAL)),
         (Cosine(), lambda opt: lr_scheduler.CosineAnnealingLR(opt, TOTAL)),
         (Cosine(end=0.1), lambda opt: lr_scheduler.CosineAnnealingLR(opt, TOTAL, eta_min=0.03)),
+        (
+            Wsd(decay=Duration(30, "steps"), anneal="linear", end=0.1),
+            lambda opt: lr_scheduler.SequentialLR(
+                opt,
+                [lr_scheduler.ConstantLR(opt, 1.0), lr_scheduler.LinearLR(opt, 1.0, 0.1, 30)],
+                milestones=[TOTAL - 30],
+            ),
+        ),
         (Polynomial(power=2.5), lambda opt: lr_scheduler.PolynomialLR(opt, TOTAL, power=2.5)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Shape) else "",
@@ -189,6 +198,11 @@ def test_any_segment_of_any_option_is_the_same_function(option, warmup):
         assert schedule.momenta(first, last) == (momenta and momenta[first:last])
 
 
+def test_warmup_stable_decay_along_a_root():
+    factors = built(Wsd(decay=Duration(4, "steps")), "2steps", total_steps=8).lr_factors(0, 9)
+    assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1 - 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0])
+
+
 def test_warmup_then_a_shape_that_ends_with_the_run():
     def make(opt):
         # Equal parts of the full rate, reached at the tenth step; the cosine starts at the eleventh.
@@ -234,6 +248,8 @@ def test_durations_are_read_as_users_write_them():
         ("C005", lambda: Cyclic(mode="sawtooth")),  # pyright: ignore[reportArgumentType]
         ("C005", lambda: Cyclic(rise=Duration(0, "steps"))),
         ("C011", lambda: Cyclic(momentum_min=None)),
+        ("C005", lambda: Wsd(anneal="cos")),  # pyright: ignore[reportArgumentType]
+        ("C011", lambda: built(Wsd(decay=Duration(98, "steps")))),
         ("C005", lambda: OneCycle(anneal="cos")),  # pyright: ignore[reportArgumentType]
         ("C011", lambda: OneCycle(momentum_max=None)),
         ("C011", lambda: built(OneCycle(rise=Duration(60, "percent")))),
@@ -247,27 +263,30 @@ def test_refused(code, make):
 
 
 @pytest.mark.parametrize(
-    ("shape", "warmup", "extendable"),
+    ("shape", "warmup", "alike_steps"),
     [
-        (Constant(), "0", True),
-        (Constant(), "5steps", True),
-        (Constant(), "5%", False),
-        (Step(Duration(3, "epochs")), "0", True),
-        (Step(Duration(30, "percent")), "0", False),
-        (MultiStep([Duration(3, "epochs")]), "1epochs", True),
-        (MultiStep([Duration(50, "percent")]), "0", False),
-        (Linear(), "0", False),
-        (Cosine(), "0", False),
-        (Polynomial(), "0", False),
-        (OneCycle(), "0", False),
-        (Cyclic(rise=Duration(2, "epochs")), "0", True),
-        (Cyclic(), "0", False),
+        (Constant(), "0", TOTAL),
+        (Constant(), "5steps", TOTAL),
+        (Constant(), "5%", 0),
+        (Step(Duration(3, "epochs")), "0", TOTAL),
+        (Step(Duration(30, "percent")), "0", 29),
+        (MultiStep([Duration(3, "epochs")]), "1epochs", TOTAL),
+        (MultiStep([Duration(50, "percent")]), "0", 49),
+        (Linear(), "0", 1),
+        (Cosine(), "0", 1),
+        (OneCycle(), "0", 1),
+        (Cyclic(rise=Duration(2, "epochs")), "0", TOTAL),
+        (Cyclic(), "0", 1),
+        (Wsd(), "1epochs", TOTAL - 19 + 1),
+        (Wsd(decay=Duration(2, "epochs")), "5steps", TOTAL - 20 + 1),
+        (Wsd(), "5%", 0),
     ],
 )
-def test_what_says_it_can_be_extended_begins_the_same_in_a_longer_run(shape, warmup, extendable):
-    schedule, longer = built(shape, warmup), built(shape, warmup, total_steps=2 * TOTAL)
-    assert schedule.extendable is extendable
-    assert (schedule.lr_factors(0, TOTAL) == longer.lr_factors(0, TOTAL)) is extendable
+def test_how_far_a_longer_run_begins_alike(shape, warmup, alike_steps):
+    longer = built(shape, warmup, total_steps=2 * TOTAL)
+    assert [longer.begins_like(TOTAL, steps) for steps in range(TOTAL + 1)] == [
+        steps <= alike_steps for steps in range(TOTAL + 1)
+    ]
 
 
 def test_steps_past_the_end_keep_the_last_figure():

@@ -74,7 +74,6 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
             None,
             warmup_steps=0,
             delay_steps=0,
-            extendable=True,
         )
         run.progress.step = first
         trainer = Trainer(run)

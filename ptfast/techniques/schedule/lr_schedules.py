@@ -63,11 +63,6 @@ class Shape:
 
     spans_run: ClassVar[bool] = False
 
-    @property
-    def extendable(self) -> bool:
-        """Return True if a longer run begins like a shorter one, so that epochs can be added later."""
-        return not self.spans_run
-
     def factor(self, span: Span) -> Curve:
         """The factor on every parameter group's base rate, by step."""
         raise NotImplementedError
@@ -94,10 +89,6 @@ class Step(Shape):
     def __post_init__(self) -> None:
         self.every = Duration.parse(self.every, "epochs")
 
-    @property
-    def extendable(self) -> bool:
-        return self.every.unit != "percent"
-
     def factor(self, span: Span) -> Curve:
         gamma = self.gamma
         if span.steps(self.every) < 1:
@@ -117,10 +108,6 @@ class MultiStep(Shape):
         self.milestones = [Duration.parse(milestone, "epochs") for milestone in self.milestones]
         if len({milestone.unit for milestone in self.milestones}) == 1:
             self._require_sorted([milestone.value for milestone in self.milestones])
-
-    @property
-    def extendable(self) -> bool:
-        return all(milestone.unit != "percent" for milestone in self.milestones)
 
     def factor(self, span: Span) -> Curve:
         at_steps = [span.steps(milestone) for milestone in self.milestones]
@@ -280,10 +267,6 @@ class Cyclic(Shape):
                 "C005", f"must be one of {', '.join(modes)}", key="schedule.mode", value=self.mode
             )
         _require_both(self.momentum_max, self.momentum_min)
-
-    @property
-    def extendable(self) -> bool:
-        return all(length is None or length.unit != "percent" for length in (self.rise, self.fall))
 
     def factor(self, span: Span) -> Curve:
         start, height = self.start, self._height(span)

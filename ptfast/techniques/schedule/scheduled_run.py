@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
@@ -18,7 +20,7 @@ class Schedule:
         momentum: momentum by step, or None.
         warmup_steps: steps over which the factor is also multiplied by a ramp, (step + 1) / warmup_steps.
         delay_steps: steps that pass before the clock of `factor` and `momentum` starts.
-        extendable: a longer run would begin with the same figures.
+        of_length: the schedule of a run of so many steps, otherwise the same; None where that is not known.
         momentum_note: what becomes of the momentum, in a few words; None where the shape leaves it alone.
     """
 
@@ -29,10 +31,10 @@ class Schedule:
         *,
         warmup_steps: int,
         delay_steps: int,
-        extendable: bool,
+        of_length: Callable[[int], Schedule] | None = None,
         momentum_note: str | None = None,
     ) -> None:
-        self.warmup_steps, self.extendable, self.momentum_note = warmup_steps, extendable, momentum_note
+        self.warmup_steps, self.momentum_note, self._of_length = warmup_steps, momentum_note, of_length
         self._factor, self._momentum, self._delay_steps = factor, momentum, delay_steps
 
     def lr_factors(self, first: int, last: int) -> list[float]:
@@ -47,6 +49,19 @@ class Schedule:
         momentum, delay = self._momentum, self._delay_steps
         return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
 
+    def begins_like(self, total_steps: int, num_steps: int) -> bool:
+        """Return True if a run of `total_steps` has the same figures in its first `num_steps`.
+
+        Such a run can be made as long as this one after that many steps. Cost: a microsecond a step.
+        """
+        if self._of_length is None:
+            return False
+        other = self._of_length(total_steps)
+        return all(
+            figures(0, num_steps) == others(0, num_steps)
+            for figures, others in ((self.lr_factors, other.lr_factors), (self.momenta, other.momenta))
+        )
+
 
 def build_schedule(
     shape: Shape,
@@ -55,6 +70,7 @@ def build_schedule(
     total_steps: int,
     plan: BatchPlan,
     has_momentum: bool = True,
+    extendable: bool = True,
 ) -> Schedule:
     """Turn durations into steps, once, and put a linear warm-up in front.
 
@@ -65,6 +81,7 @@ def build_schedule(
     Args:
         plan: which samples make up each step.
         has_momentum: the optimizer has a momentum that can be cycled.
+        extendable: nothing else spans the run, such as the sizes of a curriculum.
 
     Raises:
         ConfigError: C011 for a warm-up longer than the run.
@@ -77,11 +94,15 @@ def build_schedule(
     delay_steps = warmup_steps if shape.spans_run else 0
     span = Span(max(total_steps - delay_steps, 1), plan)
     momentum = shape.momentum(span)
+
+    def of_length(steps: int) -> Schedule:
+        return build_schedule(shape, warmup=warmup, total_steps=steps, plan=plan, has_momentum=has_momentum)
+
     return Schedule(
         shape.factor(span),
         momentum if has_momentum else None,
         warmup_steps=warmup_steps,
         delay_steps=delay_steps,
         momentum_note=momentum and ("cycled" if has_momentum else "not cycled: the optimizer has none"),
-        extendable=shape.extendable and (warmup.unit != "percent" or not warmup_steps),
+        of_length=of_length if extendable else None,
     )
