@@ -1,4 +1,4 @@
-"""What the ledger costs: steps with the clock's marks, beside the same steps without.
+"""The cost of the ledger: steps with the clock's marks, beside the same steps without.
 
     python scripts/bench_accounting.py
     python scripts/bench_accounting.py +recipe=resnet_cifar data=imagefolder data.root=FOLDER --steps 2

@@ -1,4 +1,4 @@
-"""Whether the batch that `ptfast find batch` finds near a limit of memory trains, again and again.
+"""Train, again and again, at the batch that `ptfast find batch` finds near a limit of memory.
 
     python scripts/bench_find_batch.py                        a wide MLP on the digits, under ulimit -v
     python scripts/bench_find_batch.py --limit-gib 4 --runs 20 -- model=mlp model.hidden=[100000]

@@ -1,4 +1,4 @@
-"""Whether the rate of `ptfast find lr` is a good one: training at it, at a tenth and at ten times it.
+"""Train at the rate of `ptfast find lr`, at a tenth and at ten times it.
 
     python scripts/bench_find_lr.py +recipe=resnet_digits
     python scripts/bench_find_lr.py +recipe=resnet_cifar data.root=FOLDER --steps 200 --seeds 3

@@ -1,4 +1,4 @@
-"""What `ptfast find workers` chooses for slow and for fast data, held to the best of all loaders.
+"""Hold the choice of `ptfast find workers` for slow and for fast data to the best of all loaders.
 
 A sample of the slow data takes 20 ms to come, which are spent waiting, as for a disk or a network far away;
 one of the fast data comes at once. The network takes 40 ms a step: it waits for them, as a host waits for a
@@ -43,7 +43,7 @@ NETWORKS = {
     "mlp": ("model=mlp", "model.hidden=[4096,4096]"),
 }
 STEP_S = 0.04
-"""What a step of the network that waits takes."""
+"""Seconds of a step of the network that waits."""
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]),
@@ -100,7 +100,7 @@ class Row(NamedTuple):
 
 
 def find(words: list[str], folder: Path) -> dict[str, Any]:
-    """What the command chooses."""
+    """The choice of the command."""
     command = [sys.executable, "-m", "ptfast", "find", "workers", *words, "--out", "found"]
     subprocess.run(command, cwd=folder, env=ENVIRONMENT, check=True)
     return json.loads((folder / "found" / "workers.json").read_text())

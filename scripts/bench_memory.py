@@ -1,4 +1,4 @@
-"""What activation checkpointing saves and costs: bytes kept for backward, peak memory, time of a step.
+"""Savings and cost of activation checkpointing: bytes kept for backward, peak memory, time of a step.
 
     python scripts/bench_memory.py                               ResNet-110 and the GPT on the CPU
     python scripts/bench_memory.py gpt --compile --batch-size 8  with the compiler's memory budgets
@@ -35,7 +35,7 @@ MODELS = {
     "resnet110": ("ResNet-110, 32x32 pixels", 64),
     "gpt": ("GPT, 12 blocks of width 256, 256 tokens", 8),
 }
-"""What each model is, and its batch size."""
+"""Each model in words, and its batch size."""
 EAGER = ("none", "full", "every_n", "selective")
 COMPILED = ("compile=model", "budget 0.5", "budget 0.2")
 

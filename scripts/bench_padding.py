@@ -1,4 +1,4 @@
-"""Whether batches of like length cost accuracy: SST-2 with and without them, paired by seed.
+"""The accuracy that batches of like length cost: SST-2 with and without them, paired by seed.
 
     python scripts/bench_padding.py FOLDER                       five seeds, `batching=none` against `buckets`
     python scripts/bench_padding.py FOLDER --seeds 3 model.depth=2 precision=bf16

@@ -1,4 +1,4 @@
-"""What switches are worth on a whole run: training throughput and memory, as ratios to the first row.
+"""The worth of switches on a whole run: training throughput and memory, as ratios to the first row.
 
     python scripts/bench_switches.py resnet_cifar data=imagefolder data.root=FOLDER
     python scripts/bench_switches.py char_gpt data.path=FILE --row plain --row 'fast compile=blocks'

@@ -1,4 +1,4 @@
-"""What the benchmarks share: intervals, quiet, and the facts that stand under a table."""
+"""Shared by the benchmarks: intervals, quiet, and the facts that stand under a table."""
 
 from __future__ import annotations
 

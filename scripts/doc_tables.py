@@ -17,7 +17,7 @@ from ptfast.config.files import paths  # noqa: E402
 
 DOCS = ROOT / "docs"
 MARK = "<!-- Below: written by scripts/doc_tables.py -->"
-"""What stands above it on the page is written by hand."""
+"""The text above it on the page is written by hand."""
 FOR_RECIPES = {"adamw_onecycle", "adamw_gpt", "adamw_text", "resnet_digits"}
 """Options with a recipe's numbers, which the table of groups leaves out."""
 GROUP = re.compile(r"^\| `(\w+)` \| ((?:`\w+`(?: \([^()]*\))? ?)*)(.*) \|$")

@@ -48,7 +48,7 @@ class Replays:
         self.device, self.clock = device, clock
 
     def seconds(self, operators: Iterable[Operator]) -> dict[Operator, float]:
-        """What one call of each takes; what cannot be run by itself is left out."""
+        """Seconds of one call of each; operators that cannot be run by themselves are left out."""
         curves: dict[Any, list[Operator]] = defaultdict(list)
         found: dict[Operator, float] = {}
         for operator in operators:
@@ -101,7 +101,7 @@ class Replays:
             torch.accelerator.synchronize(self.device)
 
     def framework_s(self) -> float:
-        """What autograd and modules add to an operator: a deep model of single numbers, less operators."""
+        """Seconds that autograd and modules add to an operator: a deep model of numbers, less operators."""
         layers = [nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(20)]
         model = nn.Sequential(*layers).to(self.device)
         inputs = torch.ones(1, 1, device=self.device)

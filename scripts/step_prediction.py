@@ -14,7 +14,7 @@ from ptfast.profiling.limits.operators import Operator
 
 @dataclass(frozen=True)
 class MicroBenchmarks:
-    """What a machine takes for single things, in seconds."""
+    """Seconds that a machine takes for single things."""
 
     operators: dict[Operator, float]
     """For one call of each operator, by itself."""
@@ -25,7 +25,7 @@ class MicroBenchmarks:
     fetch_s: float
     """For a byte that is no longer in cache."""
     near_bytes: int
-    """What the cache holds."""
+    """Size of the cache."""
 
 
 @dataclass(frozen=True)

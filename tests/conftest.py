@@ -1,4 +1,4 @@
-"""What the tests share: pinned threads, the command line in a subprocess, real data, and what is skipped."""
+"""Shared by the tests: pinned threads, the command line in a subprocess, real data, and what is skipped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks found in the cases of `rank_cases`, all in one pair of processes.
+    """The results of two ranks in the cases of `rank_cases`, all in one pair of processes.
 
     The first of the processes that test at once has them go through the cases, the others wait for it.
     """

@@ -96,7 +96,7 @@ def test_49_unsafe_archives(member: tuple[str, Any], capsys: Capture, monkeypatc
 
 @pytest.mark.parametrize("download", ["true", "false"])
 def test_50_wrong_checksum(download: str, capsys: Capture, monkeypatch: Patch) -> None:
-    """What lies there is wrong, and so is what the server gives."""
+    """Both the file there and the server's are wrong."""
     for name in ("home", "server"):
         bad_data.archive(Path(name, "cifar-10-python.tar.gz"), ("x", name.encode()))
     monkeypatch.setattr(cifar, "_URL", f"{Path('server').absolute().as_uri()}/")

@@ -1,4 +1,4 @@
-"""What the docs show is right: links, commands, keys, options and codes."""
+"""The docs are right: links, commands, keys, options and codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = [shown for shown in COMMANDS_SHOWN if shown.words[0] in ("recipes", "cop
 OTHERS_KEYS = {"docs/migrating.md"}
 """Pages that show the arguments of other frameworks."""
 FORMS = {"group=option", "group.key=value", "model=net"}
-"""What stands for any key, and an option that a page has the reader make."""
+"""A word that stands for any key, and an option that a page has the reader make."""
 ASKS_MACHINE = {"E004", "E005"}
 """Refusals for what only this machine lacks: the command is right."""
 

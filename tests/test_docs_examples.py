@@ -1,4 +1,4 @@
-"""What a reader of the docs copies works: examples of own parts, files, and every command that trains."""
+"""What is copied from the docs works: examples of own parts, files, and every command that trains."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ EXEMPT = {
     "model.weights=pretrained": "downloads weights",
     "debug=nvtx": "needs CUDA",
 }
-"""What is composed and not trained, and why."""
+"""Commands that are composed and not trained, and why."""
 
 
 @pytest.fixture(scope="module")

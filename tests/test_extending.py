@@ -1,4 +1,4 @@
-"""What docs/extending.md says, done in a copy of the tree exactly as the page says, and run."""
+"""The steps of docs/extending.md, done in a copy of the tree exactly as the page says, and run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def shown_commands() -> list[list[str]]:
 
 
 def run_commands(tree: Path, commands: Sequence[Sequence[str]]) -> dict[str, str]:
-    """What each command prints, all in one process, which imports torch once."""
+    """The output of each command, all in one process, which imports torch once."""
     printed = python(tree, "-c", RUN_ALL.format(commands=[list(words) for words in commands]))
     parts = re.split(r"^> (.*)\n", printed, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))

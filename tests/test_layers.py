@@ -76,7 +76,7 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, b
 
 
 def violations(package: Path) -> list[str]:
-    """What in `package` breaks the order of the rooms or goes in a circle, one sentence each."""
+    """Imports in `package` that break the order of the rooms or go in a circle, one sentence each."""
     found, modules = [], files(package)
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for module, path in modules.items():

@@ -43,7 +43,7 @@ WITH: dict[str, Words] = {
     "model/resnet9": (*FEW, "model.width=8"),
     **{f"model/resnet{name}": FEW for name in ("20", "32", "44", "56", "110", "_digits")},
 }
-"""What an option needs beside it; FILES is the folder of stand-ins."""
+"""Arguments that an option needs beside it; FILES is the folder of stand-ins."""
 PACKAGES = {
     "model/timm": "timm",
     "model/hf": "transformers",
@@ -108,7 +108,7 @@ def words_for(option: str, technique: Technique | None, files: Path) -> Words:
 
 
 def is_refused(words: Words) -> bool:
-    """Whether the config is refused for what this machine lacks, with a remedy; otherwise it is valid."""
+    """Return True if the config is refused for what this machine lacks, with a remedy; else it is valid."""
     try:
         read(words)
     except MachineError as error:

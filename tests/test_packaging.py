@@ -1,4 +1,4 @@
-"""What is built holds what a run needs: a wheel, one by way of the sdist, and an editable install."""
+"""Built packages hold all that a run needs: a wheel, one by way of the sdist, and an editable install."""
 
 from __future__ import annotations
 

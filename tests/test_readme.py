@@ -1,4 +1,4 @@
-"""What the README shows is true: its example of own parts trains, and its figures are on benchmarks."""
+"""The README is true: its example of own parts trains, and its figures are on benchmarks."""
 
 from __future__ import annotations
 

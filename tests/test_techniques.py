@@ -40,7 +40,7 @@ BY_NAME = {technique.name: technique for technique in CATALOGUE}
 SWITCHED = [technique for technique in CATALOGUE if technique.on]
 
 PUBLICATION = re.compile(r"\b(19|20)\d\d\b|\w/\w|documentation|tutorial|Guide|data sheet")
-"""What a source says where figures can be looked up: a year, a repository, documentation."""
+"""A source says where figures can be looked up: a year, a repository, documentation."""
 NO_TECHNIQUES = {
     "data": "what is trained on",
     "model": "what is trained",
@@ -62,7 +62,7 @@ ALWAYS_ON = {
     "larger evaluation batches": "test_fit.py::test_evaluation_takes_what_fits_into_memory",
     "learning rates from a table": "test_schedule.py::test_any_segment_of_any_option_is_the_same_function",
 }
-"""What cannot be switched off, and the test that shows it."""
+"""Techniques that cannot be switched off, and the test that shows each."""
 NOT_FOR_SPEED = {"backend/deterministic": "the same bits in every run, at the price of speed"}
 """Options that are no techniques, in groups that hold some."""
 SAME_NUMBERS_ELSEWHERE = {
@@ -179,7 +179,7 @@ def test_a_group_without_techniques_has_none() -> None:
 
 
 def trainer_of(technique: Technique, folder: Path) -> Callable[..., Trial]:
-    """What trains the record's runs: this process, or two that it starts."""
+    """The processes that train the record's runs: this one, or two that it starts."""
     if "ranks" not in technique.needs:
         return trained
     numbers = itertools.count()

@@ -70,9 +70,10 @@ def _unknown_flag(name: str, value: str | None, known: dict[str, bool]) -> Confi
     hint, bare = did_you_mean(name, known), name.lstrip("-")
     if value is not None and value.startswith("-"):
         value = None
-    if bare == "recipe":
-        bare = "+recipe"
     if not hint and len(bare) > 1:
+        from ptfast.config.checks.validate import key_named
+
+        bare = "+recipe" if bare == "recipe" else key_named(bare.replace("-", "_")) or bare
         shown = "VALUE" if value is None or is_secret(bare) else value
         hint = f"Config is key=value without dashes: {bare}={shown}"
     return ConfigError(

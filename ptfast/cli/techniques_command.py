@@ -20,6 +20,8 @@ ALWAYS_ON = "always on"
 def show(name: str | None = None) -> None:
     """Print what applies on this machine: every technique, those of a family, or all about one.
 
+    Many are a table on a terminal, and lines of cells between tabs elsewhere.
+
     Args:
         name: of a technique or a family, in words or joined by hyphens; None for all.
 
@@ -73,8 +75,11 @@ def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
         rows.append(row + [f"{technique.claim} {technique.measured}".rstrip()] * wide)
         if not here.applies:
             muted.add(number)
-    table(headers, rows, grouped=True, muted=muted)
-    if is_terminal(stream):
+    if not is_terminal(stream):
+        # Aligned, a line would be as long as the longest of each column: some 500 characters.
+        print("\n".join("\t".join(row) for row in [headers, *rows]), file=stream)
+    else:
+        table(headers, rows, grouped=True, muted=muted)
         columns = shutil.get_terminal_size().columns
         for kind, promise in PROMISES.items():
             print(textwrap.fill(f"{kind}: {promise}.", columns))

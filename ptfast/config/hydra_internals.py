@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf keep private and is needed here, each with its reason.
+"""Private names of Hydra and OmegaConf that are needed here, each with its reason.
 
 - `ConfigLoaderImpl`: composing; `hydra.compose` does not say which file set which key, works on global state,
   and registers the folders of configs for the whole process. Of its methods, `_load_single_config` is

@@ -126,18 +126,7 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
 
 def _check_shape(written: str, groups: list[str]) -> None:
     """Refuse what is not `key=value` in a way that shows what was meant."""
-    key, equals, value = written.partition("=")
-    if written.startswith("-"):
-        bare = key.lstrip("-") or "KEY"
-        shown = value if equals and not is_secret(bare) else "VALUE"
-        raise ConfigError(
-            "C015",
-            "no such flag; config is key=value without dashes",
-            key=key,
-            value=value if equals else None,
-            place=COMMAND_LINE,
-            suggestion=f"Write {bare}={shown}",
-        )
+    key, equals, _ = written.partition("=")
     if not equals and not written.startswith("~"):
         recipes = paths.options(paths.RECIPES)
         before, colon, after = written.partition(":")

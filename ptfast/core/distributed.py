@@ -93,7 +93,7 @@ def world() -> Ranks | None:
 
     Raises:
         ParallelError: P002 for variables that make no sense, and where several processes were started that
-            nobody has told of each other: each would train by itself. The first says so; others exit.
+            do not know of each other: each would train by itself. The first says so; others exit.
     """
     if not under_torchrun() and not all(map(os.environ.get, WORLD)) and not _take_options():
         _refuse_several()
@@ -270,7 +270,7 @@ def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
 
 
 def once_per_machine(compute: Callable[[], T]) -> T:
-    """What `compute` gives on the first rank of each machine, on all its ranks; what it raises, all raise.
+    """The result of `compute` on the first rank of each machine, on all its ranks; what it raises, all raise.
 
     For what is the same on every rank and takes a while, such as checksums of files. To be called on all
     ranks at once; without a process group this process computes for itself.

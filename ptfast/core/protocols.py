@@ -89,7 +89,7 @@ class Mixed(NamedTuple):
     """Part of the first sample of each pair, in [0, 1]; the rest is the second's. float32 (batch,)."""
 
 
-class Packed(NamedTuple):
+class PackedTokens(NamedTuple):
     """Sequences side by side in the rows of a batch, of which each is to be seen by itself."""
 
     tokens: Tensor

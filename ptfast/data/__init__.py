@@ -13,7 +13,7 @@ class Data(TargetSection):
     """The data set, and what of it is held out."""
 
     val: Annotated[Duration, InUnit("samples", ("percent", "samples"))] = Duration(10, "percent")
-    """What is held out for validation where the data has no such split: `10%`, `500samples` or 0."""
+    """The share held out for validation where the data has no such split: `10%`, `500samples` or 0."""
     normalize: bool = True
     """Bring inputs to mean 0 and standard deviation 1 of the training data."""
     shuffle_buffer: Count | None = None
@@ -21,6 +21,6 @@ class Data(TargetSection):
 
 
 def panel(data: Data) -> dict[str, object]:
-    """What samples are drawn out of, where that is not the whole."""
+    """The window that samples are drawn out of, where that is not the whole."""
     size = data.shuffle_buffer
     return {"shuffling": f"each sample is drawn out of {size:,} that lie together" if size else None}

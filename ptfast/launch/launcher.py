@@ -174,7 +174,7 @@ def _prepared(place: Place, composed: Composed, arguments: list[str]) -> Iterato
 
 
 def _say_finished(place: Place) -> None:
-    print(f"{place.folder} is finished already: nothing to do. More epochs would extend it.")
+    print(f"{place.folder} is finished already: nothing to do.")
 
 
 def resolve_num_ranks(config: Config) -> int:

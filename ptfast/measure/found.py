@@ -1,4 +1,4 @@
-"""What every `ptfast find` leaves behind: a folder of figures, and a recipe with what was found."""
+"""The output of every `ptfast find`: a folder of figures, and a recipe with what was found."""
 
 from __future__ import annotations
 

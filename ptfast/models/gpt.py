@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import Packed
+from ptfast.core.protocols import PackedTokens
 from ptfast.models.attention import attention, within_sequences
 from ptfast.models.drop_path import drop_path, rate_of_block
 
@@ -65,9 +65,9 @@ class Gpt(nn.Module):
                 std = 0.02 / (2 * depth) ** 0.5 if name.endswith("out") else 0.02
                 nn.init.normal_(module.weight, std=std)
 
-    def forward(self, inputs: Tensor | Packed) -> Tensor:
+    def forward(self, inputs: Tensor | PackedTokens) -> Tensor:
         """Map token ids (batch, length) to logits of the next token (batch, length, vocab_size)."""
-        tokens, positions = inputs if isinstance(inputs, Packed) else (inputs, None)
+        tokens, positions = inputs if isinstance(inputs, PackedTokens) else (inputs, None)
         length = tokens.shape[1]
         if length > self.context_length:
             raise ValueError(f"{length} tokens exceed the context length {self.context_length}")

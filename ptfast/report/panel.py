@@ -62,7 +62,7 @@ def build_panel(
 
 
 def _task(run: Run) -> str:
-    """What is trained for, and what of the labels says so where nobody has named it."""
+    """The task, and the fact of the labels that it is inferred from where nobody has named it."""
     info, name, reason = run.info, run.resolved.task, run.resolved.task_reason
     count = info.vocab_size if name == "language_modelling" else info.num_classes
     units = {"language_modelling": "token", "multilabel": "label", "regression": "figure"}
@@ -101,7 +101,7 @@ def left_out(run: Run) -> dict[str, int]:
 
 
 def _evaluation(run: Run) -> dict[str, object]:
-    """What is particular about evaluations."""
+    """The panel's lines about evaluations that are not as usual."""
     views = ["their mirror images"] * run.settings.flip
     views += [f"shifts by {run.settings.shift} px"] * bool(run.settings.shift)
     words = [f"over images and {' and '.join(views)}"] if views else []

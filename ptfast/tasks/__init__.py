@@ -23,5 +23,5 @@ class Task(Section):
 
 
 def panel(task: Task) -> dict[str, object]:
-    """What makes the targets softer."""
+    """Techniques that make the targets softer."""
     return {"label smoothing": task.options.get("label_smoothing") or None}

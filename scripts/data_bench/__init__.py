@@ -14,5 +14,5 @@ class Row:
     work: Callable[[], int]
     """Does it for some items, a tenth of a second at least, and returns how many."""
     item: str = "image"
-    """What is counted."""
+    """The unit counted."""
     note: str = ""

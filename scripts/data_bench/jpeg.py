@@ -46,7 +46,7 @@ def build(folder: Path) -> list[Row]:
 
 
 def by_pil(files: Path) -> Callable[[], int]:
-    """What tutorials write."""
+    """The loader of tutorials."""
     from torchvision.datasets import ImageFolder as Folder
     from torchvision.transforms import Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, ToTensor
 
@@ -55,7 +55,7 @@ def by_pil(files: Path) -> Callable[[], int]:
 
 
 def by_v2(files: Path) -> Callable[[], int]:
-    """What torchvision's own guide to fast transforms says."""
+    """The loader of torchvision's own guide to fast transforms."""
     import warnings
 
     from torchvision.datasets import ImageFolder as Folder

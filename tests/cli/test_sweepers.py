@@ -1,4 +1,4 @@
-"""What a sweep tells Hydra's sweepers, and what it refuses before its first job."""
+"""Sweeps: the objective returned to Hydra's sweepers, and refusals before the first job."""
 
 from __future__ import annotations
 

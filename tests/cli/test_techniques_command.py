@@ -34,7 +34,7 @@ def test_every_technique_has_a_line(capsys: Capture) -> None:
     assert headers.split() == ["family", "technique", "class", "switch", "here", "worth"]
     assert len(lines) == len(CATALOGUE)
     for technique in CATALOGUE:
-        (line,) = [line for line in lines if f"  {technique.name}  " in line]
+        (line,) = [line for line in lines if f"\t{technique.name}\t" in line]
         assert line.startswith(technique.family)
         assert all(text in line for text in (technique.kind, " ".join(technique.on), technique.claim))
 

@@ -282,7 +282,6 @@ def test_options_that_choose_each_other_without_end_are_refused() -> None:
         ("model.hidden=[1,2", "C001", ["brackets"]),
         ("=3", "C001", ["no key"]),
         ("optimizer@mine=sgd", "C001", ["@"]),
-        ("--optimizer.lr=0.1", "C015", ["without dashes", "Write optimizer.lr=0.1"]),
         (
             "precision=ampp",
             "C003",

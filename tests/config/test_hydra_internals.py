@@ -1,4 +1,4 @@
-"""What other libraries keep private is imported in one place, and is there in the installed versions."""
+"""Private names of other libraries are imported in one place, and is there in the installed versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config from elsewhere may name: known packages, and those that the user trusts."""
+"""Names allowed in a config from elsewhere: known packages, and those that the user trusts."""
 
 from __future__ import annotations
 

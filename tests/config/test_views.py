@@ -1,4 +1,4 @@
-"""What is shown of configs: views, help, copies of recipes, completion."""
+"""Configs as shown: views, help, copies of recipes, completion."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_steps_between_two_readings_wait_for_one_that_is_timed(now: list[float])
 
 
 def test_a_device_that_waits_for_a_transfer(now: list[float]) -> None:
-    """Told of within the wait for data, of which it makes no further step."""
+    """Its wait counts within the wait for data, and makes no step of its own."""
     queue, clock = device_clock(now)
 
     def loads() -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What other devices cannot do: float64 on Apple's GPUs, copies in the background out of any memory."""
+"""Limits of other devices: float64 on Apple's GPUs, copies in the background out of any memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container, a SLURM job and the machine itself leave to this process."""
+"""Cores and memory that a container, a SLURM job and the machine itself leave to this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run keeps of how it was built, and when the host looks up from training."""
+"""A run's record of how it was built, and when the host looks up from training."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 
 def found(name: str) -> Any:
-    """What a dotted name stands for, its modules imported on the way."""
+    """The object of a dotted name, its modules imported on the way."""
 
     def step(owner: Any, part: str) -> Any:
         if not hasattr(owner, part):

@@ -132,7 +132,7 @@ def test_one_of_the_tasks_says_so(
 
 
 def cases(ranks: Ranks) -> dict[str, Any]:
-    """What two ranks of one machine, and of two, get of what is computed once per machine."""
+    """Two ranks of one machine, and of two, receive the result computed once per machine."""
 
     def fail() -> None:
         raise DataError("D007", f"damaged, says rank {ranks.rank}")

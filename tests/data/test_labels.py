@@ -1,4 +1,4 @@
-"""What labels are for: told from them, said in the panel, and changed by the key that it names."""
+"""The task that labels stand for: inferred, shown in the panel, and changed by the key that it names."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_steps_never_wait_for_a_gpu(precision: str, tmp_path: Path) -> None:
     assert len(trainer.read()["noise"]) == 20
 
 
-def test_a_loss_that_comes_apart_ends_it(tmp_path: Path) -> None:
+def test_a_loss_that_diverges_ends_it(tmp_path: Path) -> None:
     run = build_run(tmp_path, *SMALL, *PLAIN, "optimizer.lr=1e30")
     losses = [loss for part in noise_of(run, 40) for loss in part["loss"]]
     assert 1 <= len(losses) < 40

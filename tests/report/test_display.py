@@ -1,4 +1,4 @@
-"""What a run shows: plain lines without escape codes, one live line on terminals, nothing on other ranks."""
+"""The display: plain lines without escape codes, one live line on terminals, nothing on other ranks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_without_its_fixture(nothing):
 
 
 def table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
-    """What the script prints, run with this interpreter."""
+    """The output of the script, run with this interpreter."""
     monkeypatch.setattr(sys, "argv", ["test_matrix", "--python", sys.executable, *words])
     return test_matrix.main(), capsys.readouterr().out
 

@@ -309,7 +309,7 @@ HURRIED: dict[str, Case] = {
     "a flag for a command": Case("--config x.yaml", "C015", ("Did you mean ptfast train --config?",)),
     "a bare recipe": train("resnet_digits", "C001", "Write +recipe=resnet_digits"),
     "a recipe with dashes": train("--recipe resnet_digits", "C015", "without dashes: +recipe=resnet_digits"),
-    "a key with dashes": train("+recipe=resnet_digits --epochs 3", "C015", "without dashes: epochs=3"),
+    "a key with dashes": train("+recipe=resnet_digits --lr 3", "C015", "without dashes: optimizer.lr=3"),
     "a short flag": train("-x", "C015", f"-x {TYPED} no such flag. Flags: --multirun, --dry-run, --config"),
     "a flag misspelt": train("--dryrun", "C015", "Did you mean --dry-run?"),
     "a flag without value": train("--config", "C015", "--config: needs a value"),

@@ -12,7 +12,7 @@ from ptfast.core.protocols import Callback
 
 
 class Misfortune(Callback):
-    """What the file `misfortune` says happens to one rank after a step: a signal."""
+    """One rank gets the signal that the file `misfortune` names, after a step."""
 
     def on_step(self, run: Any, step: int) -> None:
         if step == 1:

@@ -1,4 +1,4 @@
-"""What the tests of optimizers share: numbers, a net, and the optimizers of our own."""
+"""Shared by the tests of optimizers: numbers, a net, and the optimizers of our own."""
 
 from __future__ import annotations
 

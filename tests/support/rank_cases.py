@@ -1,4 +1,4 @@
-"""What two ranks go through for the tests: runs whose outcome is compared with that of one process."""
+"""Cases that two ranks run for the tests: runs whose outcome is compared with that of one process."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Cases:
         return {"losses": [line["loss"] for line in run.logger], "weights": weights(Path(name))}
 
     def resumed(self, name: str, *words: str, **given: Any) -> bool:
-        """Whether a run that goes on from the state in its middle ends in the same bits."""
+        """Return True if a run resumed from the state in its middle ends in the same bits."""
         whole = self.train(name, *words, "saving.every=4steps", "saving.keep=9", **given)
         again = f"{name}-resumed"
         middle = Path(name) / "saved" / "step-4"
@@ -121,7 +121,7 @@ class Cases:
         return same_bits(weights(Path(again)), whole["weights"]) and same_bits(left, right)
 
     def refusal(self, name: str, *words: str, **given: Any) -> str:
-        """What is said where a run is refused."""
+        """The message where a run is refused."""
         run = self.build(name, *words, **given)
         try:
             fit(run)
@@ -180,7 +180,7 @@ def stuck(on: Cases) -> tuple[str, int, bool]:
 
 
 def held_together(on: Cases) -> dict[str, Any]:
-    """What two ranks train to from images in memory, held once or by each, and where the memory lies."""
+    """Weights of two ranks trained on images in memory, held once or by each, and where the images lie."""
     if on.ranks.is_first:
         for number in range(24):
             file = Path("pictures", f"class-{number % 2}", f"{number:02d}.png")
@@ -225,7 +225,7 @@ def refuse_to_map(path: str, size: int) -> Any:
 
 
 def refusal_of_stream(on: Cases, name: str) -> str:
-    """What is said of a data set of `streamed` within the first steps; empty where it is read."""
+    """The message about a data set of `streamed` within the first steps; empty where it is read."""
     loader = None
     try:
         loader = on.build(f"of-{name}", *(word.replace("WithHeldOut", name) for word in STREAM)).train_loader
@@ -239,7 +239,7 @@ def refusal_of_stream(on: Cases, name: str) -> str:
 
 
 def one_pass(on: Cases) -> list[float]:
-    """What two ranks of three workers read of a stream until they have read as many samples as it has."""
+    """The samples that two ranks of three workers read of a stream, as many as it has."""
     run = on.build("one-pass", *STREAM)
     batches, mine, num_samples = run.train_loader.steps(0, 99), list[float](), 0
     while num_samples < 33:

@@ -19,7 +19,7 @@ NUM_RANKS = 2
 
 
 def on_two_ranks(module: str, folder: Path) -> dict[str, Any]:
-    """What `cases(ranks)` of a module of the tests gives on the first of two ranks.
+    """The result of `cases(ranks)` of a module of the tests on the first of two ranks.
 
     Args:
         folder: the current one of both, and where they leave their output.

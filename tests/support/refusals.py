@@ -1,4 +1,4 @@
-"""What every refusal has in common: one line, the right exit code, and nothing left behind."""
+"""Checks of every refusal: one line, the right exit code, and nothing left behind."""
 
 from __future__ import annotations
 

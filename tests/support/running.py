@@ -29,7 +29,7 @@ def train(*words: str) -> int:
 
 
 def build_run(folder: Path, *words: str, ranks: Ranks | None = None, **given: Any) -> Run:
-    """What `ptfast train WORDS...` would train, built and not trained; on one rank, or by itself."""
+    """The run of `ptfast train WORDS...`, built and not trained; on one rank, or by itself."""
     folder.mkdir(parents=True, exist_ok=True)
     return build(read_config(words)[1], ranks=ranks or Ranks(), folder=folder, display=Display(), **given)
 
@@ -56,13 +56,13 @@ def training_state(folder: Path, name: str = "last") -> dict[str, Any]:
 
 
 def same_pixels(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether resized bytes are equal; torch's plain kernels round by the layout in memory, a level apart."""
+    """Return True for equal bytes; torch's plain kernels round by the layout in memory, a level apart."""
     apart = int(torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"))
     return bool(((one.int() - other.int()).abs() <= apart).all())
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Whether two nests of tensors and plain values are equal to the bit."""
+    """Return True if two nests of tensors and plain values are equal to the bit."""
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):

@@ -1,4 +1,4 @@
-"""What the README and docs/ show: code, spans and command lines; and a user's folder for them."""
+"""Code, spans and command lines that the README and docs/ show; and a user's folder for them."""
 
 from __future__ import annotations
 

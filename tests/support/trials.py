@@ -49,7 +49,7 @@ Words = tuple[str, ...]
 
 @dataclass
 class Trial:
-    """What a run did."""
+    """The outcome of a run."""
 
     losses: list[float] = field(default_factory=list)
     """Mean loss of each step."""

@@ -1,4 +1,4 @@
-"""What counts and in which precision: labels to ignore, targets beside half-width outputs, aligned losses."""
+"""Counts and their precision: labels to ignore, targets beside half-width outputs, aligned losses."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_groups_are_clipped_apart_from_the_others() -> None:
 
 
 def test_none_and_zero_give_the_same_bits(in_tmp: Path) -> None:
-    """What is passed over where there is no gradient is added to zeros otherwise."""
+    """With zeros, every parameter is added to; with none, one without a gradient is passed over."""
     words = ("model.hidden=[8]", "steps=5", "log_every=5", "batch_size=128", "optimizer=sgd_cifar")
     run, other = (build_run(in_tmp / name, *words, "gradients.accumulate=2") for name in "ab")
     fit(run)

@@ -1,4 +1,4 @@
-"""What each precision resolves to, and that autocast neither nests, leaks nor goes stale."""
+"""Each precision resolves to the right type, and autocast neither nests, leaks nor goes stale."""
 
 from __future__ import annotations
 

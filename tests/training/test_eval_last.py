@@ -1,4 +1,4 @@
-"""What becomes of a split's last, smaller batch: kept, left out, or filled up with what does not count."""
+"""A split's last, smaller batch is kept, left out, or filled up with samples that do not count."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_any_step_with_the_rates_it_would_have_had(tmp_path: 
 
 
 def figures(lines: Lines) -> list[dict[str, float]]:
-    """What was logged, without what depends on the clock."""
+    """The logged figures, without those that depend on the clock."""
     return [{name: value for name, value in line.items() if name not in FREE} for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""What a user's own model, loss, task or callback gives or raises is told in a line that names it."""
+"""Faults of a user's own model, loss, task or callback are reported in a line that names it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOW = {
     "string": "gives the str 'logits'",
 }
 IN_STEPS = ("nan", "changed", "leaves")
-"""What no forward pass alone tells."""
+"""Faults that no forward pass alone shows."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def refused(run: Run, **changes: Any) -> str:
-    """What is said of the first forward pass of a run with other parts."""
+    """The message about the first forward pass of a run with other parts."""
     changed = replace(run, **changes)
     batch = next(run.train_loader.steps(0, 1))
     with pytest.raises(ConfigError) as caught:

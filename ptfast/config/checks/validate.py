@@ -62,7 +62,9 @@ def validate(
 
 # What other programs call keys that have another name, or another place, here.
 ELSEWHERE = {
+    "lr": "optimizer.lr",
     "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
     "num_workers": "dataloader.workers",
     "max_epochs": "epochs",
     "num_epochs": "epochs",
@@ -81,6 +83,17 @@ ELSEWHERE = {
     "accumulate_grad_batches": "gradients.accumulate",
     "gradient_accumulation_steps": "gradients.accumulate",
 }
+
+
+def key_named(name: str, others: Iterable[str] = ()) -> str | None:
+    """The dotted key that a bare name stands for, by its last word or as other programs call it.
+
+    Args:
+        others: keys besides the fixed ones, such as those of targets.
+    """
+    fixed = [f"{section}.{key}" for section in Config.model_fields for key in _known_keys(section)]
+    known = [*Config.model_fields, *fixed, *others]
+    return ELSEWHERE.get(name) or next((key for key in known if key.rpartition(".")[2] == name), None)
 
 
 class _Checker:
@@ -230,15 +243,9 @@ class _Checker:
         elif near:
             hint = f"Did you mean {prefix}{near}{suffix}?"
         else:
-            others = [known for known in self._all_keys() if known != f"{key}{suffix}"]
-            elsewhere = [known for known in others if known.rpartition(".")[2] == name]
-            meant = ELSEWHERE.get(name) or (elsewhere[0] if elsewhere else None)
+            meant = key_named(name, [known for known in flatten(self.tree) if known != f"{key}{suffix}"])
             hint = f"Did you mean {meant}?" if meant else None
         return Problem("C002", "unknown key", key=f"{key}{suffix}", value=value, suggestion=hint)
-
-    def _all_keys(self) -> list[str]:
-        fixed = [f"{name}.{key}" for name in Config.model_fields for key in _known_keys(name)]
-        return [*Config.model_fields, *fixed, *flatten(self.tree)]
 
 
 def _not_set(key: str) -> Problem:

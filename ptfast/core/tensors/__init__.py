@@ -1,1 +1,1 @@
-"""What torch keeps private, and tensors that lie on several ranks."""
+"""Private names of torch, and tensors that lie on several ranks."""

@@ -31,7 +31,7 @@ class Dataloader(Section):
     read_ahead: bool = False
     """Read the next batch in a thread while this one trains, on a CPU."""
     last: Literal["keep", "drop", "pad"] = "keep"
-    """What becomes of an epoch's last, smaller batch; `pad` fills it from the epoch's start."""
+    """Treatment of an epoch's last, smaller batch; `pad` fills it from the epoch's start."""
 
 
 PACK_FILES = ("manifest.json", "pack.unfinished")

@@ -20,8 +20,8 @@ from ptfast.data.streams.iterable import IterableSource, check_kind
 
 HELD = ("memory", "device")
 """Kinds that have the whole data decoded once."""
-_LOOK_S = 0.2
-_LOOK_SAMPLES = 64
+_TIMED_S = 0.2
+_TIMED_SAMPLES = 64
 _HAND_OVER_S = 2e-3
 """A batch that is read in less time is not worth a process of its own."""
 _WORKER_BYTES = 256 * 2**20
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
     """Processes of the kind `workers`; 0 for other kinds."""
 
 
-class Look(NamedTuple):
+class SampleCost(NamedTuple):
     """Measurements of one sample, by fetching a few dozen."""
 
     seconds: float
@@ -104,7 +104,7 @@ def choose(
     count = 0
     if kind == "workers":
         # Whoever asks for workers by name gets one at least.
-        ahead_bytes = look_at(train).num_bytes * micro_batch_size * prefetch if workers == "auto" else 0
+        ahead_bytes = time_samples(train).num_bytes * micro_batch_size * prefetch if workers == "auto" else 0
         count = max(1, count_workers(workers, ahead_bytes)) if workers == "auto" else int(workers)
     return Choice(kind, before or "as the config says", count)
 
@@ -143,18 +143,18 @@ def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
     return max(0, min(spare_cores() - 1, by_memory, by_shared))
 
 
-def look_at(source: MapSource) -> Look:
+def time_samples(source: MapSource) -> SampleCost:
     """How long a sample takes to fetch, and how large it is, by a few dozen from all over the data."""
-    places = np.linspace(0, len(source) - 1, min(len(source), _LOOK_SAMPLES)).astype(np.int64)
+    places = np.linspace(0, len(source) - 1, min(len(source), _TIMED_SAMPLES)).astype(np.int64)
     first = source.fetch(places[:1])
     start, count = time.perf_counter(), 0
     for chunk in np.array_split(places, -(-len(places) // 8)):
         source.fetch(chunk)
         count += len(chunk)
-        if time.perf_counter() - start > _LOOK_S:
+        if time.perf_counter() - start > _TIMED_S:
             break
     seconds = (time.perf_counter() - start) / count
-    return Look(seconds, sum(tensor.nbytes for tensor in tensors_in(first)))
+    return SampleCost(seconds, sum(tensor.nbytes for tensor in tensors_in(first)))
 
 
 def _quickest(
@@ -169,17 +169,17 @@ def _quickest(
         return Choice("plain", "the GPU decodes", 0)
     if train.in_memory:
         return Choice("memory", "the data is in memory", 0)
-    look = look_at(train)
-    batch_s = look.seconds * micro_batch_size
+    cost = time_samples(train)
+    batch_s = cost.seconds * micro_batch_size
     if train.packed and batch_s < _HAND_OVER_S:
-        return Choice("packed", f"read in place, {_time(look.seconds)} a sample", 0)
+        return Choice("packed", f"read in place, {_time(cost.seconds)} a sample", 0)
     enough = num_samples is None or num_samples >= len(train)
     if train.repeatable and needed is not None and needed <= available_memory() // 4 and enough:
         return Choice("memory", f"{num_bytes(needed)}, decoded once", 0)
     within = "packed" if train.packed else "plain"
     if batch_s < _HAND_OVER_S:
         return Choice(within, f"a batch is read in {_time(batch_s)}", 0)
-    count = count_workers(workers, look.num_bytes * micro_batch_size * prefetch)
+    count = count_workers(workers, cost.num_bytes * micro_batch_size * prefetch)
     if count:
         return Choice("workers", f"a batch is read in {_time(batch_s)}", count)
     lacks = "cores or memory are not to spare" if workers == "auto" else "there are no workers"

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.core.protocols import IGNORE_INDEX, Packed
+from ptfast.core.protocols import IGNORE_INDEX, PackedTokens
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import permutation
@@ -22,7 +22,7 @@ Lengths = NDArray[np.int64]
 
 
 class PackedSequences(MapSource):
-    """Windows that hold several documents each: `(Packed, targets)`, all of one length.
+    """Windows that hold several documents each: `(PackedTokens, targets)`, all of one length.
 
     Padded, a batch of documents is as long as its longest; packed, next to nothing of it is padding, and all
     batches have one shape. A document attends to itself alone and its positions begin at 0: its loss is that
@@ -60,7 +60,7 @@ class PackedSequences(MapSource):
     def ignores_labels(self) -> bool:
         return True
 
-    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Packed, Tensor]:
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[PackedTokens, Tensor]:
         counts = self._counts[indices]
         rows = np.repeat(np.arange(len(indices)), counts)
         which = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
@@ -83,7 +83,7 @@ class PackedSequences(MapSource):
         inputs.reshape(-1)[flat] = self._documents.tokens[source]
         targets.reshape(-1)[flat] = self._documents.tokens[source + 1]
         where.reshape(-1)[flat] = positions
-        return Packed(torch.from_numpy(inputs), torch.from_numpy(where)), torch.from_numpy(targets)
+        return PackedTokens(torch.from_numpy(inputs), torch.from_numpy(where)), torch.from_numpy(targets)
 
     def _in_slots(self, epoch: int) -> Indices:
         """The document in every slot."""

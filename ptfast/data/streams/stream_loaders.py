@@ -193,7 +193,7 @@ class StreamBatches(StepBatches):
         ]
 
     def _open_sums(self) -> Sums | None:
-        """What sums numbers over the ranks."""
+        """The object that sums numbers over the ranks."""
         return host_sums(self.layout.num_ranks)
 
     def _reading(self, reader: Reader) -> Reading:
@@ -314,7 +314,7 @@ class PartBatches(StreamBatches):
         return mine, self._sums([*numbers, *self._digests(mine)])
 
     def _digests(self, mine: list[Item]) -> list[int]:
-        """What each reader of all ranks has read so far, to be summed up: after its first, and its second."""
+        """Samples read so far by each reader of all ranks, to be summed: after its first, and its second."""
         readers, before = len(self._readings), len(self._reported)
         if before >= 2 * readers:
             return []

@@ -116,7 +116,7 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     except (PtfastError, ReportedError) as error:
         ended = str(error)
     if ended is None and forecast.num_steps < min(num_steps, forecast.total_steps or num_steps):
-        ended = f"the loss came apart or the data ended after {forecast.num_steps} steps"
+        ended = f"the loss diverged or the data ended after {forecast.num_steps} steps"
     forecast.judge()
     _show(forecast, search, ended)
     return forecast

@@ -18,7 +18,7 @@ from ptfast.core.errors import DataError, PtfastError
 from ptfast.core.machine import memory_of
 from ptfast.core.run import Run
 from ptfast.data.build_data import Data, Source
-from ptfast.data.loaders.loader_choice import Choice, look_at
+from ptfast.data.loaders.loader_choice import Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.measure.loader.loader_candidate import Loader
 from ptfast.measure.trials.train_timing import time_steps
@@ -106,7 +106,7 @@ def _facts(train: Source) -> dict[str, Any]:
         "in_memory": train.in_memory,
         "repeatable": train.repeatable,
         "num_samples": len(train),
-        "read_s": 0.0 if train.in_memory else look_at(train).seconds * len(train),
+        "read_s": 0.0 if train.in_memory else time_samples(train).seconds * len(train),
     }
 
 

@@ -18,7 +18,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
-from ptfast.measure.lr.lr_suggestion import CAME_APART, first_trial, smooth, suggestions
+from ptfast.measure.lr.lr_suggestion import LOSS_DIVERGED, first_trial, smooth, suggestions
 from ptfast.measure.trials.trial_process import measure_once
 from ptfast.measure.trials.trial_rank import TRIALS, TrialRank, read_lines
 from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
@@ -157,7 +157,7 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
     rows = [(f"{rule} ({rule[0]})", f"{lr:.2g}", "") for rule, lr in found.items()]
     for lr, loss in facts["trials"]:
         label = "trial, chosen" if lr == facts["chosen"] else "trial"
-        rows.append((label, f"{lr:.2g}", CAME_APART if loss is None else f"{loss:.4g}"))
+        rows.append((label, f"{lr:.2g}", LOSS_DIVERGED if loss is None else f"{loss:.4g}"))
     rows.append(("as configured", f"{facts['lr']:.2g}", ""))
     table(["learning rate", name, f"loss after {facts['trial_steps']} steps"], rows, stream=stream)
     seen = f", {facts['epochs']:.2g} epochs" if facts["epochs"] else ""
@@ -175,7 +175,7 @@ def _advice(facts: dict[str, Any]) -> str:
     if facts["trials"]:
         rates = ", ".join(f"{lr:.2g}" for lr, _ in facts["trials"])
         return (
-            f"ptfast: the loss comes apart within {facts['trial_steps']} steps at each of {rates}. Look at "
+            f"ptfast: the loss diverges within {facts['trial_steps']} steps at each of {rates}. Look at "
             "labels, loss and inputs, clip gradients (gradients=clip) or begin lower with --to"
         )
     lowest, first = min(facts["smoothed"]), facts["smoothed"][0]

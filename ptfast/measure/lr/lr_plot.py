@@ -30,7 +30,7 @@ def draw(path: Path, facts: dict[str, Any], title: str) -> None:
         axes.axvline(chosen, color="k", lw=1.6, label=f"chosen: {chosen:.2g}")
     axes.set_xscale("log")
     spread = max(smoothed) - min(smoothed)
-    # A loss that comes apart would flatten all that is of interest.
+    # A loss that diverges would flatten all that is of interest.
     lowest = min([*losses[: len(smoothed)], *(loss for _, loss in trials)])
     axes.set_ylim(lowest - 0.05 * spread, max(smoothed) + 0.25 * spread)
     axes.set_xlabel("learning rate")

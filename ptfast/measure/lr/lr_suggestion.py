@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-CAME_APART = "the loss came apart"
+LOSS_DIVERGED = "the loss diverged"
 SMOOTHING = 0.85
 """Weight of a step in the smoothed loss of the step beside it."""
 START_STEPS = 10

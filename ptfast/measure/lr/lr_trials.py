@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 
 from ptfast.core.run import Run
-from ptfast.measure.lr.lr_suggestion import CAME_APART
+from ptfast.measure.lr.lr_suggestion import LOSS_DIVERGED
 from ptfast.measure.lr.range_test import train_at
 
 FACTOR = math.sqrt(10)
@@ -30,16 +30,16 @@ def run_trials(
         num_steps: of a trial.
 
     Returns:
-        The mean loss of the last quarter of the steps, by rate; infinite where the loss came apart.
+        The mean loss of the last quarter of the steps, by rate; infinite where the loss diverged.
 
     Cost: 3 to 6 trials of `num_steps` optimizer steps.
     """
 
     def loss_at(lr: float) -> float:
         _, losses, ended = train_at(run, [lr] * num_steps)
-        apart = ended == CAME_APART or not losses
-        loss = math.inf if apart else statistics.mean(losses[-max(len(losses) // 4, 1) :])
-        run.display.note(f"  {lr:.2g}  {f'loss {loss:.4g}' if math.isfinite(loss) else CAME_APART}")
+        diverged = ended == LOSS_DIVERGED or not losses
+        loss = math.inf if diverged else statistics.mean(losses[-max(len(losses) // 4, 1) :])
+        run.display.note(f"  {lr:.2g}  {f'loss {loss:.4g}' if math.isfinite(loss) else LOSS_DIVERGED}")
         return loss
 
     run.display.note(f"trials of {num_steps} steps each")
@@ -51,7 +51,7 @@ def descend(
 ) -> dict[float, float]:
     """Losses by rate, from `start` on towards the better neighbour until none is better."""
     losses = {start: loss_at(start)}
-    # Above a rate at which the loss comes apart there is nothing to find.
+    # Above a rate at which the loss diverges there is nothing to find.
     for factor in (1 / FACTOR,) if math.isinf(losses[start]) else (FACTOR, 1 / FACTOR):
         here = start
         while len(losses) < MOST_TRIALS and lowest <= here * factor <= highest:

@@ -1,4 +1,4 @@
-"""The learning rate range test: the rate rises step by step until the loss comes apart."""
+"""The learning rate range test: the rate rises step by step until the loss diverges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptfast.core.run import Run
-from ptfast.measure.lr.lr_suggestion import CAME_APART, has_diverged, running_mean
+from ptfast.measure.lr.lr_suggestion import LOSS_DIVERGED, has_diverged, running_mean
 from ptfast.measure.trials.state_guard import preserving_state
 from ptfast.optim.build_optimizer import reference_lr
 from ptfast.techniques.schedule.scheduled_run import Schedule
@@ -28,7 +28,7 @@ class RangeTest:
     losses: list[float]
     """Mean item loss of each step, before the step changed anything, over all ranks."""
     ended: str
-    """Why it ended: `at the highest rate`, `the loss came apart` or `the data ended`."""
+    """Why it ended: `at the highest rate`, `the loss diverged` or `the data ended`."""
     epochs: float | None
     """Epochs that it took; None where that has no length."""
 
@@ -57,7 +57,7 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
 
 
 def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], str]:
-    """Train one step at each rate, up to where the loss comes apart, and leave the run as it was.
+    """Train one step at each rate, up to where the loss diverges, and leave the run as it was.
 
     Returns:
         The rates, and the mean item loss of each step, before the step changed anything, over all ranks; and
@@ -89,18 +89,18 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
             trainer.window.clear()
             skipped_in_a_row = 0 if items else skipped_in_a_row + 1
             if skipped_in_a_row >= MOST_SKIPPED:
-                return taken, losses, CAME_APART
+                return taken, losses, LOSS_DIVERGED
             if not items:
                 continue
             loss = loss_sum / items
             if not math.isfinite(loss):
-                return taken, losses, CAME_APART
+                return taken, losses, LOSS_DIVERGED
             taken.append(lr)
             losses.append(loss)
             means = running_mean(losses)
             run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
             if step >= LEAST_STEPS and has_diverged(means):
-                return taken, losses, CAME_APART
+                return taken, losses, LOSS_DIVERGED
     return taken, losses, "at the highest rate"
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ptfast.core.batch_plan import Stages, grow
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import DataInfo, Packed
+from ptfast.core.protocols import DataInfo, PackedTokens
 
 
 class Resize:
@@ -211,8 +211,8 @@ def _nearest(length: int, size: int, device: torch.device) -> Tensor:
 
 
 def _cut(value: Any, length: int) -> Any:
-    if isinstance(value, Packed):
-        return Packed(*(_cut(tensor, length) for tensor in value))
+    if isinstance(value, PackedTokens):
+        return PackedTokens(*(_cut(tensor, length) for tensor in value))
     return value[:, :length] if isinstance(value, Tensor) and value.dim() > 1 else value
 
 

@@ -11,7 +11,7 @@ from ptfast.core.sections.technique import Technique
 
 
 class Gradients(Section):
-    """What happens to gradients between backward and the optimizer's step."""
+    """Treatment of gradients between backward and the optimizer's step."""
 
     accumulate: Count = 1
     """Micro-batches of each rank in one optimizer step, where `micro_batches` does not say it."""

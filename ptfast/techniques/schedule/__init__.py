@@ -49,9 +49,9 @@ def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
     """The shape of the learning rate, what tells it from others of its name, and the warm-up."""
     words = [schedule.target.path.rsplit(".", 1)[-1]]
     if (rise := schedule.target.kwargs.get("rise")) is not None:
-        words.append(f"up over {rise}")
+        words.append(f"rises for {rise}")
     if (decay := schedule.target.kwargs.get("decay")) is not None:
-        words.append(f"down over the last {decay}")
+        words.append(f"decays over the last {decay}")
     if schedule.warmup.value:
         words.append(f"warm-up {schedule.warmup}")
     momentum = resolved.momentum

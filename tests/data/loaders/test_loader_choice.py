@@ -1,4 +1,4 @@
-"""Who loads: what `auto` becomes by size, memory and a look, kept on resuming; the same bits from all."""
+"""Who loads: what `auto` becomes by size, memory and timing, kept on resuming; the same bits from all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.data.loaders import loader_choice
-from ptfast.data.loaders.loader_choice import Choice, Look, choose, count_workers, look_at
+from ptfast.data.loaders.loader_choice import Choice, SampleCost, choose, count_workers, time_samples
 from ptfast.data.map_source import MapSource, TensorSource
 
 MB = 10**6
@@ -49,7 +49,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(loader_choice, "available_memory", lambda: memory)
         monkeypatch.setattr(loader_choice, "shared_memory", lambda: shared)
 
-    monkeypatch.setattr(loader_choice, "look_at", lambda source: Look(getattr(source, "read_s", 1e-4), 3000))
+    monkeypatch.setattr(
+        loader_choice, "time_samples", lambda source: SampleCost(getattr(source, "read_s", 1e-4), 3000)
+    )
     of()
     return of
 
@@ -143,8 +145,8 @@ def test_what_workers_pass_on_fits_into_what_is_shared(machine: Callable[..., No
 
 def test_a_look_tells_the_size_of_what_is_handed_over() -> None:
     source = TensorSource(torch.zeros(9, 5), torch.zeros(9, dtype=torch.int64))
-    assert look_at(source).num_bytes == 5 * 4 + 8
-    assert 0 < look_at(source).seconds < 1
+    assert time_samples(source).num_bytes == 5 * 4 + 8
+    assert 0 < time_samples(source).seconds < 1
 
 
 def test_workers_asked_for_by_name_are_at_least_one(machine: Callable[..., None]) -> None:
@@ -226,10 +228,10 @@ def test_the_choice_is_written_down_with_its_reason_and_kept(
     assert resolved["dataloader"] == "memory"
     assert resolved["dataloader_reason"] == "17 KiB, decoded once"
 
-    def look(source: MapSource) -> Look:
+    def costs(source: MapSource) -> SampleCost:
         raise AssertionError("looked at again")
 
-    monkeypatch.setattr(loader_choice, "look_at", look)
+    monkeypatch.setattr(loader_choice, "time_samples", costs)
     run = build_run(in_tmp / "a", *WORDS, "dataloader=auto")
     assert (run.train_loader.kind, run.train_loader.reason) == ("memory", "17 KiB, decoded once")
 

@@ -188,7 +188,7 @@ def test_channels_first_and_read_only_arrays_are_copied() -> None:
 
 
 def test_digits_share_their_archive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is read is what is trained on, but for the split."""
+    """The samples read are those trained on, but for the split."""
     made: list[np.ndarray] = []
     from_numpy = torch.from_numpy
     monkeypatch.setattr(torch, "from_numpy", lambda array: made.append(array) or from_numpy(array))

@@ -18,7 +18,7 @@ from trials import merged
 from ptfast.cli import command_line
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import IGNORE_INDEX, Packed
+from ptfast.core.protocols import IGNORE_INDEX, PackedTokens
 from ptfast.data.sampling.sequence_packing import PackedSequences, pack_lengths
 from ptfast.data.sources.ragged_text import Documents
 from ptfast.data.sources.text_dataset import TextFile
@@ -38,7 +38,7 @@ def everything(source: Any, epoch: int = 0) -> tuple[Any, torch.Tensor]:
     return source.fetch(np.arange(len(source)), epoch)
 
 
-def found_in(inputs: Packed, targets: torch.Tensor) -> list[tuple[int, ...]]:
+def found_in(inputs: PackedTokens, targets: torch.Tensor) -> list[tuple[int, ...]]:
     """The documents of a batch, each as its inputs and its last target."""
     found = []
     for tokens, positions, row in zip(*inputs, targets, strict=True):

@@ -35,7 +35,7 @@ class Table:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the stand-in finds under the name `there`."""
+    """The data set that the stand-in finds under the name `there`."""
     content: dict[str, Any] = {}
     module = ModuleType("datasets")
 

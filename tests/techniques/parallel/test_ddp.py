@@ -47,7 +47,7 @@ def a_run(*words: str, launcher: tuple[str, ...] = (), told: Mapping[str, str] =
 
 
 def ranks_of_an_engine(*words: str) -> list[subprocess.Popen[str]]:
-    """Two ranks of `ptfast train WORDS...`, told of each other by nothing but variables."""
+    """Two ranks of `ptfast train WORDS...`, who find each other by nothing but variables."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -239,7 +239,7 @@ def test_a_killed_launcher_leaves_no_rank(in_tmp: Path) -> None:
 
 
 class Failed(NamedTuple):
-    """What torchrun knows of a rank that failed."""
+    """Torchrun's record of a rank that failed."""
 
     exitcode: int
     timestamp: int

@@ -1,4 +1,4 @@
-"""What DDP can be told: the same bits, a bounded drift, BatchNorm over all ranks, and what is refused."""
+"""Options of DDP: the same bits, a bounded drift, BatchNorm over all ranks, and what is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_compressed_gradients_drift_a_little(
 
 
 def test_power_sgd_remembers_over_a_restart(two_ranks: dict[str, Any]) -> None:
-    """What it has not sent yet differs from rank to rank, and is saved of all."""
+    """The part not sent yet differs from rank to rank, and is saved of all."""
     assert two_ranks["powersgd resumes"]
     assert not same_bits(two_ranks["powersgd"]["weights"], two_ranks["ddp"]["weights"])
 

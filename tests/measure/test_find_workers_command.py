@@ -1,0 +1,145 @@
+"""`ptfast find workers` as a command: what its children measure, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import WITH_TESTS, build_run, train
+from torch.utils.data import Dataset, IterableDataset
+
+from ptfast.cli import command_line
+from ptfast.config.read import read_config
+from ptfast.measure.trials.train_timing import time_steps
+
+SMALL = ("model=mlp", "model.hidden=[8]")
+
+
+class Points(Dataset[Any]):
+    """Points that take a while to come."""
+
+    num_classes = 2
+
+    def __init__(self, read_s: float = 0.0) -> None:
+        self.read_s = read_s
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.read_s)
+        return torch.full((3,), float(index % 2)), index % 2
+
+
+class Once(IterableDataset[Any]):
+    """A few points, one after another, and no second pass."""
+
+    num_classes = 2
+
+    def __init__(self) -> None:
+        self.left = iter([(torch.zeros(3), 0)] * 50)
+
+    def __iter__(self) -> Any:
+        return self.left
+
+
+POINTS = (*SMALL, "data=custom", "data._target_=test_find_workers_command.Points", "batch_size=4")
+
+
+def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "slow", *POINTS, "data.read_s=0.01", "dataloader=plain")
+    slow = time_steps(run, 0.1, look=lambda: {"seen": True})
+    assert slow["seen"]
+    assert (
+        slow["low"] == min(slow["rates"]) <= slow["samples_per_s"] <= max(slow["rates"]) == slow["high"] < 100
+    )
+    assert slow["waiting"] > 0.7
+    fast = time_steps(build_run(tmp_path / "fast", "model=mlp", "model.hidden=[256,256]"), 0.1)
+    assert fast["waiting"] < 0.5
+
+
+def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.run(["find", "workers", "--from", "2"]) == 2
+    assert "--from: does not apply to find workers. ptfast find workers takes --to, --seconds" in (
+        capsys.readouterr().err
+    )
+
+
+def find(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
+    """Figures and output of `ptfast find workers WORDS...`."""
+    command = [sys.executable, "-m", "ptfast", "find", "workers", *words, "--out", "out"]
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **WITH_TESTS}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "out" / "workers.json").read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_the_command_picks_many_for_slow_data_and_none_for_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    flags = ("--seconds", "0.3", "--to", "8")
+    figures, out = find(tmp_path / "a", *POINTS, "data.read_s=0.02", *flags, "--write", "found.yaml")
+    assert figures["chosen"]["workers"] >= 6
+    plain, *others = figures["trials"]
+    assert plain["kind"] == "plain"
+    assert all(trial["memory_bytes"] > plain["memory_bytes"] for trial in others if trial["workers"] == 8)
+    assert f"dataloader.workers={figures['chosen']['workers']}" in out
+    monkeypatch.chdir(tmp_path / "a")
+    _, config = read_config(["+recipe=./found.yaml"])
+    assert config.dataloader.workers == figures["chosen"]["workers"]
+    assert train("+recipe=./found.yaml", "epochs=null", "steps=2", "run.dir=run") == 0
+    figures, _ = find(tmp_path / "b", *POINTS, *flags)
+    assert figures["chosen"]["workers"] == 0
+
+
+@pytest.mark.slow
+def test_two_ranks_agree(tmp_path: Path) -> None:
+    ranks = ("device=cpu", "parallel=ddp", "parallel.nproc=2")
+    figures, out = find(tmp_path, *POINTS, "data.read_s=0.02", *ranks, "--seconds", "0.3", "--to", "2")
+    assert figures["chosen"]["workers"] == 2
+    assert "workers of each of 2 ranks" in out
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "ptfast", "find", "workers", *POINTS, "--out", "out"]
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), **WITH_TESTS}
+    with subprocess.Popen(
+        [*command, "--write", "found.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while "samples/s" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "ptfast: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_data_that_ends_too_soon(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "data=custom", "data._target_=test_find_workers_command.Once", "batch_size=4", "steps=5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", WITH_TESTS["PYTHONPATH"])
+        patch.chdir(tmp_path)
+        assert command_line.run(["find", "workers", *words]) == 3
+    assert "before 2 s of them were measured" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
