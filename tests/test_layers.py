@@ -22,6 +22,20 @@ ROOMS = (
 """A file imports only from its own room and from those before it."""
 MOST_ENTRIES = 15
 
+WHOLE_CONFIG = {
+    "config/": "makes it",
+    "cli/": "the commands",
+    "launch/": "the half of `train` that starts processes",
+    "measure/": "the half of `find` that measures: a trial is a config with keys changed",
+    "training/build.py": "hands each part its own section",
+    "training/prepare_machine.py": "holds it for the stages of `build` and of a saved model",
+    "training/prepare_data.py": "`load_data` and `build_choice`, by which commands load data without a run",
+    "training/saved_model.py": "builds a model to evaluate, by the stages of `build`",
+    "profiling/limits/advice.py": "asks the rules across keys whether a switch could be added",
+    "profiling/limits/closing.py": "hands it to the advice",
+}
+"""The only places that take the whole config, and why; all others take their own section, or values."""
+
 # Importing these takes seconds; a config error or `--help` must not wait for them.
 HEAVY = {"torch", "torchvision", "torchmetrics", "matplotlib", "transformers"}
 LIGHT = (
@@ -92,6 +106,8 @@ def violations(package: Path) -> list[str]:
                 found.append(f"{place} imports {top}, which only config/ may")
             if top in HEAVY and at_load and place.startswith(LIGHT):
                 found.append(f"{place} imports {top} as it loads")
+            if imported == "ptfast.config.schema.Config" and not place.startswith(tuple(WHOLE_CONFIG)):
+                found.append(f"{place} takes the whole Config, not its own section of it")
             if top != "ptfast":
                 continue
             while rest and rest not in modules:
@@ -118,6 +134,12 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_the_package_keeps_its_rooms() -> None:
     assert violations(PACKAGE) == []
+
+
+def test_whoever_may_take_the_whole_config_does() -> None:
+    importing = [path for path in PACKAGE.rglob("*.py") if "schema import Config" in path.read_text("utf-8")]
+    places = [path.relative_to(PACKAGE).as_posix() for path in importing]
+    assert [room for room in WHOLE_CONFIG if not any(place.startswith(room) for place in places)] == []
 
 
 def test_names_and_folders_can_be_told_apart() -> None:
@@ -148,6 +170,7 @@ def test_contributing_names_the_rooms_in_their_order() -> None:
         ("data/cifar.py", "if TYPE_CHECKING:\n    from ptfast.cli import x", "data/cifar.py imports cli"),
         ("data/cifar.py", "try:\n    import omegaconf\nexcept ImportError:\n    pass", "imports omegaconf"),
         ("cli/flags.py", "import torch.nn as nn", "cli/flags.py imports torch as it loads"),
+        ("training/fit.py", "from ptfast.config.schema import Config", "takes the whole Config"),
         ("data/a.py", "from ptfast.data.b import x", "a circle: data.a, data.b"),
     ],
 )

@@ -116,7 +116,7 @@ def train(
             if ranks.is_first:
                 _note_environment(folder, run)
                 logger = run.logger = _open_loggers(folder, extra, run.progress.step, display)
-            display.panel(*build_panel(config, run, panel))
+            display.panel(*build_panel(dict(config), run, panel))
             display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
             debug = config.debug
             looking = debugging(debug.mode, run, wait=debug.wait, warmup=debug.warmup, active=debug.active)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from ptfast import data, models, optim, tasks
-from ptfast.config.schema import Config
 from ptfast.core.protocols import TASKS
 from ptfast.core.run import Run
 from ptfast.core.sections.key_rules import call_with
@@ -24,9 +25,14 @@ from ptfast.techniques import (
 
 
 def build_panel(
-    config: Config, run: Run, rows: list[tuple[str, str]]
+    sections: Mapping[str, Any], run: Run, rows: list[tuple[str, str]]
 ) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Title, rows and warnings of the panel: what is switched on, and what it resolved to."""
+    """Title, rows and warnings of the panel: what is switched on, and what it resolved to.
+
+    Args:
+        sections: of the config and its other values, by name; each function of `PANELS` takes its own.
+        rows: added after those of the run.
+    """
     from ptfast.core.machine import spare_cores
 
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
@@ -34,31 +40,28 @@ def build_panel(
     layout = ", channels last" if resolved.channels_last else ""
     processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
     threads = f"{resolved.threads} thread" + "s" * (resolved.threads > 1) + " each" * (num_ranks > 1)
-    length = f"epochs={config.epochs}"
-    if config.steps is not None:
-        epochs = run.train_loader.plan.epoch_at(run.total_steps)
-        length = f"steps={config.steps}" + (f", {epochs:.3g} epochs" if epochs else "")
     # Weights that are shared out come with a class of torch's own making.
     model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
+    facts = {**sections, "run": run, "resolved": resolved}
     table = [
         ("data", run.data_note),
         ("task", _task(run)),
         ("model", f"{model}, {num_parameters:,} parameters{layout}"),
         ("device", f"{device_name(run)}, {processes}, {threads}"),
         ("precision", run.precision.describe()),
-        ("batch", _batch(config, run)),
-        ("steps", f"{run.total_steps:,} ({length})"),
+        ("batch", call_with(_batch, facts)),
+        ("steps", call_with(_steps, facts)),
         ("optimizer", f"{type(run.optimizer).__name__}, lr {_rate(run)}, {resolved.optimizer}"),
     ]
-    facts = {**dict(config), "run": run, "resolved": resolved}
     switches = {name: row for part in PANELS for name, row in call_with(part, facts).items()}
     table += [(name, str(row)) for name, row in switches.items() if row is not None]
-    loud = [f"debug={config.debug.mode} is on and slows training down"] if config.debug.mode != "none" else []
+    debug = sections["debug"].mode
+    loud = [f"debug={debug} is on and slows training down"] if debug != "none" else []
     if run.precision.warning is not None:
         loud.append(run.precision.warning)
     if resolved.workers > (cores := spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={resolved.workers} take turns on {cores} of this machine's cores")
-    return config.recipe or "train", table + rows, loud
+    return sections["recipe"] or "train", table + rows, loud
 
 
 def _task(run: Run) -> str:
@@ -72,9 +75,18 @@ def _task(run: Run) -> str:
     return words + (f" (by the labels: {reason})" if reason else "")
 
 
-def _batch(config: Config, run: Run) -> str:
+def _steps(run: Run, epochs: int | None, steps: int | None) -> str:
+    """Optimizer steps of the run, and how the config says its length."""
+    length = f"epochs={epochs}"
+    if steps is not None:
+        passes = run.train_loader.plan.epoch_at(run.total_steps)
+        length = f"steps={steps}" + (f", {passes:.3g} epochs" if passes else "")
+    return f"{run.total_steps:,} ({length})"
+
+
+def _batch(run: Run, batching: sampling.Batching) -> str:
     """The batch, and the parts that it is cut into."""
-    if (budget := config.batching.batch_tokens) is not None:
+    if (budget := batching.batch_tokens) is not None:
         sizes = run.train_loader.plan.all_sizes()
         return f"up to {budget:,} tokens: {min(sizes):,} to {max(sizes):,} samples"
     batch_size, micro_batches, num_ranks = (

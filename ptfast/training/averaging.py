@@ -44,7 +44,7 @@ def build_average(
     samples = _build_statistics_loader(
         data,
         loading,
-        batch_size=evaluated_at_once(context.config, data.info, context.micro_batches),
+        batch_size=evaluated_at_once(context.config.eval, data.info, context.micro_batch_size),
         seed=context.config.seed,
         rank=context.ranks.rank,
         num_ranks=context.ranks.num_ranks,

@@ -10,6 +10,7 @@ import torch
 
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
+from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.clock import Clock, for_device
 from ptfast.core.distributed import Ranks, broadcast_object
 from ptfast.core.durations import Duration
@@ -28,13 +29,15 @@ from ptfast.optim.build_optimizer import (
 )
 from ptfast.report.loggers import NoLogger
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
+from ptfast.techniques.curriculum.growing_sizes import build_batch_sizes
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
 from ptfast.techniques.schedule.scheduled_run import Schedule, build_schedule
 from ptfast.training.averaging import build_average
-from ptfast.training.course import Course, build_course, check_last_batch
+from ptfast.training.course import Course, build_course, check_last_batch, count_steps
 from ptfast.training.prepare_data import build_loaders, build_run_task, full_size, load_run_data
 from ptfast.training.prepare_machine import BuildContext, prepare_machine
 from ptfast.training.prepare_model import build_plain_model, place_model, shape_model
+from ptfast.training.sequence_batching import build_length_plan, check_takes
 from ptfast.training.state import restore_training
 from ptfast.training.step_parts.seeding import build_seeder, seed_everything
 from ptfast.training.user_code import constructing
@@ -78,7 +81,7 @@ def build(
     task = build_run_task(context, data.info)
     seed_everything(config.seed)
     model = build_plain_model(context, data.info)
-    course = build_course(config, data, model, context.micro_batches)
+    course = _build_course(context, data, model)
     place_model(model, context, task, data, data.info)
     shaped = shape_model(model, context, data)
     forward = shaped.wrap()
@@ -130,6 +133,28 @@ def _resolved_before(folder: Path, state_folder: Path | None, state: State | Non
     if state_folder is not None and not (folder / run_directory.RESOLVED).exists():
         folder = state_folder.parent.parent
     return Resolved.read(folder, state.facts if state is not None else None)
+
+
+def _build_course(context: BuildContext, data: Data, model: torch.nn.Module) -> Course:
+    """Which samples make up each step, how many steps there are, and what is small at first."""
+    config, curriculum, num_samples = context.config, context.config.curriculum, data.info.num_train
+    check_takes(model, data)
+    sizes, last = constant(config.batch_size), config.dataloader.last
+    if curriculum.batch_size_from is not None:
+        sizes = build_batch_sizes(
+            curriculum.batch_size_from,
+            config.batch_size,
+            curriculum.over,
+            micro_batches=context.micro_batches,
+            num_samples=num_samples,
+            epochs=config.epochs,
+            steps=config.steps,
+        )
+    plan = build_length_plan(
+        config.batching, data, batch_size=config.batch_size, last=last, seed=config.seed
+    ) or BatchPlan(num_samples, sizes, last)
+    total_steps = count_steps(plan, config.epochs, config.steps)
+    return build_course(curriculum, plan, data.info, model, total_steps)
 
 
 def _build_optimizer(
@@ -212,7 +237,7 @@ def _settings(
         log_norm=config.gradients.log_norm,
         flip=config.eval.flip,
         shift=config.eval.shift,
-        full_size=full_size(config, data.info, context.micro_batches),
+        full_size=full_size(config.eval, data.info, context.micro_batch_size),
     )
 
 

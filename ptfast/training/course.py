@@ -9,20 +9,14 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ptfast.config.schema import Config
-from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
-from ptfast.data.build_data import Data
+from ptfast.core.protocols import DataInfo
 from ptfast.data.loaders.train_loader import Transform
 from ptfast.data.sampling.sampler import smallest_micro_batch
-from ptfast.techniques.curriculum.growing_sizes import (
-    build_batch_sizes,
-    build_cut,
-    build_resize,
-    describe_batch_sizes,
-)
-from ptfast.training.sequence_batching import build_length_plan, check_takes
+from ptfast.techniques.curriculum import Curriculum
+from ptfast.techniques.curriculum.growing_sizes import build_cut, build_resize, describe_batch_sizes
 
 
 @dataclass
@@ -61,46 +55,33 @@ class Course:
             return self.plan.every(duration, self.total_steps)
 
 
-def build_course(config: Config, data: Data, model: nn.Module, micro_batches: int) -> Course:
-    """Count the steps of the run, and set out what is small at first.
+def build_course(
+    curriculum: Curriculum, plan: BatchPlan, info: DataInfo, model: nn.Module, total_steps: int
+) -> Course:
+    """Set out what is small at first.
 
     Args:
         model: as built, on the CPU; where images are to grow it is tried on small ones.
 
     Raises:
-        ConfigError: C011 for what this data or model cannot have, C016 when only epochs are given and the
-            data has no length.
+        ConfigError: C011 for what this data or model cannot have.
     """
-    info = data.info
-    check_takes(model, data)
-    wanted, sizes = config.curriculum, constant(config.batch_size)
-    if wanted.batch_size_from is not None:
-        sizes = build_batch_sizes(
-            wanted.batch_size_from,
-            config.batch_size,
-            wanted.over,
-            micro_batches=micro_batches,
-            num_samples=info.num_train,
-            epochs=config.epochs,
-            steps=config.steps,
-        )
-    plan = build_length_plan(config, data) or BatchPlan(info.num_train, sizes, config.dataloader.last)
-    course = Course(plan, count_steps(config, plan))
+    course = Course(plan, total_steps)
     # All that grows has grown by the same step.
-    over_steps = sizes.starts[-1]
+    over_steps = plan.sizes.starts[-1]
     if plan.grows:
-        course.notes.append(describe_batch_sizes(sizes))
-    elif (wanted.image_size_from, wanted.length_from) != (None, None):
-        over_steps = course.steps("curriculum.over", wanted.over)
-    if wanted.image_size_from is not None:
-        resize = build_resize(wanted.image_size_from, wanted.image_size_multiple, over_steps, info, model)
-        course.transforms.append(resize)
+        course.notes.append(describe_batch_sizes(plan.sizes))
+    elif (curriculum.image_size_from, curriculum.length_from) != (None, None):
+        over_steps = course.steps("curriculum.over", curriculum.over)
+    if curriculum.image_size_from is not None:
+        first, multiple = curriculum.image_size_from, curriculum.image_size_multiple
+        course.transforms.append(resize := build_resize(first, multiple, over_steps, info, model))
         course.notes.append(resize.describe())
-    if wanted.length_from is not None:
-        cut = build_cut(wanted.length_from, wanted.length_multiple, over_steps, info)
-        course.transforms.append(cut)
+    if curriculum.length_from is not None:
+        first, multiple = curriculum.length_from, curriculum.length_multiple
+        course.transforms.append(cut := build_cut(first, multiple, over_steps, info))
         course.notes.append(cut.describe())
-    course.spans_run = bool(course.notes) and wanted.over.unit == "percent"
+    course.spans_run = bool(course.notes) and curriculum.over.unit == "percent"
     return course
 
 
@@ -113,19 +94,19 @@ def _naming(key: str, duration: Duration) -> Iterator[None]:
         raise ConfigError("C011", str(error), key=key, value=duration) from error
 
 
-def count_steps(config: Config, plan: BatchPlan) -> int:
-    """Optimizer steps of the whole run.
+def count_steps(plan: BatchPlan, epochs: int | None, steps: int | None) -> int:
+    """Optimizer steps of the whole run, of which either `epochs` or `steps` says the length.
 
     Raises:
         ConfigError: C016 when only epochs are given and the data has no length.
     """
-    if config.steps is not None:
-        return config.steps
-    assert config.epochs is not None
+    if steps is not None:
+        return steps
+    assert epochs is not None
     if plan.size is None:
         hint = "Iterable data has no epochs: set steps=1000, say"
         raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
-    return plan.steps(Duration(config.epochs, "epochs"), None)
+    return plan.steps(Duration(epochs, "epochs"), None)
 
 
 def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> None:

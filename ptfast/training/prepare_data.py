@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ptfast.config.run_sections import Eval
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import PtfastError
@@ -28,6 +29,7 @@ from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.data.loaders.side_stream import Side, open_side_stream
+from ptfast.data.loaders.train_loader import Loader
 from ptfast.data.loaders.worker_processes import RAISED, failed
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
@@ -77,7 +79,7 @@ def load_data(
         ignore_index=ignored if isinstance(ignored, int) else IGNORE_INDEX,
         **saved,
     )
-    return arrange(data, config)
+    return arrange(data, config.batching, config.seed)
 
 
 def load_run_data(context: BuildContext, data: Data | None = None) -> tuple[Data, str]:
@@ -143,23 +145,15 @@ def build_choice(
 
 
 def build_eval_loaders(
-    config: Config,
-    data: Data,
-    loading: Loading,
-    *,
-    micro_batches: int | None = None,
-    rank: int = 0,
-    num_ranks: int = 1,
-    side: Side | None = None,
+    context: BuildContext, data: Data, loading: Loading, side: Side | None = None
 ) -> dict[str, EvalLoader]:
     """Loaders of the splits that the data has besides `train`, by name.
 
     Args:
-        micro_batches: that a batch is cut into in training; None for what the config says.
         side: stream on which batches are made ready, None for that of the model.
     """
-    micro_batches = micro_batches or config.micro_batches or num_ranks * config.gradients.accumulate
-    batch_size = evaluated_at_once(config, data.info, micro_batches)
+    section, ranks = context.config.eval, context.ranks
+    batch_size = evaluated_at_once(section, data.info, context.micro_batch_size)
     splits = {"val": data.val, "test": data.test}
     return {
         split: build_eval_loader(
@@ -167,9 +161,9 @@ def build_eval_loaders(
             data.info,
             loading,
             batch_size=batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
-            drop_last=config.eval.last == "drop",
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
+            drop_last=section.last == "drop",
             side=side,
         )
         for split, source in splits.items()
@@ -177,14 +171,14 @@ def build_eval_loaders(
     }
 
 
-def evaluated_at_once(config: Config, info: DataInfo, micro_batches: int) -> int:
+def evaluated_at_once(section: Eval, info: DataInfo, micro_batch_size: int) -> int:
     """Samples of a forward pass in evaluation on one rank."""
-    return config.eval.batch_size or eval_batch_size(info, config.batch_size // micro_batches)
+    return section.batch_size or eval_batch_size(info, micro_batch_size)
 
 
-def full_size(config: Config, info: DataInfo, micro_batches: int) -> int | None:
+def full_size(section: Eval, info: DataInfo, micro_batch_size: int) -> int | None:
     """Samples that every batch of an evaluation is filled up to; None where the last may be smaller."""
-    return evaluated_at_once(config, info, micro_batches) if config.eval.last == "pad" else None
+    return evaluated_at_once(section, info, micro_batch_size) if section.last == "pad" else None
 
 
 def first_samples(data: Data, loading: Loading, num_samples: int = 2) -> Any:
@@ -232,8 +226,7 @@ def build_loaders(
         data: with the choice of who loads it.
         mark: called with what the time from there on goes to.
     """
-    config, ranks, device, resolved = context.config, context.ranks, context.device, context.resolved
-    loader, info, micro_batches = config.dataloader, data.info, context.micro_batches
+    config, resolved, loader = context.config, context.resolved, context.config.dataloader
     choice: Choice = data.choice
     loading = reading(
         context,
@@ -245,18 +238,41 @@ def build_loaders(
         pin=loader.pin,
         read_ahead=loader.read_ahead,
     )
-    side = open_side_stream(device) if loader.side_stream else None
+    side = open_side_stream(context.device) if loader.side_stream else None
+    train_loader = _build_train_loader(context, data, task, course, loading, side, mark)
+    eval_loaders = build_eval_loaders(context, data, loading, side)
+    resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
+    resolved.workers = train_loader.workers
+    resolved.worker_threads = config.backend.worker_threads
+    resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
+    resolved.padding, resolved.padding_share = describe_padding(
+        config.batching, data, course.plan, context.micro_batches, config.seed
+    )
+    marks: Marks | None = getattr(train_loader.batches, "marks", None)
+    return Loaders(train_loader, eval_loaders, loading, marks)
+
+
+def _build_train_loader(
+    context: BuildContext,
+    data: Data,
+    task: Task,
+    course: Course,
+    loading: Loading,
+    side: Side | None,
+    mark: Callable[[str], None],
+) -> Loader:
+    config, ranks = context.config, context.ranks
     augment = build_augment(
         config.augment.model_dump(exclude={"mixup", "cutmix"}),
-        info,
+        data.info,
         images=data.train.images,
         task_name=config.task.name,
         normalize=config.data.normalize,
     )
-    mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=info, task=task)
-    train_loader = build_train_loader(
+    mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=data.info, task=task)
+    return build_train_loader(
         data,
-        Sharding(course.plan, micro_batches, ranks.rank, ranks.num_ranks),
+        Sharding(course.plan, context.micro_batches, ranks.rank, ranks.num_ranks),
         loading,
         seed=config.seed,
         augment=augment,
@@ -264,22 +280,6 @@ def build_loaders(
         side=side,
         report=mark,
     )
-    eval_loaders = build_eval_loaders(
-        config,
-        data,
-        loading,
-        micro_batches=micro_batches,
-        rank=ranks.rank,
-        num_ranks=ranks.num_ranks,
-        side=side,
-    )
-    resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
-    resolved.workers = train_loader.workers
-    resolved.worker_threads = config.backend.worker_threads
-    resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
-    resolved.padding, resolved.padding_share = describe_padding(config, data, course.plan, micro_batches)
-    marks: Marks | None = getattr(train_loader.batches, "marks", None)
-    return Loaders(train_loader, eval_loaders, loading, marks)
 
 
 def reading(context: BuildContext, **how: Any) -> Loading:

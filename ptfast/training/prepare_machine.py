@@ -37,6 +37,11 @@ class BuildContext:
         """Parts of a step's batch, over all ranks."""
         return self.resolved.micro_batches
 
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of each part, where it is a whole one."""
+        return self.config.batch_size // self.micro_batches
+
 
 def prepare_machine(
     config: Config,

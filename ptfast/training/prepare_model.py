@@ -104,7 +104,7 @@ def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
     dynamic = config.compile.dynamic
     if dynamic == "auto":
         known = before.compile_dynamic
-        dynamic = has_many_lengths(data, config) if known is None else known
+        dynamic = has_many_lengths(data, config.batching) if known is None else known
     accumulates = context.micro_batches > ranks.num_ranks
     compilation = apply_compile(
         model, config.compile, context.device, dynamic=dynamic, accumulates=accumulates

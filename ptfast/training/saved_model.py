@@ -16,7 +16,7 @@ from ptfast.core.errors import EXIT_OK, ConfigError
 from ptfast.core.protocols import DataInfo, Task
 from ptfast.core.run import Resolved
 from ptfast.core.saved_state import read_state
-from ptfast.data.build_data import check_same_data, read_info
+from ptfast.data.build_data import Data, check_same_data, read_info
 from ptfast.data.loaders.side_stream import open_side_stream
 from ptfast.report.terminal.plain_display import Display as NoDisplay
 from ptfast.techniques.backend.torch_settings import resolve_device
@@ -98,25 +98,15 @@ def evaluate_saved(
         SavedStateError: S003 when the data of training has changed.
     """
     saved = load_saved(config, state_folder)
-    if other_data:
-        data = load_data(config, known=saved.info)
-    else:
-        data = load_data(config, measured=saved.info.extra.get("normalize"))
-        if changed := check_same_data(saved.info, data.info, trains=False):
-            what = f"has changed since training, so samples held out now may have been trained on: {changed}"
-            print(f"ptfast: warning: data: {what}", file=sys.stderr)
+    data = load_data(config, known=saved.info) if other_data else _load_data_again(config, saved.info)
     task = build_run_task(saved.context, data.info)
-    loaders = build_eval_loaders(
-        config,
-        data,
-        reading(
-            saved.context,
-            worker_threads=config.backend.worker_threads,
-            **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
-        ),
-        micro_batches=saved.context.micro_batches,
-        side=open_side_stream(saved.device) if config.dataloader.side_stream else None,
+    loading = reading(
+        saved.context,
+        worker_threads=config.backend.worker_threads,
+        **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
     )
+    side = open_side_stream(saved.device) if config.dataloader.side_stream else None
+    loaders = build_eval_loaders(saved.context, data, loading, side)
     if not loaders:
         hint = "Hold some out with data.val=10%"
         raise ConfigError("C005", "the data has no split besides train", key="data", suggestion=hint)
@@ -135,10 +125,19 @@ def evaluate_saved(
                 average=saved.average,
                 flip=config.eval.flip,
                 shift=config.eval.shift,
-                full_size=full_size(config, data.info, saved.context.micro_batches),
+                full_size=full_size(config.eval, data.info, saved.context.micro_batch_size),
             )
         left_out = {"left_out": loaders[name].left_out} if loaders[name].left_out else {}
         print(json.dumps({"step": saved.step, "split": name, **figures, **left_out}))
     for loader in loaders.values():
         loader.close()
     return EXIT_OK
+
+
+def _load_data_again(config: Config, before: DataInfo) -> Data:
+    """The data of training, with a warning where its samples are held out differently now."""
+    data = load_data(config, measured=before.extra.get("normalize"))
+    if changed := check_same_data(before, data.info, trains=False):
+        what = f"has changed since training, so samples held out now may have been trained on: {changed}"
+        print(f"ptfast: warning: data: {what}", file=sys.stderr)
+    return data

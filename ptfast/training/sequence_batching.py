@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from ptfast.config.schema import Config
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import ConfigError
 from ptfast.data.build_data import Data
 from ptfast.data.map_source import Padding
+from ptfast.data.sampling import Batching
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
 from ptfast.data.sampling.sequence_packing import PackedSequences
 from ptfast.data.sources.ragged_text import Documents
@@ -19,17 +19,20 @@ MOST_WIDTHS = 4
 """Lengths that are compiled one by one; torch gives up after eight shapes, with those of short batches."""
 
 
-def arrange(data: Data, config: Config) -> Data:
+def arrange(data: Data, batching: Batching, seed: int) -> Data:
     """The same data, whose sequences come packed, or to one length with the others of their batch.
+
+    Args:
+        seed: of the order in which documents are packed.
 
     Raises:
         ConfigError: C011 where documents are to be packed and the data has none.
     """
-    if config.batching.pack:
-        return _packed(data, config.seed)
+    if batching.pack:
+        return _packed(data, seed)
     for source in (data.train, data.val, data.test):
         if source is not None:
-            source.pad(_padding(config))
+            source.pad(_padding(batching))
     return data
 
 
@@ -49,23 +52,28 @@ def _packed(data: Data, seed: int) -> Data:
     )
 
 
-def _padding(config: Config) -> Padding:
-    return Padding(config.batching.padding == "fixed", config.batching.multiple)
+def _padding(batching: Batching) -> Padding:
+    return Padding(batching.padding == "fixed", batching.multiple)
 
 
-def build_length_plan(config: Config, data: Data) -> LengthPlan | None:
+def build_length_plan(
+    batching: Batching, data: Data, *, batch_size: int, last: str, seed: int
+) -> LengthPlan | None:
     """The plan of batches that go by the samples' length; None where they do not.
+
+    Args:
+        batch_size, last, seed: as for `LengthPlan`.
 
     Raises:
         ConfigError: C011 for data without sequences, or one that is longer than a step's tokens.
     """
-    wanted, lengths, limit = config.batching, data.train.lengths(), data.info.context_length
-    if not wanted.buckets:
+    lengths, limit = data.train.lengths(), data.info.context_length
+    if not batching.buckets:
         return None
     if lengths is None or limit is None:
         what, hint = f"{data.info.kind} data has no samples of unequal length", "Use batching=longest"
         raise ConfigError("C011", what, key="batching.buckets", value="true", suggestion=hint)
-    budget, longest = wanted.batch_tokens, _padding(config).width(int(lengths.max()), limit)
+    budget, longest = batching.batch_tokens, _padding(batching).width(int(lengths.max()), limit)
     if budget is not None and budget < longest:
         what = f"does not hold the longest text, which takes {longest:,} tokens"
         hint = f"Use batching.batch_tokens={longest} or more, or a smaller limit of the data's lengths"
@@ -73,11 +81,11 @@ def build_length_plan(config: Config, data: Data) -> LengthPlan | None:
     return LengthPlan(
         lengths,
         limit=limit,
-        padding=_padding(config),
-        batch_size=config.batch_size,
+        padding=_padding(batching),
+        batch_size=batch_size,
         batch_tokens=budget,
-        last=config.dataloader.last,
-        seed=config.seed,
+        last=last,
+        seed=seed,
     )
 
 
@@ -102,28 +110,28 @@ def check_takes(model: nn.Module, data: Data) -> None:
 
 
 def describe_padding(
-    config: Config, data: Data, plan: BatchPlan, micro_batches: int
+    batching: Batching, data: Data, plan: BatchPlan, micro_batches: int, seed: int
 ) -> tuple[str | None, float | None]:
     """How sequences come to one length, for the panel, and how much of the first epoch is padding."""
     if isinstance(train := data.train, PackedSequences):
         what = f"{train.num_documents:,} documents packed into {len(train):,} windows"
         share = train.padding_share
         return f"{what}: {share:.1%} of all tokens", round(share, 6)
-    lengths, limit, wanted = data.train.lengths(), data.info.context_length, config.batching
+    lengths, limit = data.train.lengths(), data.info.context_length
     if lengths is None or limit is None or plan.grows:
         return None, None
-    share = padding_share(plan, lengths, limit, _padding(config), micro_batches, config.seed)
-    longest = "the longest of each batch" if wanted.padding == "longest" else f"{limit} tokens"
-    alike = "batches of like length, " if wanted.buckets else ""
-    to = f"padded to {longest}" + (f" in steps of {wanted.multiple}" if wanted.multiple > 1 else "")
+    share = padding_share(plan, lengths, limit, _padding(batching), micro_batches, seed)
+    longest = "the longest of each batch" if batching.padding == "longest" else f"{limit} tokens"
+    alike = "batches of like length, " if batching.buckets else ""
+    to = f"padded to {longest}" + (f" in steps of {batching.multiple}" if batching.multiple > 1 else "")
     return f"{alike}{to}: {share:.1%} of all tokens", round(share, 6)
 
 
-def has_many_lengths(data: Data, config: Config) -> bool:
+def has_many_lengths(data: Data, batching: Batching) -> bool:
     """Return True if batches come in more lengths than are worth compiled code of their own."""
     lengths, limit = data.train.lengths(), data.info.context_length
     if lengths is None or limit is None:
         return data.info.kind == "text"
-    if config.batching.batch_tokens is not None:
+    if batching.batch_tokens is not None:
         return True
-    return len({_padding(config).width(length, limit) for length in set(lengths.tolist())}) > MOST_WIDTHS
+    return len({_padding(batching).width(length, limit) for length in set(lengths.tolist())}) > MOST_WIDTHS

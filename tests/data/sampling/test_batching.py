@@ -291,7 +291,7 @@ def test_code_for_any_length_is_compiled_where_there_are_many(
     words: tuple[str, ...], many: bool, in_tmp: Path
 ) -> None:
     config = read_config((*text(in_tmp), *words))[1]
-    assert has_many_lengths(load_data(config), config) == many
+    assert has_many_lengths(load_data(config), config.batching) == many
 
 
 # Tokens on disk
