@@ -110,6 +110,7 @@ def test_the_tests_of_every_addition_pass(extended: Path) -> None:
     python(
         extended,
         *("-m", "pytest", "-p", "no:xdist", "tests/techniques/test_inplace_relu.py"),
+        "tests/data/sources/test_points.py",
         *(f"tests/test_options.py::test_it_trains[{option}]" for option in options),
         *(f"tests/test_techniques.py::test_{name}" for name in (*techniques, *records)),
         "tests/test_layers.py::test_names_and_folders_can_be_told_apart",
