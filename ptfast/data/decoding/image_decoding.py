@@ -249,7 +249,8 @@ def _by_pil(content: bytes, path: str) -> Decoded:
         _check_pixels(image.width * image.height, path)
         if image.mode == "RGB":
             return Decoded(np.array(image), False)
-        if image.mode.startswith("I;16"):
+        # Old Pillows open a PNG of 16 bits as one of 32.
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
             # PIL's own conversion clips 16 bits at 255 instead of scaling them.
             grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
             return Decoded(np.repeat(grey[..., None], 3, axis=2), True)
