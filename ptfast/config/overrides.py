@@ -93,6 +93,15 @@ def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
     return list(result.values())
 
 
+def merge(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """`arguments` with `overrides` over them: of a key that both give, the last one is left."""
+
+    def key(word: str) -> str:
+        return word.partition("=")[0].lstrip("+")
+
+    return [*{key(word): word for word in (*arguments, *overrides)}.values()]
+
+
 def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argument:
     _check_shape(written, groups)
     override = _read(written, parser)

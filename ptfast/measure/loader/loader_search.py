@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ptfast.core.machine import available_memory, memory_limit, usable_cores
 from ptfast.core.units import duration, grouped, num_bytes
 from ptfast.measure.loader.loader_candidate import Loader, workers
 from ptfast.measure.trials.search import FINALISTS, ROUNDS, Search
+from ptfast.measure.trials.trial_process import reason
 
 RULE = 4
 """Workers of each rank by the rule of thumb, 4 for each GPU."""
@@ -28,8 +28,6 @@ NEAR = 0.9
 """Part of the best throughput from which on a loader is measured again."""
 HOLD_S = 60.0
 """Decoding everything once is not tried where it would take longer."""
-_REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \([^()]*:\d+\)(?=: )")
-"""The prefix of an error's line, and the place of its key, which a trial's config has not."""
 
 
 class LoaderSearch(Search[Loader]):
@@ -60,7 +58,7 @@ class LoaderSearch(Search[Loader]):
         except (PtfastError, ReportedError) as error:
             if not self.seen:
                 raise
-            self.fail(loader, _REPORTED.sub("", str(error)))
+            self.fail(loader, reason(error))
         return loader in self.seen
 
     def measure_again(self, loaders: Sequence[Loader], times: int) -> None:

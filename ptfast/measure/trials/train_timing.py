@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.run import Run
 from ptfast.training.step import Trainer
+from ptfast.training.step_parts.loss_window import sum_and_read
 from ptfast.training.step_parts.rehearsal import rehearse
 
 WINDOWS = 5
@@ -46,7 +44,7 @@ def time_steps(
     # window begins in the middle of a round: at its edge, batches that come late would count in another one.
     take(1 + round_steps // 2)
     window_s, num_steps = seconds / WINDOWS, round_steps
-    while (took_s := _agreed(take(num_steps)[1], run)) < window_s / 2:
+    while (took_s := mean_over_ranks(take(num_steps)[1], run)) < window_s / 2:
         num_steps *= 2
     window_steps = round_steps * max(1, round(window_s / took_s * num_steps / round_steps))
     waited_s = -clock.ledger()["data"]
@@ -60,12 +58,11 @@ def time_steps(
         "low": min(rates),
         "high": max(rates),
         "step_s": statistics.median(took_s for _, took_s in windows) / window_steps,
-        "waiting": _agreed(waited_s / total_s, run),
+        "waiting": mean_over_ranks(waited_s / total_s, run),
         **look(),
     }
 
 
-def _agreed(value: float, run: Run) -> float:
-    """The mean over ranks, so that all of them take as many steps."""
-    total = torch.tensor(value, device=run.device, dtype=torch.float32)
-    return max(float(sum_over_ranks(total, run.ranks)) / run.ranks.num_ranks, 1e-6)
+def mean_over_ranks(value: float, run: Run) -> float:
+    """The mean of a figure above 0 over ranks, by which all of them decide alike."""
+    return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.num_ranks, 1e-6)

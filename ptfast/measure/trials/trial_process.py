@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,9 @@ from ptfast.launch.launcher import reported_failure
 from ptfast.measure.trials.trial_rank import REQUESTS, TRIALS, append, read_lines
 
 OnResult = Callable[[dict[str, Any]], None]
-POLL_S = 0.2
+POLL_S = 0.02
+_REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \(([^()]*:\d+|command line)\)(?=: )")
+"""The prefix of an error's line, and the place of its key, which a trial's config has not."""
 END_S = 10.0
 """Seconds that a process may take to end before it is killed."""
 
@@ -75,12 +78,20 @@ class TrialProcess:
         Raises:
             PtfastError, ReportedError: what stopped it, other than a lack of memory.
         """
+        self.request(keywords)
+        return self.results(on_result)
+
+    def request(self, keywords: dict[str, Any]) -> None:
+        """Ask for a measurement, without waiting for it."""
         append(self._folder / REQUESTS, keywords)
+
+    def results(self, on_result: OnResult = lambda _: None) -> tuple[list[dict[str, Any]], int | None]:
+        """Wait for the measurement that was asked for first; returns and raises as `measure`."""
         results: list[dict[str, Any]] = []
         while True:
             # What has ended writes no more: it is asked for that first.
             code = self._process.poll()
-            for result in read_lines(self._folder / TRIALS)[self._num_read :]:
+            for result in read_lines(self._folder / TRIALS, self._num_read):
                 self._num_read += 1
                 if not result:
                     return results, None
@@ -107,3 +118,8 @@ def measure_once(
     """Measure once in a new process; arguments and results as those of `TrialProcess` and its `measure`."""
     with TrialProcess(composed, folder, num_ranks, what) as process:
         return process.measure(keywords, on_result)
+
+
+def reason(error: Exception) -> str:
+    """The clause that says why a variant cannot be had, from the error that ended its measurement."""
+    return _REPORTED.sub("", str(error))

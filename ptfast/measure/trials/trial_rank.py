@@ -33,11 +33,12 @@ MEASUREMENTS = {
     "noise": "ptfast.measure.batch.gradient_noise.train_for_noise",
     "workers": "ptfast.measure.loader.loader_throughput.time_loaders",
     "batch": "ptfast.measure.batch.batch_throughput.time_batches",
+    "stretch": "ptfast.measure.trials.step_trial.time_stretch",
 }
 """Functions of a `TrialRank` and keywords, which report what they measure."""
 REQUESTS, TRIALS = "requests.jsonl", "trials.jsonl"
 """The keywords of each request on a line, and each result; `{}` follows the results of a request."""
-POLL_S = 0.1
+POLL_S = 0.02
 
 
 @dataclass
@@ -91,13 +92,14 @@ def append(file: Path, line: dict[str, Any]) -> None:
         stream.write(json.dumps(line) + "\n")
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines, without a line that is just being written."""
+def read_lines(file: Path, skip: int = 0) -> list[dict[str, Any]]:
+    """Read a file of JSON lines after the first `skip`, without a line that is just being written."""
     try:
         text = file.read_text()
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = text.splitlines(keepends=True)[skip:]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def main() -> None:
@@ -134,7 +136,7 @@ def _serve(path: str, folder: Path) -> None:
         init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
     trial, measure, num_served = TrialRank(config, folder, ranks), locate(path), 0
     while True:
-        for keywords in read_lines(folder / REQUESTS)[num_served:]:
+        for keywords in read_lines(folder / REQUESTS, num_served):
             measure(trial, **keywords)
             barrier(ranks)
             trial.report({})

@@ -1,0 +1,239 @@
+"""A session of paired trials: variants in processes of their own, measured in turns within a budget."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.files.frozen import redact
+from ptfast.core import run_directory
+from ptfast.core.errors import ConfigError
+from ptfast.core.machine import usable_cores
+from ptfast.core.units import duration
+from ptfast.measure.trials.arm_pool import ArmPool
+from ptfast.measure.trials.comparison import ORDER, Arm, Comparison
+from ptfast.measure.trials.trial_process import reason
+from ptfast.measure.trials.verdicts import LEAST_ROUNDS, ProcessSpread, judge, round_sd
+
+RECEIPT = "measure.json"
+STRETCH_S = 0.5
+MOST_ROUNDS = 40
+AA_SHARE = 0.3
+"""Part of what is left of the budget after starting up that the A/A run may take."""
+AA_ROUNDS = 8
+
+
+class Session:
+    """Measures variants of a config against each other, and keeps the raw figures.
+
+    Every variant has a process of its own, which stays alive between rounds. A round trains the base, the
+    other, the other and the base again, each for a stretch of about `stretch_s`; variants that process the
+    same batches train as many steps. A comparison ends once its verdict is clear, or its time is up.
+
+    Args:
+        arguments: the user's words, over which those of an arm are laid.
+        budget_s: seconds from now on.
+        folder: for the files of the processes.
+        stretch_s: seconds of a stretch; a step at least.
+        on_round: called after each round of a comparison.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        budget_s: float,
+        folder: Path,
+        stretch_s: float = STRETCH_S,
+        on_round: Callable[[Comparison], None] = lambda _: None,
+    ) -> None:
+        self.budget_s, self.stretch_s = budget_s, stretch_s
+        self.spread = ProcessSpread()
+        self.aa: Comparison | None = None
+        self.comparisons: list[Comparison] = []
+        """The family whose verdicts are controlled together."""
+        self.pool = ArmPool(list(arguments), folder)
+        self._on_round, self._start_s = on_round, time.monotonic()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget_s - self._elapsed_s
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def calibrate(self, base: Arm) -> Comparison:
+        """Measure two processes of one arm against each other: the noise that every verdict has to exceed.
+
+        Raises:
+            ConfigError: C005 where the budget is too small for anything after that.
+            PtfastError, ReportedError: whatever stops the run in its first steps.
+        """
+        twin = Arm(f"{base.name} again", base.overrides)
+        self.aa = comparison = Comparison(base, twin)
+        self._prepare(base, twin)
+        self._raise_if_lost(twin)
+        start_s = self._elapsed_s
+        self._measure(comparison, self.left_s * AA_SHARE, AA_ROUNDS)
+        self._raise_if_lost(twin)
+        effect = comparison.process_effect
+        if effect is None or self.left_s < start_s:
+            rounds_s = (self._elapsed_s - start_s) / max(len(comparison.rounds), 1) * LEAST_ROUNDS
+            what = f"too little: starting takes {duration(start_s)}, and a comparison {duration(rounds_s)}"
+            hint = f"Give {math.ceil(2 * start_s + rounds_s / AA_SHARE)}s or more"
+            raise ConfigError("C005", what, key="--budget", value=f"{self.budget_s:g}s", suggestion=hint)
+        self.spread = ProcessSpread((effect,))
+        self.pool.end(twin)
+        return comparison
+
+    def describe_floor(self) -> list[str]:
+        """What the A/A run showed, and the smallest effect that a comparison as long as it can see."""
+        assert self.aa is not None
+        effect = self.aa.process_effect
+        assert effect is not None
+        low, high = effect.interval()
+        sd, count = round_sd(self.aa.log_ratios()), len(self.aa.rounds)
+        smallest = [
+            f"{self.spread.smallest_effect(sd, rounds):.1%} in {rounds} rounds"
+            for rounds in (count, 3 * count)
+        ]
+        lines = [
+            f"A/A: two processes of {self.aa.base.name}: {effect.ratio:.3f}x [{low:.3f}-{high:.3f}]",
+            f"smallest effect that can be seen: {', '.join(smallest)}",
+        ]
+        if disturbed := self.aa.disturbed():
+            lines.append(
+                f"interference in {len(disturbed)} of {count} rounds: {next(iter(disturbed.values()))}"
+            )
+        return lines
+
+    def compare(
+        self, base: Arm, other: Arm, *, seconds: float | None = None, fresh: bool = False
+    ) -> Comparison:
+        """Measure `other` against `base`.
+
+        What `other` cannot do here makes it `not applicable`, with the reason.
+
+        Args:
+            seconds: that this may take, starting up included; all that is left if not given.
+            fresh: in new processes.
+
+        Raises:
+            PtfastError, ReportedError: what stops the base.
+        """
+        end_s = self._elapsed_s + min(seconds or math.inf, self.left_s)
+        if fresh:
+            self.pool.end(base, other)
+        comparison = Comparison(base, other, self.spread)
+        self.comparisons.append(comparison)
+        if self._is_same(base, other):
+            comparison.why = "changes nothing in this config"
+        else:
+            self._prepare(base, other)
+            self._measure(comparison, end_s - self._elapsed_s, MOST_ROUNDS)
+            self._raise_if_lost(base)
+            if error := self.pool.lost.get(other):
+                comparison.why = reason(error).removesuffix(".")
+        self._judge()
+        return comparison
+
+    def write_receipt(self, path: Path, command: Sequence[str], **facts: Any) -> None:
+        """Write raw figures, machine, versions, verdicts and the command to repeat it, whole or not at all.
+
+        Args:
+            facts: further entries.
+        """
+        run_directory.write_json(
+            path,
+            {
+                "command": redact(command),
+                "environment": self._environment(),
+                "budget_s": self.budget_s,
+                "took_s": self._elapsed_s,
+                "stretch_s": self.stretch_s,
+                **facts,
+                "aa": self.aa and self.aa.receipt(),
+                "comparisons": [comparison.receipt() for comparison in self.comparisons],
+            },
+        )
+
+    def _prepare(self, *arms: Arm) -> None:
+        self.pool.prepare(*arms)
+        self._raise_if_lost(arms[0])
+
+    def _raise_if_lost(self, arm: Arm) -> None:
+        if error := self.pool.lost.get(arm):
+            raise error
+
+    def _is_same(self, base: Arm, other: Arm) -> bool:
+        """Return True if two arms mean the same config."""
+        try:
+            trees = [self.pool.config(arm)[0].tree for arm in (base, other)]
+        except ConfigError:
+            return False
+        return {**trees[0], "preset": None} == {**trees[1], "preset": None}
+
+    def _measure(self, comparison: Comparison, seconds: float, most_rounds: int) -> None:
+        """Add rounds until the verdict is clear, or the time or the rounds are used up."""
+        arms, end_s = (comparison.base, comparison.other), self._elapsed_s + seconds
+        comparison.warm = tuple(self.pool.warm[arm] for arm in arms)
+        if any(arm in self.pool.lost for arm in arms):
+            return
+        num_steps, round_s = self._num_steps(arms), 0.0
+        while len(comparison.rounds) < most_rounds and self._elapsed_s + round_s < end_s:
+            start_s = self._elapsed_s
+            stretches: list[dict[str, Any]] = []
+            for arm in ORDER:
+                figures = self.pool.train(arms[arm], num_steps[arm])
+                if figures is None:
+                    return
+                stretches.append({"arm": arm} | figures)
+            comparison.rounds.append(stretches)
+            round_s = self._elapsed_s - start_s
+            self._on_round(comparison)
+            if (effect := comparison.effect) is not None and comparison is not self.aa and effect.is_clear:
+                return
+
+    def _num_steps(self, arms: Sequence[Arm]) -> list[int]:
+        """Steps of a stretch of each of two: as many where batches are as large, else for as many samples."""
+        sizes = [self.pool.warm[arm]["batch_size"] for arm in arms]
+        sample_s = [max(self.pool.step_s[arm], 1e-6) / size for arm, size in zip(arms, sizes, strict=True)]
+        stretch_samples = self.stretch_s / math.sqrt(math.prod(sample_s))
+        return [max(1, round(stretch_samples / size)) for size in sizes]
+
+    def _judge(self) -> None:
+        """The verdicts of the family, anew: each comparison that is added makes the others' bar higher."""
+        measured = [comparison for comparison in self.comparisons if not comparison.why]
+        words = judge([comparison.effect for comparison in measured])
+        for comparison, word in zip(measured, words, strict=True):
+            comparison.verdict = word
+        for comparison in self.comparisons:
+            if comparison.why:
+                comparison.verdict = "not applicable"
+
+    def _environment(self) -> dict[str, Any]:
+        """Versions and device, as a process of the session saw them, and the cores of this machine."""
+        found = next((warm["environment"] for warm in self.pool.warm.values() if "environment" in warm), {})
+        return found | {"usable_cores": usable_cores(), "cpu_flags_sha256": _cpu_flags_hash()}
+
+
+def _cpu_flags_hash() -> str | None:
+    """Hash of the instruction sets of the CPU: two machines of one name may differ in them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:16]

@@ -1,0 +1,188 @@
+"""Training in stretches: a process that trains on whenever it is asked to, and reports what that took."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.core import run_directory
+from ptfast.core.machine import peak_memory_bytes
+from ptfast.core.protocols import StepBatch
+from ptfast.core.run import Run
+from ptfast.core.tensors.trees import tensors_in
+from ptfast.measure.trials.system_load import ProcessorTimes, wait_for_children
+from ptfast.measure.trials.train_timing import ENDLESS, mean_over_ranks
+from ptfast.measure.trials.trial_rank import TrialRank
+from ptfast.report.terminal.display import Display
+from ptfast.training.build import build
+from ptfast.training.step import Trainer
+from ptfast.training.step_parts.loss_window import sum_and_read
+from ptfast.training.step_parts.rehearsal import rehearse
+
+WARM_STEPS, WARM_S = 10, 0.3
+"""Steps and seconds that a warm-up takes at least, where its limit allows so many."""
+STEADY = 0.97
+"""A step time that is no shorter than this part of the one before has settled."""
+SHORT_S = 0.2
+"""Steps that take no longer are repeated once before a stretch, for caches that went cold while idle."""
+
+
+def time_stretch(trial: TrialRank, *, num_steps: int = 0, warm_s: float = 5.0) -> None:
+    """Build the run where there is none yet, warm it up, or train a stretch, and report it.
+
+    Without `num_steps` the first request builds the run, and the second warms it up until the time of a step
+    is steady: several runs can be built at once, and none is timed while another is being built. Nothing is
+    evaluated, saved or logged, and no callbacks are called.
+
+    Args:
+        num_steps: optimizer steps of the stretch; 0 to build or to warm up.
+        warm_s: seconds after which the warm-up ends, steady or not.
+
+    Reports, of a built run: `environment`, `resolved` and `build_s`. Of a warm one: `first_step_s` (with
+    compiling), `step_s` and `losses` of its steps. Of a stretch: `steps`, `samples`, `tokens` without padding
+    (None for other data), `wall_s`, `processor_s` of this process and its workers, `peak_memory_bytes`,
+    `loss`, the share of time spent `waiting` for data, and `system`, what went on beside it.
+    """
+    with trial.reporting_lack_of_memory({}):
+        if "stretches" not in trial.kept:
+            trial.kept["stretches"] = Stretches(trial)
+            trial.report(trial.kept["stretches"].built)
+        elif num_steps:
+            trial.report(trial.kept["stretches"].train(num_steps))
+        else:
+            trial.report(trial.kept["stretches"].warm_up(warm_s))
+
+
+class Stretches:
+    """A run that trains in stretches, for as long as its process lives."""
+
+    def __init__(self, trial: TrialRank) -> None:
+        start_s = time.perf_counter()
+        self.run = run = build(trial.config, ranks=trial.ranks, folder=trial.folder, display=Display())
+        run.callbacks = []
+        run.settings.total_steps = ENDLESS
+        self.trainer = Trainer(run)
+        self.counts_items = run.info.kind == "tokens"
+        self.num_tokens: Tensor | None = None
+        batches = run.train_loader.steps(run.progress.step, ENDLESS)
+        self.batches = self._counted(run.clock.waiting(batches))
+        self.prefetched_steps = _prefetched_steps(run, trial.config.dataloader.prefetch)
+        self.lead_steps = 1
+        self.built = {
+            "environment": run_directory.environment([]),
+            "resolved": asdict(run.resolved),
+            "batch_size": run.settings.batch_size,
+            "build_s": time.perf_counter() - start_s,
+        }
+
+    def warm_up(self, most_s: float) -> dict[str, Any]:
+        """Train until the time of a step no longer falls, for `most_s` seconds at most and 3 steps at least.
+
+        Losses are read after each step, so that two runs can be compared on the same batches.
+        """
+        begin_s, times, losses = time.perf_counter(), list[float](), list[float]()
+        while True:
+            start_s = time.perf_counter()
+            if not times:
+                # Compiling takes place in here.
+                self.batches = rehearse(self.trainer, self.batches)
+            losses.append(self._take(1))
+            times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
+            elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)
+            if len(times) >= 3 and elapsed_s > most_s:
+                break
+            if len(times) > WARM_STEPS and elapsed_s > WARM_S and _is_steady(times[1:]):
+                break
+        step_s = statistics.median(times[len(times) // 2 :])
+        self.lead_steps = self.prefetched_steps + (step_s < SHORT_S)
+        self._rest()
+        compiles = self.run.compilation is not None
+        return {
+            "first_step_s": times[0],
+            "step_s": step_s,
+            "losses": losses[:WARM_STEPS],
+            "compiles": compiles,
+        }
+
+    def train(self, num_steps: int) -> dict[str, Any]:
+        """Train `num_steps`, after steps that find batches prefetched and are not counted."""
+        run, progress, clock = self.run, self.run.progress, self.run.clock
+        if run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(run.device)
+        if self.lead_steps:
+            self._take(self.lead_steps)
+        self.num_tokens = None
+        samples, waited_s = progress.samples, clock.ledger()["data"]
+        before = ProcessorTimes.read()
+        loss = self._take(num_steps)
+        after = ProcessorTimes.read()
+        waited_s = clock.ledger()["data"] - waited_s
+        wall_s = mean_over_ranks(after.wall_s - before.wall_s, run)
+        processor_s = sum_and_read([after.own_s - before.own_s], run.device, run.ranks)[0]
+        result = {
+            "steps": num_steps,
+            "samples": progress.samples - samples,
+            "tokens": self._tokens(),
+            "wall_s": wall_s,
+            "processor_s": processor_s,
+            "peak_memory_bytes": peak_memory_bytes(run.device.type),
+            "loss": loss,
+            "waiting": mean_over_ranks(waited_s, run) / wall_s,
+            "system": before.until(after, processor_s),
+        }
+        self._rest()
+        return result
+
+    def _take(self, num_steps: int) -> float:
+        """Train so many steps; returns their mean loss, for which the host waits for the device."""
+        window = self.trainer.window
+        window.clear()
+        self.trainer.train(self.batches, self.run.progress.step + num_steps)
+        loss = window.read()
+        self.run.clock.to(None)
+        return loss
+
+    def _rest(self) -> None:
+        """Leave processors and memory to the other runs."""
+        if self.run.device.type == "cuda":
+            torch.cuda.empty_cache()
+        wait_for_children()
+
+    def _counted(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """The same batches; their tokens are counted on the device, where there is padding."""
+        pad_id = self.run.info.pad_id
+        counts = self.run.info.kind == "text" and pad_id is not None
+        for batch in batches:
+            for data, num_samples in batch.micro_batches if counts else ():
+                inputs = next(tensors_in(data), None)
+                if num_samples and inputs is not None and inputs.dim() > 1:
+                    found = (inputs != pad_id).sum()
+                    self.num_tokens = found if self.num_tokens is None else self.num_tokens + found
+            yield batch
+
+    def _tokens(self) -> int | None:
+        """Tokens of the stretch over all ranks, padding left out; None for data that has none."""
+        if self.counts_items:
+            return int(self.run.progress.window_items)
+        if self.num_tokens is None:
+            return None
+        return int(sum_and_read([self.num_tokens], self.run.device, self.run.ranks)[0])
+
+
+def _is_steady(times: list[float]) -> bool:
+    """Return True if the later half of the steps was no quicker than the earlier one."""
+    half = len(times) // 2
+    return statistics.median(times[half:]) >= STEADY * statistics.median(times[:half])
+
+
+def _prefetched_steps(run: Run, prefetch: int) -> int:
+    """Steps whose batches may lie ready when a stretch begins."""
+    per_rank = max(1, run.settings.micro_batches // run.ranks.num_ranks)
+    of_workers = -(-run.resolved.workers * prefetch // per_rank)
+    return of_workers + run.resolved.read_ahead
