@@ -128,12 +128,12 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
     if ranks is not None:
         from ptfast.launch.launcher import start_rank
 
-        return start_rank(ranks, read, arguments)
+        return start_rank(ranks, read)
     composed, config = read()
     from ptfast.launch.launcher import start
 
     with composed.naming_places():
-        return start(composed, config, arguments)
+        return start(composed, config)
 
 
 def _check_pairs(flags: dict[str, Any]) -> None:

@@ -252,7 +252,9 @@ def finish(
     tree = {str(key): value for key, value in tree.items()}
     if recipe is not None:
         tree["recipe"] = recipe
-    resolved = resolve(tree, lambda key: place_of(key, places)) if complete else copy.deepcopy(tree)
+    # Hydra has read the tree before: only interpolations can be wrong in it.
+    resolves = complete and "${" in str(tree)
+    resolved = resolve(tree, lambda key: place_of(key, places)) if resolves else copy.deepcopy(tree)
     return Composed(resolved, tree, places, tree.get("recipe"), warnings, tuple(arguments))
 
 

@@ -40,7 +40,7 @@ NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineE
 """Exit codes of what is wrong before training begins, if it is wrong at all."""
 
 
-def start(composed: Composed, config: Config, arguments: list[str]) -> int:
+def start(composed: Composed, config: Config) -> int:
     """Train what `config` says and return the exit code.
 
     Raises:
@@ -56,7 +56,7 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
     if place.finished:
         _say_finished(place)
         return EXIT_OK
-    with _prepared(place, composed, arguments):
+    with _prepared(place, composed):
         if launched:
             return launch_ranks(place, num_ranks, composed)
         from ptfast.launch import rank_main
@@ -67,7 +67,7 @@ def start(composed: Composed, config: Config, arguments: list[str]) -> int:
         )
 
 
-def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]) -> int:
+def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]]) -> int:
     """One of the ranks that the user has started: the first composes and picks the directory for all.
 
     Args:
@@ -81,15 +81,13 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]],
     """
     from ptfast.launch.rank_main import leave
 
-    exit_code = _start_rank(ranks, read_config, arguments)
+    exit_code = _start_rank(ranks, read_config)
     if ranks.distributed:
         leave(exit_code)
     return exit_code
 
 
-def _start_rank(
-    ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], arguments: list[str]
-) -> int:
+def _start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]]) -> int:
     from ptfast.launch.rank_main import die_with_parent
 
     if under_torchrun():
@@ -110,7 +108,7 @@ def _start_rank(
                 _say_finished(place)
                 broadcast_text(json.dumps({"exit_code": EXIT_OK}), ranks)
                 return EXIT_OK
-            stack.enter_context(_prepared(place, composed, arguments))
+            stack.enter_context(_prepared(place, composed))
         except Exception as error:
             exit_code = error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
             broadcast_text(json.dumps({"exit_code": exit_code}), ranks)
@@ -142,7 +140,7 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 
 
 @contextlib.contextmanager
-def _prepared(place: Place, composed: Composed, arguments: list[str]) -> Iterator[None]:
+def _prepared(place: Place, composed: Composed) -> Iterator[None]:
     """The run directory made, held and furnished with everything that is known before training.
 
     A directory made for a run that could not begin is removed again.
@@ -159,7 +157,7 @@ def _prepared(place: Place, composed: Composed, arguments: list[str]) -> Iterato
                     (place.folder / name).unlink(missing_ok=True)
             for warning in freeze(composed, place.folder / run_directory.CONFIG):
                 print(f"ptfast: warning: {warning}", file=sys.stderr)
-            command_line = ["ptfast", "train", *redact(arguments)]
+            command_line = ["ptfast", "train", *redact(composed.arguments)]
             environment = run_directory.environment(command_line)
             run_directory.write_json(place.folder / run_directory.ENVIRONMENT, environment)
             yield

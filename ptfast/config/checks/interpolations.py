@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.nearest_name import nearest
+from ptfast.core.sections.problem import not_set
 
 ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
 """A value that is a reference to an environment variable and nothing else."""
@@ -32,43 +32,29 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
     """A copy of `tree` with every interpolation replaced by its value.
 
     Raises:
-        ConfigError: C016 for a value that is still `???`, C008 for an interpolation of a missing key or
-            variable, a cyclic one, or one that cannot be read. Each names the key and its place.
+        ConfigError: C016 for an interpolation of a value that is still `???`, C008 for one of a missing key
+            or variable, a cyclic one, or one that cannot be read. Each names the key and its place.
     """
-    has_interpolations = "${" in str(tree)
     try:
-        # Hydra has read the tree before: only interpolations can be wrong in it.
-        config = OmegaConf.create(tree if has_interpolations else {})
+        config = OmegaConf.create(tree)
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "") or None
         raise ConfigError(
             "C008", f"cannot be read: {_first_line(error)}", key=key, place=place(key) if key else None
         ) from error
-    for key in _missing(tree, ""):
-        raise ConfigError(
-            "C016", "a value is required", key=key, place=place(key), suggestion=f"Give {key}=VALUE"
-        )
-    if not has_interpolations:
-        return copy.deepcopy(tree)
     for key, parent, name in _interpolations(config, ""):
         try:
             value = parent[name]
             if isinstance(value, (DictConfig, ListConfig)):
                 OmegaConf.to_container(value, resolve=True)
+        except InterpolationToMissingValueError as error:
+            key = str(error).splitlines()[0].rpartition(" ")[2]
+            raise not_set(key).error(place(key)) from error
         except (OmegaConfBaseException, RecursionError) as error:
             raise _broken(key, parent._get_node(name)._value(), place(key), error) from error
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
-
-
-def _missing(value: Any, key: str) -> Iterator[str]:
-    """Dotted keys whose value is `???`."""
-    if isinstance(value, (dict, list)):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _missing(item, f"{key}.{name}" if key else str(name))
-    elif value == "???":
-        yield key
 
 
 def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -> dict[str, Any]:

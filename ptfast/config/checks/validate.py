@@ -15,7 +15,7 @@ from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
 from ptfast.core.sections.key_rules import Place
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
-from ptfast.core.sections.problem import Problem
+from ptfast.core.sections.problem import Problem, not_set
 from ptfast.core.sections.section import Section
 from ptfast.core.sections.targets import Target, locate, parse_target, parse_value
 
@@ -44,10 +44,10 @@ def validate(
         ConfigError: the first thing wrong, unknown keys before all else.
     """
     trust = None if trusted else Trust(tuple(extra_trust))
-    # A misspelt key is told before anything is imported, torch above all.
+    # A key that is misspelt or missing is reported before anything is imported, torch above all.
     checker = _Checker(tree, trust, check_source)
     config = checker.check()
-    if all(problem.code != "C002" for problem in checker.problems):
+    if all(problem.code not in ("C002", "C016") for problem in checker.problems):
         checker = _Checker(tree, trust, check_target)
         config = checker.check()
     if not checker.problems:
@@ -111,8 +111,7 @@ class _Checker:
 
     def check(self) -> Config | None:
         """The config, or None where `problems` says why not."""
-        self.problems += [_not_set(key) for key, value in flatten(self.tree).items() if value == REQUIRED]
-        prepared = {key: _without_required(value) for key, value in self.tree.items() if value != REQUIRED}
+        prepared = self._given(self.tree)
         for name, field in Config.model_fields.items():
             section, given = section_of(field.annotation), prepared.get(name)
             if section and "target" in section.model_fields and isinstance(given, dict):
@@ -130,6 +129,17 @@ class _Checker:
             self.problems += [self._of_pydantic(dict(item)) for item in found]
             return None
         return config
+
+    def _given(self, tree: Any, prefix: str = "") -> Any:
+        """A tree without what is still `???`, noted as not set."""
+        if not isinstance(tree, (dict, list)):
+            return tree
+        items = tree if isinstance(tree, dict) else dict(enumerate(tree))
+        self.problems += [not_set(f"{prefix}{key}") for key, value in items.items() if value == REQUIRED]
+        given = {
+            key: self._given(value, f"{prefix}{key}.") for key, value in items.items() if value != REQUIRED
+        }
+        return given if isinstance(tree, dict) else list(given.values())
 
     def _separate(self, name: str, given: dict[str, Any], section: type[Section]) -> dict[str, Any]:
         """A section's fixed keys, with its target's keywords gathered under `target`."""
@@ -222,7 +232,7 @@ class _Checker:
         if kind == "extra_forbidden":
             return self._unknown(key, value)
         if kind == "missing":
-            return _not_set(key)
+            return not_set(key)
         cause = item.get("ctx", {}).get("error")
         if isinstance(cause, Problem):
             return cause.at(key, value)
@@ -246,16 +256,6 @@ class _Checker:
             meant = key_named(name, [known for known in flatten(self.tree) if known != f"{key}{suffix}"])
             hint = f"Did you mean {meant}?" if meant else None
         return Problem("C002", "unknown key", key=f"{key}{suffix}", value=value, suggestion=hint)
-
-
-def _not_set(key: str) -> Problem:
-    return Problem("C016", "required, but not set", key=key, suggestion=f"Add {key}=VALUE")
-
-
-def _without_required(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_required(item) for key, item in value.items() if item != REQUIRED}
-    return value
 
 
 def _known_keys(section: str) -> list[str]:

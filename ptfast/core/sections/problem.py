@@ -43,6 +43,11 @@ class Problem(ValueError):  # noqa: N818 - one message of many until `error` mak
         )
 
 
+def not_set(key: str) -> Problem:
+    """Refuse a config without a value that it needs."""
+    return Problem("C016", "required, but not set", key=key, suggestion=f"Give {key}=VALUE")
+
+
 def cannot_run(lack: Lack | None, key: str, value: Any) -> Problem | None:
     """An E005 for a lack that stops a run; one that only slows it down is no problem."""
     if lack is None or lack.runs:
