@@ -323,7 +323,7 @@ class Run:
     watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
     """Looks at the training batches as they pass."""
     counter: Any = None
-    """Has counted the operators of a step."""
+    """Counts the operators of a step (`ptfast.profiling.limits.step_counting`)."""
     data_note: str = ""
     """The data in one line, for the panel."""
     groups_note: str | None = None

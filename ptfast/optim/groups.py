@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,8 @@ from ptfast.optim.muon import Muon
 from ptfast.optim.novograd import Novograd
 
 if TYPE_CHECKING:
-    from ptfast.optim import ParameterGroup
+    from ptfast.optim import Optimizer, ParameterGroup
 
-Scaling = Literal["none", "linear", "sqrt"]
 START = Duration(0, "epochs")
 
 
@@ -57,9 +56,8 @@ class Grouping:
 
     Args:
         model: the plain model.
-        decay_1d: parameters of at most one dimension have weight decay, unless an entry says so.
-        layer_decay: in (0, 1], about 0.65 to 0.9 for fine-tuning transformers.
-        groups: the entries.
+        section: `decay_1d` says whether parameters of at most one dimension have weight decay, unless an
+            entry of `groups` does; `layer_decay` is about 0.65 to 0.9 for fine-tuning transformers.
         dropped: names of parameters without effect that a rewrite has taken away; patterns may match them.
 
     Raises:
@@ -67,16 +65,9 @@ class Grouping:
             decay in a model of one layer.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        decay_1d: bool = True,
-        layer_decay: float | None = None,
-        groups: Sequence[ParameterGroup] = (),
-        dropped: Collection[str] = (),
-    ) -> None:
-        self._model, self._groups = model, groups
+    def __init__(self, model: nn.Module, section: Optimizer, dropped: Collection[str] = ()) -> None:
+        self._model, self._groups = model, section.groups
+        decay_1d, layer_decay, groups = section.decay_1d, section.layer_decay, section.groups
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -188,9 +179,7 @@ class Grouping:
         return [(self._asked[name], parameter) for name, parameter in self._model.named_parameters()]
 
 
-def scale_for_batch(
-    optimizer: torch.optim.Optimizer, rule: Scaling, batch_size: int, reference_batch: int | None
-) -> str | None:
+def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_size: int) -> str | None:
     """Bring the rate, and the weight decay that goes with it, from a reference batch to that of the run.
 
     With k times the batch there are k times fewer steps for as many samples. SGD makes up for it with k times
@@ -208,6 +197,7 @@ def scale_for_batch(
         arXiv:2205.10287 (root, for Adam); Wang, Aitchison 2024, arXiv:2405.13698 (rate times decay in
         proportion to the batch).
     """
+    rule, reference_batch = section.lr_scaling, section.reference_batch
     if rule == "none" or reference_batch is None:
         return None
     ratio = batch_size / reference_batch

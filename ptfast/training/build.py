@@ -27,6 +27,7 @@ from ptfast.optim.build_optimizer import (
     scale_for_batch,
     start_momentum,
 )
+from ptfast.profiling.limits.step_counting import StepCounter
 from ptfast.report.loggers import NoLogger
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
 from ptfast.techniques.curriculum.growing_sizes import build_batch_sizes
@@ -163,9 +164,7 @@ def _build_optimizer(
     section, resolved = context.config.optimizer, context.resolved
     groups = None if grouping.trivial else grouping.parts()
     optimizer, resolved.optimizer = build_optimizer(section.target, model, context.device, groups)
-    resolved.lr_scaling = scale_for_batch(
-        optimizer, section.lr_scaling, context.config.batch_size, section.reference_batch
-    )
+    resolved.lr_scaling = scale_for_batch(optimizer, section, context.config.batch_size)
     if context.precision.scaler is not None:
         start_momentum(optimizer)
     return optimizer
@@ -242,7 +241,7 @@ def _settings(
 
 
 def _finish(run: Run, context: BuildContext, changed: str) -> None:
-    """Watch what may become too much, restore the rest of the saved state, and write what `auto` became.
+    """Attach what watches the steps, restore the rest of the saved state, and write what `auto` became.
 
     Args:
         changed: how held-out data differs from that of the saved run.
@@ -253,6 +252,7 @@ def _finish(run: Run, context: BuildContext, changed: str) -> None:
         restore_training(run, context.state, context.before.total_steps)
         notes = run.status.resumed_note, changed and f"other held-out data than before: {changed}"
         run.status.resumed_note = "; ".join(filter(None, notes))
+    run.counter = StepCounter(run)
     if run.ranks.is_first:
         run.resolved.write(run.folder)
 

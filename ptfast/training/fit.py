@@ -17,7 +17,6 @@ from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import EvalLoader, MicroBatch, StepBatch, hooks
 from ptfast.core.run import Run
-from ptfast.profiling.limits.step_counting import StepCounter
 from ptfast.training.evaluation.evaluate import Abandoned, evaluate
 from ptfast.training.state import save_training
 from ptfast.training.step import Trainer
@@ -47,7 +46,7 @@ def fit(run: Run) -> str:
     progress, cadence = run.progress, run.settings.cadence
     run.call_back("on_start")
     callback_states(run)
-    trainer, run.counter = Trainer(run), StepCounter(run)
+    trainer = Trainer(run)
     batches = _start(run, trainer)
     status, look_steps, first_step, data_comes = _judge(run), 1, progress.step, True
     while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):

@@ -91,14 +91,8 @@ def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
     config, resolved, before, ranks = context.config, context.resolved, context.before, context.ranks
     if config.parallel.sync_batchnorm:
         apply_sync_batchnorm(model)
-    section = config.optimizer
-    grouping = Grouping(
-        model,
-        decay_1d=section.decay_1d,
-        layer_decay=section.layer_decay,
-        groups=section.groups,
-        dropped=[f"{name}.bias" for name in resolved.dropped_biases or ()],
-    )
+    dropped = [f"{name}.bias" for name in resolved.dropped_biases or ()]
+    grouping = Grouping(model, config.optimizer, dropped)
     grouping.freeze()
     blocks = apply_checkpointing(model, config.checkpointing, known=before.checkpointed)
     dynamic = config.compile.dynamic

@@ -21,7 +21,7 @@ from ptfast.core.protocols import Callback
 from ptfast.core.sections.targets import Target
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
-from ptfast.optim import ParameterGroup
+from ptfast.optim import Optimizer, ParameterGroup
 from ptfast.optim.build_optimizer import (
     Grouping,
     build_optimizer,
@@ -66,8 +66,12 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Te
 
 def grouped(path: str, kwargs: dict[str, Any], **asked: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net()
-    parts = Grouping(model, **asked).parts()
-    return model, build_optimizer(Target(path, kwargs), model, CPU, parts)[0]
+    section = Optimizer(target=Target(path, kwargs), **asked)
+    return model, build_optimizer(section.target, model, CPU, Grouping(model, section).parts())[0]
+
+
+def asking(**keys: Any) -> Optimizer:
+    return Optimizer(target=Target("torch.optim.SGD"), **keys)
 
 
 @pytest.mark.parametrize(
@@ -142,24 +146,27 @@ def test_weight_decay_that_an_optimizer_would_not_take() -> None:
 )
 def test_a_pattern_that_matches_nothing(pattern: str, near: str) -> None:
     with pytest.raises(ConfigError, match="matches no parameter") as caught:
-        Grouping(net(), groups=[entry("*"), entry(pattern)])
+        Grouping(net(), asking(groups=[entry("*"), entry(pattern)]))
     assert (caught.value.key, caught.value.value) == ("optimizer.groups.1.match", pattern)
     assert "The nearest are" in str(caught.value)
     assert near in str(caught.value)
 
 
 def test_a_pattern_may_match_what_a_rewrite_has_dropped() -> None:
-    asked = {"groups": [entry("0.bias", lr_scale=2)], "dropped": ["0.bias"]}
-    (part,) = Grouping(nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2)), **asked).parts()
+    section, model = (
+        asking(groups=[entry("0.bias", lr_scale=2)]),
+        nn.Sequential(nn.Conv2d(1, 2, 3, bias=False)),
+    )
+    (part,) = Grouping(model, section, ["0.bias"]).parts()
     assert part["lr_scale"] == 1
     with pytest.raises(ConfigError, match="matches no parameter"):
-        Grouping(nn.Sequential(nn.Linear(2, 2)), groups=[entry("1.bias")], dropped=["0.bias"])
+        Grouping(nn.Sequential(nn.Linear(2, 2)), asking(groups=[entry("1.bias")]), ["0.bias"])
 
 
 def test_a_shared_parameter_goes_by_any_of_its_names() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
     model[1].weight = model[0].weight
-    (part,) = Grouping(model, groups=[entry("1.weight", lr_scale=2)]).parts()
+    (part,) = Grouping(model, asking(groups=[entry("1.weight", lr_scale=2)])).parts()
     assert (part["lr_scale"], len(part["params"])) == (2, 1)
 
 
@@ -188,9 +195,8 @@ def test_layer_decay_scales_a_vision_transformer_as_timm_does() -> None:
         for group in optim.param_groups_layer_decay(model, layer_decay=0.7)
         for p in group["params"]
     }
-    ours = {
-        id(p): part["lr_scale"] for part in Grouping(model, layer_decay=0.7).parts() for p in part["params"]
-    }
+    parts = Grouping(model, asking(layer_decay=0.7)).parts()
+    ours = {id(p): part["lr_scale"] for part in parts for p in part["params"]}
     for name, parameter in model.named_parameters():
         # timm counts the last norm with the block before it, BEiT's own code with the head, as here.
         expected = 1.0 if name.startswith("norm.") else theirs[id(parameter)]
@@ -199,7 +205,7 @@ def test_layer_decay_scales_a_vision_transformer_as_timm_does() -> None:
 
 def test_layer_decay_without_layers() -> None:
     with pytest.raises(ConfigError, match="one layer only"):
-        Grouping(nn.Sequential(nn.Linear(2, 2)), layer_decay=0.5)
+        Grouping(nn.Sequential(nn.Linear(2, 2)), asking(layer_decay=0.5))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,7 @@ def test_layer_decay_without_layers() -> None:
 def test_scaling_for_the_batch(name: str, rule: Any, lr: float, decay: float) -> None:
     kwargs = {"lr": 0.1, "weight_decay": 0.01}
     _, optimizer = grouped(f"torch.optim.{name}", kwargs, groups=[entry("6.*", lr_scale=3)])
-    note = scale_for_batch(optimizer, rule, 256, 64)
+    note = scale_for_batch(optimizer, asking(lr_scaling=rule, reference_batch=64), 256)
     assert (note is None) == (rule == "none")
     assert ("weight decay x" in str(note)) == (decay != 1)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * lr, 0.3 * lr])
