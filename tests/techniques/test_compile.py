@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import RunPtfast
 from nets import Gated, Net
 from running import WITH_TESTS, build_run, same_bits, summary, train, training_state, weights
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.report.terminal import plain_display
+from ptfast.techniques.compile.code_cache import VARIABLE, keep_code
 from ptfast.techniques.compile.compilation import Compilation
 from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.training import fit
@@ -340,3 +343,38 @@ def test_accumulation_gives_up_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("ptfast.core.devices.lack_of_cuda_graphs", lambda device: None)
     with pytest.raises(ConfigError, match="overwrites the gradients"):
         Compilation("reduce_overhead", "cpu", accumulates=True)
+
+
+def test_code_is_kept_for_each_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the cache folder, unless the user has named a place or nothing can be written."""
+    monkeypatch.setenv("PTFAST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, "mine")
+    keep_code()
+    assert os.environ[VARIABLE] == "mine"
+    kept = set()
+    for flags in ("avx2", "avx2 avx512f"):
+        monkeypatch.delenv(VARIABLE)
+        monkeypatch.setattr("ptfast.techniques.compile.code_cache.cpu_facts", lambda *names, f=flags: [f] * 2)
+        keep_code()
+        kept.add(os.environ[VARIABLE])
+    assert len(kept) == 2
+    assert all(Path(folder).parent == tmp_path / "cache" / "compiled" for folder in kept)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PTFAST_CACHE", str(tmp_path / "file"))
+    monkeypatch.delenv(VARIABLE)
+    keep_code()
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.slow
+def test_a_restart_finds_the_code(in_tmp: Path, run_ptfast: RunPtfast) -> None:
+    words = ("train", *RUN, "data=digits", "steps=2", "compile=model", "compile.keep=true")
+    env = {**WITH_TESTS, "PTFAST_CACHE": str(in_tmp / "cache"), VARIABLE: ""}
+    code = []
+    for folder in ("first", "again"):
+        done = run_ptfast(*words, f"run.dir={folder}", env=env, timeout=500)
+        assert done.code == 0, done.err
+        code.append({path: path.stat().st_mtime_ns for path in Path("cache").rglob("*.so")})
+    assert code[0]
+    assert code[1] == code[0]
+    assert same_bits(weights(Path("first")), weights(Path("again")))

@@ -23,6 +23,8 @@ class Compile(Section):
     """For `blocks`: a pattern or patterns of module names; `auto` for the blocks that recur."""
     dynamic: bool | OrAuto = "auto"
     """One code for batches of any length; `auto` for texts that come in more than a few lengths."""
+    keep: bool = False
+    """Keep the code in the cache folder, which outlives /tmp, so that a restart does not compile again."""
 
 
 _WHOLE_MODEL = ("pointwise", "model", "reduce_overhead", "max_autotune")
@@ -67,6 +69,7 @@ def compiler_problem(mode: str, device: str) -> Problem | None:
 
 RULES = (graphs_without_accumulation, blocks_under_fsdp)
 MACHINE_RULES = (compiler,)
+FREE_KEYS = ("compile.keep",)
 UNUSED = (
     Unused(
         ("compile.blocks",),
@@ -75,7 +78,7 @@ UNUSED = (
         "compile=blocks",
     ),
     Unused(
-        ("compile.dynamic",),
+        ("compile.dynamic", "compile.keep"),
         lambda compile: compile.mode != "none",
         "without compiling",
         "compile=model",
@@ -83,9 +86,11 @@ UNUSED = (
 )
 
 
-def panel(run: Run) -> dict[str, object]:
+def panel(compile: Compile, run: Run) -> dict[str, object]:
     """The parts that are compiled."""
-    return {"compile": run.compilation.describe() if run.compilation is not None else None}
+    if run.compilation is None:
+        return {}
+    return {"compile": run.compilation.describe() + "; the code is kept" * compile.keep}
 
 
 _OFF = ("compile=none",)
@@ -186,5 +191,20 @@ TECHNIQUES: tuple[Technique, ...] = (
         alternatives="compile",
         needs=("compiler",),
         trial=_TRIAL,
+    ),
+    Technique(
+        name="compiled code kept",
+        family="compile",
+        kind="exact",
+        on=("compile.keep=true",),
+        off=("compile.keep=false",),
+        why="Code that has been made once is read from a folder that outlives a restart, another node and "
+        "/tmp, and is not made again.",
+        claim="A warm start skips all of the compiler but its front; no figure is given.",
+        source="PyTorch tutorial 'Compile Time Caching in torch.compile'.",
+        avoid="The cache folder lies on a slow network, or TORCHINDUCTOR_CACHE_DIR names a better place.",
+        audit="Compiled runs that are preempted, or whose containers are new every time.",
+        needs=("compiler",),
+        trial=("compile=model", *_TRIAL),
     ),
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ptfast.core.errors import ConfigError
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler_problem
+from ptfast.techniques.compile.code_cache import keep_code
 from ptfast.techniques.repeated_blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def apply_compile(
     """
     if section.mode == "none":
         return None
+    if section.keep:
+        keep_code()
     compilation = Compilation(section.mode, device.type, dynamic=dynamic, accumulates=accumulates)
     compilation.apply(model, section.blocks)
     return compilation
