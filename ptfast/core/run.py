@@ -41,6 +41,8 @@ class Resolved:
     interop_threads: int = 0
     cudnn_benchmark: bool | None = None
     deterministic: bool = False
+    holds_memory: bool = False
+    """What the CPU frees is held for the next step."""
     precision: str = ""
     matmul_precision: str = ""
     channels_last: bool | None = None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from running import build_run
+from running import WITH_TESTS, build_run
 from torch import nn
 
 from ptfast.__main__ import WAITING, main
@@ -68,6 +71,32 @@ def test_threads_spin_a_little_before_they_sleep_unless_the_user_says_how(monkey
         monkeypatch.delenv(name, raising=False)
     names = ("OMP_WAIT_POLICY", *WAITING)
     assert {name: seen[name] for name in names if name in seen} == (own or WAITING)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_held_memory_comes_without_page_faults() -> None:
+    """Blocks that glibc would trim, and one that it would map anew, in processes of their own."""
+    code = """
+import ctypes, resource, sys
+from ptfast.techniques.backend.malloc import hold_memory
+assert sys.argv[1] == "as it is" or hold_memory()
+libc, sizes = ctypes.CDLL(None), [size << 20 for size in (8, 8, 8, 48)]
+libc.malloc.restype = ctypes.c_void_p
+def step():
+    blocks = [libc.malloc(size) for size in sizes]
+    for block, size in zip(blocks, sizes):
+        ctypes.memset(block, 1, size)
+        libc.free(ctypes.c_void_p(block))
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    as_it_is, held = (
+        int(subprocess.check_output([sys.executable, "-c", code, mode], env={**os.environ, **WITH_TESTS}))
+        for mode in ("as it is", "held")
+    )
+    assert held < 100 < as_it_is
 
 
 @pytest.mark.usefixtures("restore_backend")

@@ -16,6 +16,7 @@ from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
 from ptfast.techniques.backend import Backend
+from ptfast.techniques.backend.malloc import hold_memory
 
 MOST_SHAPES = 8
 """Shapes of inputs up to which searching for kernels pays: full and last batches, a few sizes of images."""
@@ -37,13 +38,15 @@ def apply_backend(
         backend: `threads=auto` takes an equal share of the usable cores for each local rank;
             `cudnn_benchmark=auto` lets cuDNN time its kernels on each new shape, unless `deterministic`, and
             until `watch_shapes` has seen too many; `deterministic` refuses operations whose result depends
-            on timing: slower, bit-identical from run to run.
+            on timing: slower, bit-identical from run to run; `hold_memory` acts where the model is on the
+            CPU, for as long as the process lives.
         device: where the model will be.
         num_local_ranks: processes of this run on this machine.
         before: what `auto` became when the run began; None for a new one.
 
     Returns:
-        `threads`, `interop_threads`, `cudnn_benchmark` and `deterministic`, JSON-serialisable.
+        `threads`, `interop_threads`, `cudnn_benchmark`, `deterministic` and `holds_memory`, which go into
+        JSON.
     """
     before = before or Resolved()
     threads, deterministic = unless_resolved(backend.threads, before.threads), backend.deterministic
@@ -66,6 +69,7 @@ def apply_backend(
         "interop_threads": torch.get_num_interop_threads(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": deterministic,
+        "holds_memory": backend.hold_memory and device.type == "cpu" and hold_memory(),
     }
 
 
