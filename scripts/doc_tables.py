@@ -1,6 +1,7 @@
 """Write the tables of docs/ that follow from the code: scripts/doc_tables.py
 
-The tables of docs/techniques.md, from the catalogue, and new options in the table of docs/config.md.
+The tables of docs/techniques.md, from the catalogue, and of docs/audit.md, from its checks; new options in
+the table of docs/config.md.
 """
 
 from __future__ import annotations
@@ -36,6 +37,20 @@ def techniques(text: str) -> str:
     return "\n".join([before + mark, *lines, ""])
 
 
+def checks(text: str) -> str:
+    """`text` with everything below its mark written anew: a table of what `ptfast audit` checks."""
+    from ptfast.measure.audit.audit_run import AREAS, name_of
+
+    before, mark, _ = text.partition(MARK)
+    assert mark, f"audit.md has lost its mark {MARK}"
+    rows = [
+        f"| {area} | {name_of(check)} | {' '.join((check.__doc__ or '').split())} |"
+        for area, found_by in AREAS.items()
+        for check in found_by
+    ]
+    return "\n".join([before + mark, "", "| area | check | what it finds |", "|---|---|---|", *rows, ""])
+
+
 def groups(text: str) -> str:
     """`text` with each option that its group's row does not name behind those that it does."""
     before, heading, after = text.partition("## Groups and options\n")
@@ -58,6 +73,6 @@ def _with_new_options(line: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, written in {"techniques.md": techniques, "config.md": groups}.items():
+    for page, written in {"techniques.md": techniques, "config.md": groups, "audit.md": checks}.items():
         file = DOCS / page
         file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -226,6 +226,11 @@ def test_the_tables_of_techniques_are_the_catalogue() -> None:
     assert doc_tables.techniques(page) == page, "scripts/doc_tables.py writes it"
 
 
+def test_the_table_of_the_audit_is_its_checks() -> None:
+    page = PAGES["docs/audit.md"]
+    assert doc_tables.checks(page) == page, "scripts/doc_tables.py writes it"
+
+
 def test_a_new_option_goes_into_the_table_of_groups() -> None:
     page = PAGES["docs/config.md"]
     assert doc_tables.groups(page) == page

@@ -212,6 +212,12 @@ def _find(flags: dict[str, Any], arguments: list[str]) -> int:
     return find(flags, arguments, _read_config)
 
 
+def _audit(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.audit_command import audit
+
+    return audit(flags, arguments, _read_config)
+
+
 def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.cli.techniques_command import markdown, show
 
@@ -320,6 +326,12 @@ COMMANDS: dict[str, Command] = {
         _find,
         dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
         | {"--noise": False, "--checkpointing": False},
+    ),
+    "audit": Command(
+        "[+recipe=NAME] [key=value ...]",
+        "find what costs speed in a model, its data, its loop and this machine",
+        _audit,
+        {"--strict": False},
     ),
     "recipes": Command("", "list the recipes and what each reaches", _recipes, {}, 0),
     "techniques": Command(

@@ -30,6 +30,7 @@ FLAG_HELP = {
     "--noise": "estimate the critical batch size from the gradient noise of a short training",
     "--checkpointing": "also try larger batches with activation checkpointing",
     "--write": "recipe to write with what was found",
+    "--strict": "exit with 8 where something is found",
     "--markdown": "print all techniques as a Markdown table",
     "--size": "of images: pixels to shrink the shorter side to, such as 256; or keep",
     "--jpeg": "of images: keep the bytes of the files instead of their pixels",

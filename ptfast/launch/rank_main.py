@@ -164,7 +164,7 @@ def _ended_by(
     elif is_lost and signals.received is None:
         known = ParallelError("P001", "another rank died or hangs", key=str(folder))
     elif machine.is_memory_error(error):
-        known = _out_of_memory(config)
+        known = out_of_memory(config)
     elif run is not None:
         from ptfast.training.user_code import failure
 
@@ -178,7 +178,8 @@ def _ended_by(
     return Outcome(signalled, signals.exit_code, line, together=False), None
 
 
-def _out_of_memory(config: Config) -> MachineError:
+def out_of_memory(config: Config) -> MachineError:
+    """The error to raise where memory has run out in a step."""
     limit, name = machine.memory_limit(config.device)
     return MachineError(
         "E002",

@@ -22,7 +22,7 @@ HELD = ("memory", "device")
 """Kinds that have the whole data decoded once."""
 _TIMED_S = 0.2
 _TIMED_SAMPLES = 64
-_HAND_OVER_S = 2e-3
+HAND_OVER_S = 2e-3
 """A batch that is read in less time is not worth a process of its own."""
 _WORKER_BYTES = 256 * 2**20
 """About what a worker process takes besides its batches."""
@@ -171,13 +171,13 @@ def _quickest(
         return Choice("memory", "the data is in memory", 0)
     cost = time_samples(train)
     batch_s = cost.seconds * micro_batch_size
-    if train.packed and batch_s < _HAND_OVER_S:
+    if train.packed and batch_s < HAND_OVER_S:
         return Choice("packed", f"read in place, {_time(cost.seconds)} a sample", 0)
     enough = num_samples is None or num_samples >= len(train)
     if train.repeatable and needed is not None and needed <= available_memory() // 4 and enough:
         return Choice("memory", f"{num_bytes(needed)}, decoded once", 0)
     within = "packed" if train.packed else "plain"
-    if batch_s < _HAND_OVER_S:
+    if batch_s < HAND_OVER_S:
         return Choice(within, f"a batch is read in {_time(batch_s)}", 0)
     count = count_workers(workers, cost.num_bytes * micro_batch_size * prefetch)
     if count:

@@ -195,7 +195,9 @@ class SlowSwitches:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._warned = run, {run.settings.debug}
+        self._run = run
+        self.found: dict[str, list[str]] = {}
+        """Those that were on, by the value of `debug` that is for them, and where they were turned on."""
 
     def look(self) -> None:
         """Warn of what is on now. Cost: two calls."""
@@ -223,10 +225,10 @@ class SlowSwitches:
                 setattr(module, name, turn_on)
 
     def _warn(self, debug: str, places_of: Callable[[], list[str]]) -> None:
-        if debug in self._warned:
+        if debug in self.found or debug == self._run.settings.debug:
             return
-        self._warned.add(debug)
-        place = f" ({', '.join(places)})" if (places := places_of()) else ""
+        self.found[debug] = places_of()
+        place = f" ({', '.join(self.found[debug])})" if self.found[debug] else ""
         what = f"{SWITCHES[debug].what} is on{place}, which slows every step down"
         self._run.display.warn(f"{what}: remove it, and use debug={debug} when you need it")
 

@@ -1,0 +1,31 @@
+"""`ptfast audit`: reads what is asked for, and calls the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ptfast.core.errors import ConfigError
+
+
+def audit(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
+    """Audit the config that the arguments mean.
+
+    Args:
+        read_config: composes and validates `key=value` words.
+
+    Raises:
+        PtfastError: whatever is wrong with the config, or stops its first steps.
+    """
+    from ptfast.core.distributed import world
+
+    if world() is not None:
+        hint = "Start it without torchrun; one process is examined"
+        raise ConfigError("C014", "every rank would audit by itself", key="audit", suggestion=hint)
+    composed, config = read_config(arguments)
+    fix = Path(flags["--fix"]).expanduser() if "--fix" in flags else None
+    with composed.naming_places():
+        from ptfast.measure.audit.audit_run import audit
+
+        return audit(composed, config, arguments, strict="--strict" in flags, fix=fix)

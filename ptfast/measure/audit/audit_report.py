@@ -1,0 +1,68 @@
+"""Findings on the screen: by area, those with a measured price first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ptfast.measure.audit.finding import Finding
+from ptfast.report.terminal.display import is_terminal, standard_output
+
+
+def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
+    """Print findings, in a table on a terminal and a line each elsewhere."""
+    groups = {
+        "with a measured price": [f for f in findings if f.cost_s is not None and not f.handled],
+        "without a price": [f for f in findings if f.cost_s is None and not f.handled],
+        "handled by this config": [f for f in findings if f.handled],
+    }
+    stream = standard_output()
+    for title, group in groups.items():
+        if group:
+            (_table if is_terminal(stream) else _lines)(title, group)
+    for note in notes:
+        print(note)
+    open_count = sum(not finding.handled for finding in findings)
+    print(
+        f"{open_count} finding{'s' * (open_count != 1)}" if open_count else "nothing found that costs speed"
+    )
+
+
+def price(finding: Finding) -> str:
+    """What a finding costs, as measured."""
+    return "" if finding.cost_s is None else f"{finding.cost_s * 1e3:.3g} ms a step"
+
+
+def fix(finding: Finding) -> str:
+    """What mends a finding, in words."""
+    return "; ".join(filter(None, [" ".join(finding.overrides), finding.mend]))
+
+
+def _lines(title: str, findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        parts = [finding.area, finding.check, finding.what, f"at {finding.where}", price(finding)]
+        handled = "handled" if finding.handled else ""
+        print("; ".join(filter(None, [*parts, f"fix: {fix(finding)}", handled])))
+
+
+def _table(title: str, findings: Sequence[Finding]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    priced = any(finding.cost_s is not None for finding in findings)
+    look = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
+    table = Table(title=f"{len(findings)} {title}", title_style="bold", **look)  # type: ignore[arg-type]
+    table.add_column("area")
+    if priced:
+        table.add_column("price", justify="right")
+    table.add_column("finding, place, fix", overflow="fold")
+    area = None
+    for finding in findings:
+        text = Text.assemble((finding.what, "bold"), "\n", (finding.where, "cyan"), "\n", fix(finding))
+        if area not in (None, finding.area):
+            table.add_section()
+        name = "" if area == finding.area else finding.area
+        area = finding.area
+        table.add_row(name, *([price(finding)] if priced else []), text)
+    Console(highlight=False, markup=False, emoji=False).print(table)

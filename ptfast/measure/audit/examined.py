@@ -1,0 +1,283 @@
+"""A run that is taken for some steps to be looked at: what is found out about it once, for all checks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from ptfast.config.checks.rules import check_batch
+from ptfast.config.schema import Config
+from ptfast.core.distributed import Ranks
+from ptfast.core.errors import PtfastError, one_line
+from ptfast.core.machine import ROOT, is_memory_error
+from ptfast.core.protocols import StepBatch
+from ptfast.core.run import Run
+from ptfast.core.tensors.trees import tensors_in
+from ptfast.data.build_data import Source
+from ptfast.data.map_source import MapSource
+from ptfast.measure.audit.call_trace import CallTrace, cuda_syncs
+from ptfast.measure.audit.finding import code_place
+from ptfast.measure.audit.operator_trace import OperatorTrace
+from ptfast.measure.audit.sample_trace import SampleTrace, trace_samples
+from ptfast.measure.trials.system_load import ProcessorTimes
+from ptfast.profiling.debug_aids.step_phases import Phases, watched
+from ptfast.report.terminal.display import Display
+from ptfast.techniques.backend.torch_settings import resolve_device
+from ptfast.training.build import build
+from ptfast.training.prepare_data import build_choice, load_data
+from ptfast.training.step import Trainer
+from ptfast.training.step_parts.rehearsal import rehearse
+from ptfast.training.user_code import naming_user_code
+
+LEAST_STEPS, MOST_STEPS, STEPS_S = 3, 30, 2.0
+"""Steps that are timed: as many as `STEPS_S` takes, within these bounds."""
+CALL_STEPS = 2
+"""Steps whose calls are traced."""
+ENDLESS = 2**31
+
+
+@dataclass
+class Steps:
+    """What some steps of training show."""
+
+    step_s: float
+    waiting: float
+    """Share of the time in which the model waited for a batch."""
+    shapes: set[Any]
+    others_cores: float
+    """Cores that other processes took meanwhile; 0 where the system does not say."""
+    throttled: bool
+    """The processors were slowed down by heat meanwhile."""
+
+
+@dataclass
+class Examined:
+    """A run, and what some of its steps have shown."""
+
+    config: Config
+    run: Run
+    source: Source
+    """Its training data."""
+    batch: Any
+    """A micro-batch as the task takes it."""
+    device_type: str
+    samples: SampleTrace | None
+    """None for a stream, of which no sample is taken for nothing."""
+    steps: Steps
+    calls: CallTrace
+    """Of `CALL_STEPS` steps."""
+    operators: OperatorTrace
+    syncs: dict[str, int]
+    """Waits for a CUDA device by place, of as many steps."""
+    unused: list[str]
+    """Parameters that train and got no gradient in any step."""
+    evaluation: CallTrace
+    """Of a batch that is evaluated."""
+    aids: dict[str, list[str]]
+    """Debugging aids of torch that were on, and where they were turned on."""
+    graph_breaks: dict[str, int]
+    """By reason; none where nothing is compiled."""
+    untraced: str | None = None
+    """Why operators could not be traced."""
+
+
+@contextmanager
+def examining(config: Config, folder: Path, display: Display) -> Iterator[Examined]:
+    """Build the run of `config` in `folder` and train it for some steps to see what they do.
+
+    The first step warms up; some are timed as they are, and some traced. One batch is evaluated.
+
+    Raises:
+        PtfastError: whatever would stop the run in its first steps.
+    """
+    ranks = Ranks()
+    device = resolve_device(config.device, ranks)
+    micro_batches = check_batch(config.batch_size, config.micro_batches, 1, config.gradients.accumulate)
+    data = load_data(config, ranks, build_choice(config, micro_batches, device))
+    run = build(config, ranks=ranks, folder=folder, display=display, data=data)
+    try:
+        with naming_user_code(run), display.status("training for some steps"):
+            yield _examine(config, run, data.train)
+    finally:
+        run.close()
+
+
+def _examine(config: Config, run: Run, source: Source) -> Examined:
+    run.settings.total_steps = ENDLESS
+    run.call_back("on_start")
+    trainer = Trainer(run)
+    aids = trainer.first_look.switches.found
+    seen: dict[str, Any] = {}
+    batches = _keeping(run.clock.waiting(run.train_loader.steps(0, ENDLESS)), seen)
+    with _noting_gradchecks(aids):
+        batches = rehearse(trainer, batches)
+        if run.compilation is not None:
+            run.compilation.start(0.0)
+        trainer.train(batches, 1)
+        trainer.window.read()
+        trainer.first_look.switches.look()
+    steps = _time_steps(run, trainer, batches, seen)
+    breaks = _graph_breaks() if run.compilation is not None else {}
+    trained: set[str] = set()
+    with _noting_gradients(run.model, trained), run.uncompiled():
+        calls, syncs = _trace_calls(run, trainer, batches)
+        operators, untraced = _trace_operators(run, trainer, batches)
+    with run.uncompiled():
+        evaluation = _trace_evaluation(run, seen["batch"])
+    return Examined(
+        config=config,
+        run=run,
+        source=source,
+        batch=seen["batch"],
+        device_type=run.device.type,
+        samples=trace_samples(source) if isinstance(source, MapSource) and not source.in_memory else None,
+        steps=steps,
+        calls=calls,
+        operators=operators,
+        syncs=syncs,
+        unused=[name for name, p in run.model.named_parameters() if p.requires_grad and name not in trained],
+        evaluation=evaluation,
+        aids=aids,
+        graph_breaks=breaks,
+        untraced=untraced,
+    )
+
+
+def _keeping(batches: Iterator[StepBatch], seen: dict[str, Any]) -> Iterator[StepBatch]:
+    """The same batches; keeps the newest's first micro-batch as `batch`, and the `shapes` of all inputs."""
+    shapes = seen.setdefault("shapes", set())
+    for batch in batches:
+        seen["batch"] = batch.micro_batches[0].data
+        shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(seen["batch"])))
+        yield batch
+
+
+def _time_steps(run: Run, trainer: Trainer, batches: Iterator[StepBatch], seen: dict[str, Any]) -> Steps:
+    seen["shapes"].clear()
+    before, throttled = ProcessorTimes.read(), _throttle_counts()
+    waited_s, start = -run.clock.ledger()["data"], time.perf_counter()
+    first = run.progress.step
+    while (num := run.progress.step - first) < LEAST_STEPS or (
+        num < MOST_STEPS and time.perf_counter() - start < STEPS_S
+    ):
+        trainer.train(batches, run.progress.step + 1)
+        trainer.window.read()
+    took_s, waited_s = time.perf_counter() - start, waited_s + run.clock.ledger()["data"]
+    after = ProcessorTimes.read()
+    outside = before.until(after, after.own_s - before.own_s)
+    return Steps(
+        step_s=took_s / num,
+        waiting=waited_s / took_s,
+        shapes=set(seen["shapes"]),
+        others_cores=outside["others_cores"] or 0.0,
+        throttled=_throttle_counts() > throttled or _gpu_is_slowed(run.device),
+    )
+
+
+def _trace_calls(
+    run: Run, trainer: Trainer, batches: Iterator[StepBatch]
+) -> tuple[CallTrace, dict[str, int]]:
+    """Trace the calls of steps whose operators are not, so that a GPU's queue is as full as ever."""
+    calls = CallTrace(run.device.type)
+    with cuda_syncs() if run.device.type == "cuda" else nullcontext({}) as syncs, calls:
+        trainer.train(batches, run.progress.step + CALL_STEPS)
+    return calls, dict(syncs)
+
+
+def _trace_operators(
+    run: Run, trainer: Trainer, batches: Iterator[StepBatch]
+) -> tuple[OperatorTrace, str | None]:
+    """Trace the operators of one forward pass; say why where a model cannot be run under that."""
+    calls = CallTrace(run.device.type)
+    operators = OperatorTrace(run.model, calls)
+
+    def record(phase: str, *, on: bool) -> None:
+        if phase == "forward":
+            operators.recording = on
+
+    phases = Phases(partial(record, on=True), partial(record, on=False))
+    try:
+        with watched(run, phases), operators.naming_modules(), calls, operators:
+            trainer.train(batches, run.progress.step + 1)
+    except Exception as error:
+        if isinstance(error, PtfastError) or is_memory_error(error):
+            raise
+        return operators, f"{type(error).__name__}: {one_line(str(error))}"
+    finally:
+        operators.recording = False
+    return operators, None
+
+
+def _trace_evaluation(run: Run, batch: Any) -> CallTrace:
+    calls = CallTrace(run.device.type)
+    metrics = run.task.metrics().to(run.device)
+    run.forward.eval()
+    try:
+        with torch.no_grad(), run.precision.autocast(), calls:
+            run.task.evaluate(run.model, batch, metrics)
+    finally:
+        run.forward.train()
+    return calls
+
+
+@contextmanager
+def _noting_gradients(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """Add to `names` the parameters that get a gradient inside."""
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.add(name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _noting_gradchecks(aids: dict[str, list[str]]) -> Iterator[None]:
+    """Add `gradcheck` to `aids`, with its place, where torch's is called inside."""
+    module: Any = sys.modules["torch.autograd.gradcheck"]
+    check = module._gradcheck_helper
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        aids.setdefault("gradcheck", list(filter(None, [code_place()])))
+        return check(*args, **kwargs)
+
+    with mock.patch.object(module, "_gradcheck_helper", noting):
+        yield
+
+
+def _graph_breaks() -> dict[str, int]:
+    """Places at which compiling was broken off, by torch's reason in a line."""
+    dynamo: Any = sys.modules["torch._dynamo.utils"]
+    return {one_line(str(reason)): count for reason, count in dynamo.counters["graph_break"].items()}
+
+
+def _throttle_counts() -> int:
+    """How often the system has slowed its processors down for heat; 0 where it does not say."""
+    files = (ROOT / "sys/devices/system/cpu").glob("cpu*/thermal_throttle/*_throttle_count")
+    return sum(int(text) for file in files if (text := file.read_text().strip()).isdigit())
+
+
+def _gpu_is_slowed(device: torch.device) -> bool:
+    """Return True if a GPU's clocks are held down for heat or power, by its driver's own account."""
+    if device.type != "cuda" or (tool := shutil.which("nvidia-smi")) is None:
+        return False
+    reasons = "clocks_event_reasons.hw_slowdown", "clocks_event_reasons.sw_thermal_slowdown"
+    command = [tool, f"--query-gpu={','.join(reasons)}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    return " Active" in f" {done.stdout}"

@@ -1,0 +1,89 @@
+"""The finding of an audit, and the place in the code that it is about."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptfast.core.sections.technique import Kind
+
+_PACKAGE = Path(__file__).parents[2]
+_PARTS = (_PACKAGE / "models", _PACKAGE / "tasks")
+"""Our own code that stands where a user's may."""
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs speed."""
+
+    what: str
+    where: str
+    """`file.py:12`, or the path of a module in the model; a config key where it is about that."""
+    mend: str
+    """The change of code as an imperative; empty where `overrides` say it all."""
+    overrides: tuple[str, ...] = ()
+    """Words for the command line that mend it."""
+    kind: Kind = "exact"
+    """What mending it does to the result."""
+    cost_s: float | None = None
+    """Seconds of a step that it was seen to take in the steps examined; None where nothing shows that."""
+    handled: bool = False
+    """The run mends it itself."""
+    area: str = ""
+    check: str = ""
+    """Name of the check that found it."""
+
+
+def code_place() -> str | None:
+    """Return the line of a user, a library or a model of ours that asks for what is at work, as `file.py:12`.
+
+    torch and Python's own library only carry out what such a line asks for.
+
+    Returns:
+        None where the rest of this package asks for it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and _is_framework(frame.f_code.co_filename):
+        frame = frame.f_back
+    file = None if frame is None else _shown(frame.f_code.co_filename)
+    return None if file is None or frame is None else f"{file}:{frame.f_lineno}"
+
+
+def source_place(thing: Any) -> str:
+    """Return where a class or function is written, as `file.py:12`; its name where no file says it."""
+    try:
+        _, line = inspect.getsourcelines(thing)
+        file = _shown(inspect.getsourcefile(thing) or "<>")
+    except (OSError, TypeError):
+        file, line = None, 0
+    return f"{file}:{line}" if file else f"{thing.__module__}.{thing.__qualname__}"
+
+
+@cache
+def _is_framework(file: str) -> bool:
+    """Return True for a file of torch, of Python's own library, or of this folder."""
+    path = Path(file)
+    ours = Path(__file__).parent, Path(torch.__file__).parent
+    standard = any(map(path.is_relative_to, _STANDARD)) and not any(map(path.is_relative_to, _LIBRARIES))
+    return file.startswith("<") or standard or any(map(path.is_relative_to, ours))
+
+
+@cache
+def _shown(file: str) -> str | None:
+    """Return the name to show for a file of code; None for one of this package that is no part of a run."""
+    path, here = Path(file), Path.cwd()
+    if path.is_relative_to(_PACKAGE):
+        return str(path.relative_to(_PACKAGE.parent)) if any(map(path.is_relative_to, _PARTS)) else None
+    for folder in (*_LIBRARIES, here):
+        if path.is_relative_to(folder):
+            return str(path.relative_to(folder))
+    return path.name

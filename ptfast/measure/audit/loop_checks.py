@@ -1,0 +1,111 @@
+"""Checks of the steps as they run: reads on the host, debugging aids, gradients in evaluation, compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ptfast.measure.audit.examined import CALL_STEPS, Examined
+from ptfast.measure.audit.finding import Finding
+
+_MENDS = {
+    "item": "keep sums as tensors on the device, and read them once in a while",
+    "cpu": "keep it on the device until it is needed, once in many steps",
+    "print of a tensor": "print once in many steps, of a value that was read anyway",
+    "if or while on a tensor": "torch.where, or a decision by shapes and settings that the host knows",
+    "boolean mask": "torch.where or a product with the mask, whose shapes are known",
+    "repeat_interleave": "repeat_interleave(..., output_size=N)",
+}
+_ELSE = "an operation whose result has a shape that is known beforehand"
+
+
+def reads_on_the_host(examined: Examined) -> Iterator[Finding]:
+    """A value that is read from the device in every step, for which the host waits."""
+    for (what, place), calls in examined.calls.reads.items():
+        if _is_debugging(examined, place):
+            continue
+        often = calls.count / CALL_STEPS
+        yield Finding(
+            f"{what}: {_times(often)} a step, the host waits for the device",
+            place,
+            _MENDS.get(what, _ELSE),
+            cost_s=calls.seconds / CALL_STEPS,
+        )
+    known = {place for _, place in examined.calls.reads}
+    for place, count in examined.syncs.items():
+        if place not in known:
+            yield Finding(f"{_times(count / CALL_STEPS)} a step, the host waits for the device", place, _ELSE)
+
+
+def tensors_made_on_the_host(examined: Examined) -> Iterator[Finding]:
+    """A tensor that the model makes on the host and moves to the device."""
+    for place, calls in examined.calls.moved.items():
+        if not _is_debugging(examined, place):
+            yield Finding(
+                f"a tensor made on the host and moved, {_times(calls.count / CALL_STEPS)} a step",
+                place,
+                "device=x.device where it is made",
+                cost_s=calls.seconds / CALL_STEPS,
+            )
+
+
+def debugging_left_on(examined: Examined) -> Iterator[Finding]:
+    """Anomaly detection, a profiler, NVTX marks or gradcheck that the user's own code turns on."""
+    names = {
+        "anomaly": "anomaly detection is on",
+        "profiler": "a profiler is on",
+        "gradcheck": "gradcheck runs",
+    }
+    for aid, places in examined.aids.items():
+        yield Finding(names[aid], ", ".join(places) or "unknown", f"remove it; debug={aid} when it is needed")
+
+
+def gradients_in_evaluation(examined: Examined) -> Iterator[Finding]:
+    """Operations that record gradients while a batch is evaluated."""
+    if (place := examined.evaluation.with_gradients) is not None:
+        yield Finding(
+            "gradients are recorded in evaluation",
+            place,
+            "remove torch.enable_grad() or set_grad_enabled(True) around it",
+        )
+
+
+def graph_breaks(examined: Examined) -> Iterator[Finding]:
+    """Places where compiling breaks off, where something is compiled."""
+    for reason, count in examined.graph_breaks.items():
+        yield Finding(
+            f"{_times(count)}, compiling broke off: {reason}",
+            "compile",
+            "code that can be compiled as a whole",
+        )
+
+
+def compiled_again(examined: Examined) -> Iterator[Finding]:
+    """Graphs that are compiled again while steps run, as shapes or settings change."""
+    compilation = examined.run.compilation
+    if compilation is not None and (count := compilation.report()["recompiled"]) > 1:
+        yield Finding(
+            f"{count} graphs compiled again within {examined.run.progress.step} steps",
+            "compile",
+            "",
+            ("compile.dynamic=true",),
+            kind="reordered",
+        )
+
+
+def _is_debugging(examined: Examined, place: str) -> bool:
+    """Return True for the line of a debugging aid, which is found as such."""
+    return any(place.endswith(known) for places in examined.aids.values() for known in places)
+
+
+def _times(count: float) -> str:
+    return "once" if count == 1 else f"{count:g} times"
+
+
+CHECKS = (
+    reads_on_the_host,
+    tensors_made_on_the_host,
+    debugging_left_on,
+    gradients_in_evaluation,
+    graph_breaks,
+    compiled_again,
+)

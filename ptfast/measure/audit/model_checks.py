@@ -1,0 +1,197 @@
+"""Checks of a model: layers for nothing, widths beside tensor cores, formulas that torch has a kernel for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ptfast.measure.audit.examined import Examined
+from ptfast.measure.audit.finding import Finding
+from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
+
+TILE = 8
+"""Tensor cores multiply half-precision tiles of so many columns (NVIDIA, Matrix Multiplication guide)."""
+DEEP = 10
+"""Layers with weights from which a net without normalisation counts as deep."""
+WIDTH_SHARE = 0.01
+"""Layers with a smaller part of the model's weights are not worth another width."""
+NAMED = 3
+_WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def bias_before_a_norm(examined: Examined) -> Iterator[Finding]:
+    """A convolution or linear layer with a bias, whose output goes to one BatchNorm alone."""
+    run, config = examined.run, examined.config
+    dropped = run.resolved.dropped_biases or {}
+    handled = bool(dropped)
+    if not handled and config.rewrites.bias_before_norm:
+
+        def forward() -> object:
+            with run.precision.autocast():
+                return run.task.loss(run.model, examined.batch)
+
+        with run.uncompiled():
+            dropped = find_cancelled_biases(run.model, forward)
+    if dropped:
+        yield Finding(
+            f"{_counted(len(dropped), 'bias', 'biases')} that the BatchNorm behind subtracts again",
+            _listed(dropped),
+            "bias=False in these layers",
+            ("rewrites.bias_before_norm=false",),
+            kind="reordered",
+            handled=handled,
+        )
+
+
+def widths_beside_tensor_cores(examined: Examined) -> Iterator[Finding]:
+    """Channels, features or a vocabulary that are no multiple of 8, in half precision on a CUDA device."""
+    run, info = examined.run, examined.run.info
+    if examined.device_type != "cuda" or examined.config.precision.mode in ("fp32", "tf32"):
+        return
+    given = {info.in_channels, info.num_classes, *(info.input_shape or ())}
+    whole = sum(p.numel() for p in run.model.parameters())
+    odd: dict[str, int] = {}
+    for name, module in run.model.named_modules():
+        if not isinstance(module, _WEIGHTED) or module.weight.numel() < WIDTH_SHARE * whole:
+            continue
+        groups = getattr(module, "groups", 1)
+        rows, columns = module.weight.shape[:2]
+        for width in (rows // groups, columns):
+            # What the data brings along is not the model's choice.
+            if width % TILE and width not in given:
+                odd[name] = width
+    by_width = {width: [name for name, each in odd.items() if each == width] for width in odd.values()}
+    for width, names in by_width.items():
+        wider = math.ceil(width / TILE) * TILE
+        what = "a vocabulary" if width == info.vocab_size else "a width"
+        yield Finding(
+            f"{what} of {width}, no multiple of {TILE}: which half-precision kernels pad",
+            _listed(names),
+            f"{wider} in place of {width}",
+            kind="training",
+        )
+
+
+def attention_by_hand(examined: Examined) -> Iterator[Finding]:
+    """softmax(QK^T)V by operators of their own, whose weights nothing else reads."""
+    for attention in examined.operators.attentions:
+        yield Finding(
+            f"attention by {_counted(attention.count, 'softmax', 'softmaxes')} between two products",
+            _where(attention.place, attention.module),
+            "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)",
+            kind="reordered",
+        )
+
+
+def gelu_by_hand(examined: Examined) -> Iterator[Finding]:
+    """GELU written out with erf or tanh, which is told by its values."""
+    for place, count in examined.operators.gelus.items():
+        yield Finding(
+            f"GELU in single operators, {_counted(count, 'time')} in a forward pass",
+            place,
+            'F.gelu(x), or F.gelu(x, approximate="tanh")',
+            kind="reordered",
+        )
+
+
+def dropout_of_zero(examined: Examined) -> Iterator[Finding]:
+    """Dropout layers that train with p=0: a call of Python each for nothing."""
+    named = examined.run.model.named_modules()
+    names = [name for name, module in named if type(module) in _DROPOUTS and module.p == 0]  # type: ignore[union-attr]
+    if names:
+        yield Finding(
+            f"{_counted(len(names), 'dropout layer')} with p=0",
+            _listed(names),
+            "nn.Identity() where p is 0",
+        )
+
+
+def data_parallel(examined: Examined) -> Iterator[Finding]:
+    """nn.DataParallel, which copies the model to every GPU in every step, from one process."""
+    for name, module in examined.run.model.named_modules():
+        if isinstance(module, nn.DataParallel):
+            yield Finding(
+                "nn.DataParallel copies the model in every step",
+                name or type(module).__name__,
+                "the model without it; parallel=ddp where there are several GPUs",
+            )
+
+
+def unused_parameters(examined: Examined) -> Iterator[Finding]:
+    """Parameters that train and get no gradient: they take memory, and make several ranks search for them."""
+    if not examined.unused or examined.untraced:
+        return
+    parameters = dict(examined.run.model.named_parameters())
+    total = sum(parameters[name].numel() for name in examined.unused)
+    yield Finding(
+        f"{_counted(len(examined.unused), 'parameter')} of {total:,} numbers got no gradient in any step",
+        _listed(examined.unused),
+        "leave these layers out, or set requires_grad=False",
+    )
+
+
+def float64(examined: Examined) -> Iterator[Finding]:
+    """Tensors of float64 in the forward pass, or parameters of it."""
+    names = [name for name, p in examined.run.model.named_parameters() if "float64" in str(p.dtype)]
+    if names:
+        yield Finding(
+            f"{_counted(len(names), 'parameter')} in float64",
+            _listed(names),
+            "model.float()",
+            kind="reduced",
+        )
+        return
+    for place, count in examined.operators.doubles.items():
+        yield Finding(
+            f"float64, {_counted(count, 'operator')} in a forward pass",
+            place,
+            "dtype=torch.float32 where it is made, or .float()",
+            kind="reduced",
+        )
+
+
+def deep_without_normalisation(examined: Examined) -> Iterator[Finding]:
+    """A net of ten layers or more that normalises nowhere, neither in a layer nor by an operator."""
+    operators, model = examined.operators, examined.run.model
+    named = any(re.search("norm", type(module).__name__, re.IGNORECASE) for module in model.modules())
+    if operators.weighted >= DEEP and not operators.normalises and not named and not examined.untraced:
+        yield Finding(
+            f"{operators.weighted} layers with weights, and no normalisation",
+            type(model).__name__,
+            "BatchNorm, LayerNorm or RMSNorm between layers, which lets higher rates train; or clipping by "
+            "layer: gradients=adaptive",
+            kind="training",
+        )
+
+
+def _where(place: str, module: str) -> str:
+    return f"{place} ({module})" if module else place
+
+
+def _counted(count: int, one: str, several: str = "") -> str:
+    return f"{count} {one if count == 1 else several or one + 's'}"
+
+
+def _listed(names: Any) -> str:
+    """The first names, and how many more."""
+    names = list(names)
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+CHECKS = (
+    bias_before_a_norm,
+    widths_beside_tensor_cores,
+    attention_by_hand,
+    gelu_by_hand,
+    dropout_of_zero,
+    data_parallel,
+    unused_parameters,
+    float64,
+    deep_without_normalisation,
+)

@@ -1,0 +1,209 @@
+"""Operators of a forward pass: attention and GELU in single ones, where torch has one for all; float64."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ptfast.core.tensors.torch_internals import TorchDispatchMode
+from ptfast.core.tensors.trees import tensors_in, tree_leaves
+from ptfast.measure.audit.call_trace import CallTrace
+from ptfast.measure.audit.finding import code_place
+
+_PRODUCTS = ("mm", "bmm")
+_MOVES = (
+    *("view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze"),
+    *("clone", "_to_copy", "detach", "alias", "contiguous", "slice", "select", "as_strided"),
+)
+"""Operators whose result holds the values of their first argument."""
+_ELEMENTWISE = (
+    *("mul", "div", "add", "sub", "masked_fill", "where", "native_dropout"),
+    *("mul_", "div_", "add_", "sub_", "masked_fill_"),
+)
+_SAMPLED = 4096
+"""Values by which a formula is told from others."""
+
+
+@dataclass
+class Attention:
+    """Products of queries and keys, their softmax, and its product with values, by an operator each."""
+
+    place: str
+    module: str
+    count: int = 0
+
+
+@dataclass(eq=False)
+class _Weights:
+    """What became of the result of one softmax of products."""
+
+    place: str
+    module: str
+    elsewhere: bool = False
+    """Something but a product with values has read it."""
+    multiplied: bool = False
+
+
+class OperatorTrace(TorchDispatchMode):
+    """Records what operators of the forward pass show, while it is entered.
+
+    Formulas written by hand are followed from operator to operator: attention by its chain of product,
+    softmax and product of activations, where nothing else reads the weights; GELU by its values, once erf or
+    tanh have been shifted by one and multiplied.
+
+    Args:
+        model: whose modules are named, and whose parameters are no activations.
+        calls: entered too; says what torch's own functions are at.
+
+    Cost: about 20 us for each operator.
+    """
+
+    def __init__(self, model: nn.Module, calls: CallTrace) -> None:
+        super().__init__()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._calls = calls
+        self._stack: list[str] = []
+        self._roles: Any = WeakIdKeyDictionary()
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._roles[tensor] = "parameter"
+        self._softmaxes: list[_Weights] = []
+        self.recording = False
+        """Whether the forward pass is at work."""
+        self.gelus: defaultdict[str, int] = defaultdict(int)
+        """Calls of a GELU by hand, by place."""
+        self.doubles: defaultdict[str, int] = defaultdict(int)
+        """Operators with a float64 tensor for a result, by place."""
+        self.normalises = False
+        self.weighted = 0
+        """Products and convolutions with a parameter."""
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """Attention by hand, of which nobody else reads the weights, by place and module."""
+        found: dict[tuple[str, str], Attention] = {}
+        for weights in self._softmaxes:
+            if weights.multiplied and not weights.elsewhere:
+                key = weights.place, weights.module
+                found.setdefault(key, Attention(*key)).count += 1
+        return [*found.values()]
+
+    @contextmanager
+    def naming_modules(self) -> Iterator[None]:
+        """Know which module of the model is at work inside."""
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._stack.append(self._names.get(module, ""))
+
+        def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            self._stack.pop()
+
+        hooks = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # What keeps the compiler out of a mode imports it, for three seconds; nothing is compiled in here.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.recording:
+            self._note(func.overloadpacket.__name__, func, args, kwargs, result)
+        return result
+
+    def _note(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if "norm" in name or name == "rsqrt":
+            self.normalises = True
+        first = next(tensors_in(result), None)
+        if first is None:
+            return
+        if first.dtype == torch.float64 and first.numel() > 1 and (place := code_place()) is not None:
+            self.doubles[place] += 1
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        roles = [self._roles.get(tensor) for tensor in given]
+        if name in ("mm", "bmm", "addmm", "baddbmm", "convolution") and "parameter" in roles:
+            self.weighted += 1
+        if not self._in_fused_attention():
+            role = self._attention(name, args, roles, first)
+            if role is None:
+                role = self._gelu(name, args, given, roles, first)
+            if role is not None:
+                self._roles[first] = role
+
+    def _in_fused_attention(self) -> bool:
+        """Return True inside torch's own attention, which may take these very operators."""
+        name, kwargs = self._calls.current or ("", {})
+        whole = name == "multi_head_attention_forward" and not kwargs.get("need_weights", True)
+        return whole or name == "scaled_dot_product_attention"
+
+    def _attention(self, name: str, args: Any, roles: list[Any], result: Tensor) -> Any:
+        """Return the part that the result plays: `parameter`, `scores`, `_Weights` or none."""
+        weights = next((role for role in roles if isinstance(role, _Weights)), None)
+        if name in _PRODUCTS:
+            if weights is not None:
+                if roles[0] is weights and roles[1] != "parameter" and not weights.multiplied:
+                    weights.multiplied = True
+                else:
+                    weights.elsewhere = True
+                return None
+            return None if "parameter" in roles else "scores"
+        if name == "_softmax" and roles[0] == "scores" and args[1] in (-1, args[0].dim() - 1):
+            place = code_place()
+            found = _Weights(place or "", self._stack[-1] if self._stack else "")
+            self._softmaxes.append(found)
+            return found
+        if name in _MOVES or name in _ELEMENTWISE:
+            passed = weights or ("scores" if "scores" in roles else None)
+            return passed or (roles[0] if name in _MOVES and roles else None)
+        if weights is not None and not name.endswith("_like"):
+            weights.elsewhere = True
+        return None
+
+    def _gelu(self, name: str, args: Any, given: list[Tensor], roles: list[Any], result: Tensor) -> Any:
+        """Return `squashed` for erf or tanh of something, `shifted` once 1 was added; note a GELU."""
+        if name in ("erf", "tanh"):
+            return "squashed"
+        if (
+            name in ("add", "add_")
+            and "squashed" in roles
+            and 1 in [a for a in args if isinstance(a, (int, float))]
+        ):
+            return "shifted"
+        if name not in ("mul", "mul_") or "shifted" not in roles:
+            return None
+        others = [tensor for tensor, role in zip(given, roles, strict=True) if role != "shifted"]
+        if not others or others[0].numel() == 1:
+            return "shifted"
+        if others[0].shape == result.shape and _is_gelu(others[0], result) and (place := code_place()):
+            self.gelus[place] += 1
+        return None
+
+
+def _is_gelu(factor: Tensor, product: Tensor) -> bool:
+    """Return True if a product is the GELU of its factor, up to constants that may come before or after."""
+    factor, product = (tensor.detach().flatten()[:_SAMPLED].float() for tensor in (factor, product))
+    exact: Callable[[Tensor], Tensor] = F.gelu
+    for gelu in (exact, partial(F.gelu, approximate="tanh")):
+        for inputs in (factor, 2 * factor):
+            for expected in (gelu(inputs), 2 * gelu(inputs)):
+                if torch.allclose(product, expected, rtol=1e-2, atol=1e-3) and bool(factor.any()):
+                    return True
+    return False

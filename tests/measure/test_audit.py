@@ -1,0 +1,203 @@
+"""`ptfast audit`: each planted defect is found in its place, and nothing else is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import torch
+from toys import callback
+
+from ptfast.config.read import read_config
+from ptfast.core import devices
+from ptfast.measure.audit import data_checks, machine_checks
+from ptfast.measure.audit import examined as examination
+from ptfast.measure.audit.audit_run import run_checks
+from ptfast.measure.audit.examined import Examined, examining
+from ptfast.measure.audit.finding import Finding
+from ptfast.report.terminal.display import Display
+
+NET = ("model=custom", "model._target_=planted.Net")
+POINTS = ("data=custom", "data._target_=planted.Points")
+PLAIN = ("batch_size=16", "dataloader=plain", "dataloader.pin=auto")
+
+
+def findings(tmp_path: Path, *words: str, waiting: float = 0.0, **facts: Any) -> list[Finding]:
+    """What an audit finds in a run of `words`, the machine left out."""
+    chosen = {word.partition("=")[0]: word for word in (*NET, *POINTS, *PLAIN, *words)}
+    config = read_config([*chosen.values()])[1]
+    with examining(config, tmp_path, Display()) as examined:
+        steps = replace(examined.steps, waiting=waiting)
+        return [*run_checks(replace(examined, steps=steps, **facts), ("model", "data", "loop"))]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "STEPS_S", 0.0)
+    monkeypatch.setattr(data_checks, "spare_cores", lambda: 1)
+
+
+MODELS = {
+    "bias": ("bias before a norm", "first"),
+    "attention": ("attention by hand", "line"),
+    "gelu": ("gelu by hand", "line"),
+    "gelu_tanh": ("gelu by hand", "line"),
+    "dropout": ("dropout of zero", "drop"),
+    "parallel": ("data parallel", "inner"),
+    "unused": ("unused parameters", "spare.weight, spare.bias"),
+    "float64": ("float64", "line"),
+    "deep": ("deep without normalisation", "Net"),
+    "item": ("reads on the host", "line"),
+    "cpu": ("reads on the host", "line"),
+    "branch": ("reads on the host", "line"),
+    "nonzero": ("reads on the host", "line"),
+    "mask": ("reads on the host", "line"),
+    "print": ("reads on the host", "line"),
+    "made": ("tensors made on the host", "line"),
+    "anomaly": ("debugging left on", "line"),
+    "gradcheck": ("debugging left on", "line"),
+    "evaluation": ("gradients in evaluation", "line"),
+}
+
+
+def line_of(thing: Any) -> str:
+    """The place of the first line of a function or class that is marked as planted."""
+    lines, first = inspect.getsourcelines(thing)
+    return f"planted.py:{first + next(n for n, line in enumerate(lines) if '# planted' in line)}"
+
+
+@pytest.mark.parametrize("defect", MODELS)
+def test_a_defect_of_a_model_is_found_in_its_place(tmp_path: Path, defect: str) -> None:
+    check, where = MODELS[defect]
+    found = findings(tmp_path, f"model.defect={defect}")
+    place = line_of(getattr(planted.Net, f"_{defect}")) if where == "line" else where
+    assert places(found) == [(check, place)]
+
+
+def places(found: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.check, finding.where.rpartition("/")[2]) for finding in found]
+
+
+TEXT = ("model._target_=planted.Sums",)
+DATA = {
+    "copy": (("data.defect=copy",), "arrays copied", planted.Points.copied),
+    "single": (("data.defect=single",), "work on single samples", planted.Points.changed),
+    "transforms": (
+        ("data._target_=planted.Augmented",),
+        "work on single samples",
+        planted.Augmented.__getitem__,
+    ),
+    "decoding": (
+        ("data._target_=planted.Pictures",),
+        "decoding in every epoch",
+        planted.Pictures.__getitem__,
+    ),
+    "scale": (("data.defect=scale",), "inputs not normalised", planted.Points),
+    "padded": (("data._target_=planted.Padded", *TEXT), "padding", planted.Padded.__getitem__),
+    "ragged": (("data._target_=planted.Ragged", *TEXT), "padding", "batching"),
+}
+
+
+@pytest.mark.parametrize("defect", DATA)
+def test_a_defect_of_the_data_is_found_in_its_place(tmp_path: Path, defect: str) -> None:
+    words, check, place = DATA[defect]
+    waiting = 0.5 if check in ("work on single samples", "decoding in every epoch") else 0.0
+    found = findings(tmp_path, *words, waiting=waiting)
+    wanted = place if isinstance(place, str) else line_of(place)
+    assert (check, wanted) in places(found)
+    assert {finding.check for finding in found} == {check}
+
+
+def test_slow_samples_want_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_checks, "spare_cores", lambda: 4)
+    monkeypatch.setattr(data_checks, "HAND_OVER_S", 0.0)
+    (found,) = findings(tmp_path, waiting=0.5)
+    assert (found.check, found.overrides) == ("no workers", ("dataloader=workers",))
+    assert found.where.startswith("tests/support/planted.py:")
+
+
+OWN_CODE = {
+    "callback": ((callback("Reading").replace("toys", "planted"),), planted.Reading.on_step),
+    "task": (("task=planted.Reads",), planted.Reads.loss),
+}
+
+
+@pytest.mark.parametrize("part", OWN_CODE)
+def test_a_read_in_a_callback_or_task_is_found_in_its_place(tmp_path: Path, part: str) -> None:
+    words, where = OWN_CODE[part]
+    (found,) = findings(tmp_path, *words)
+    assert places([found]) == [("reads on the host", line_of(where))]
+    assert (found.cost_s or 0.0) > 0
+
+
+CUDA = {
+    "widths beside tensor cores": (("model.defect=width", "precision=bf16"), "first, last"),
+    "memory not pinned": (("dataloader.pin=false",), "dataloader.pin"),
+}
+
+
+@pytest.mark.parametrize("check", CUDA)
+def test_what_matters_on_a_gpu_alone_is_found_there_alone(tmp_path: Path, check: str) -> None:
+    words, where = CUDA[check]
+    assert findings(tmp_path, *words) == []
+    found = findings(tmp_path, *words, device_type="cuda")
+    assert places(found) == [(check, where)]
+
+
+def test_nothing_is_found_where_nothing_is_planted(tmp_path: Path) -> None:
+    assert findings(tmp_path, "model.defect=clean") == []
+
+
+def test_many_shapes_under_a_search_for_kernels(tmp_path: Path) -> None:
+    config = read_config([*NET, *POINTS, *PLAIN, "backend.cudnn_benchmark=true"])[1]
+    with examining(config, tmp_path, Display()) as examined:
+        steps = replace(examined.steps, shapes=set(range(9)))
+        found = [
+            *data_checks.shapes_under_a_search_for_kernels(replace(examined, steps=steps, device_type="cuda"))
+        ]
+        few = [*data_checks.shapes_under_a_search_for_kernels(replace(examined, device_type="cuda"))]
+    assert [finding.where for finding in found] == ["backend.cudnn_benchmark"]
+    assert few == []
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
+    """A run without a defect, for checks of the machine to be tried on."""
+    config = read_config([*NET, *POINTS, *PLAIN])[1]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        examining(config, tmp_path_factory.mktemp("run"), Display()) as it,
+    ):
+        patch.setattr(examination, "STEPS_S", 0.0)
+        yield replace(it, steps=replace(it.steps, others_cores=0.0, throttled=False))
+
+
+def machine(examined: Examined) -> list[str]:
+    return [check.__name__ for check in machine_checks.CHECKS if [*check(examined)]]
+
+
+def test_what_a_machine_lacks_is_found(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "usable_cores", lambda hyperthreads=False: torch.get_num_threads())
+    monkeypatch.setattr(machine_checks.devices, "lack_of_compiler", lambda device: None)
+    monkeypatch.setattr(machine_checks, "shared_memory", lambda: 2**40)
+    monkeypatch.setattr(machine_checks.devices, "lack_of_precision", lambda mode, device: None)
+    assert machine(examined) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
+        assert machine(examined) == ["threads_beside_cores"]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            machine_checks.devices, "lack_of_compiler", lambda device: devices.Lack("none", "Install g++")
+        )
+        assert machine(examined) == ["compiler_missing"]
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_checks, "shared_memory", lambda: 10)
+        assert machine(examined) == ["shared_memory_small"]
+    assert machine(replace(examined, device_type="cuda")) == ["tf32_off"]
+    assert machine(replace(examined, steps=replace(examined.steps, throttled=True))) == ["clocks_throttled"]
+    assert machine(replace(examined, steps=replace(examined.steps, others_cores=1.0))) == ["noisy_neighbours"]
