@@ -5,7 +5,9 @@ that stay. In every round all contenders take their steps, one after the other, 
 another; ratios are of times of the same round. Unlike in training, ours scale all layers, as timm's do.
 
 SGD is there with Nesterov's momentum, as `optimizer=sgd_cifar` has it, and with plain momentum, whose default
-step goes over memory less often. On a busy CPU `--cpu-time` times the work of one thread, without its waits.
+step goes over memory less often. Muon, whose step takes seconds at these sizes on a CPU, is there where
+`--only Muon` asks for it, such as with `--models GPT`. On a busy CPU `--cpu-time` times the work of one
+thread, without its waits.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from bench_tools import interval, machine, version_of
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
+from ptfast.optim.muon import Muon
 from ptfast.optim.novograd import Novograd
 from ptfast.optim.nvlamb import Nvlamb
 
@@ -54,7 +57,22 @@ def distilbert() -> Shapes:
     return [*shapes, (width, width), (width,), (2, width), (2,)]
 
 
-MODELS = {"ResNet-18": resnet18, "DistilBERT": distilbert}
+def gpt() -> Shapes:
+    """Shapes of the recipe char_gpt, four blocks of width 128: 0.8 M parameters."""
+    width, norm = 128, [(128,)]
+    shapes: Shapes = [(65, width), (128, width)]
+    for _ in range(4):
+        shapes += [*norm, (3 * width, width), (width, width), *norm, (4 * width, width), (width, 4 * width)]
+    return [*shapes, *norm, (65, width)]
+
+
+MODELS = {"ResNet-18": resnet18, "DistilBERT": distilbert, "GPT": gpt}
+
+
+class Steps(Protocol):
+    """What can take a step."""
+
+    def step(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -62,9 +80,11 @@ class Contender:
     """An optimizer, and what its step is measured against."""
 
     name: str
-    build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    build: Callable[[list[nn.Parameter]], Steps]
     targets: tuple[tuple[str, float], ...] = ()
     """Other contenders, and the largest share of each one's time that this one is to take."""
+    on_request: bool = False
+    """Measured only where `--only` names it."""
 
 
 def timm(cls: str, **keywords: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
@@ -84,6 +104,25 @@ class ClippedAdamW(torch.optim.AdamW):
         """Clip, at a bound that leaves the gradients to the other contenders as they were, and step."""
         nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e9)
         return super().step(closure)
+
+
+class MuonByMatrix:
+    """torch's Muon, which takes one matrix after another, and fused AdamW for what ours leaves to it."""
+
+    def __init__(self, layers: list[nn.Parameter]) -> None:
+        ours = Muon(layers, ends=True).param_groups
+        matrices = []
+        for group in ours:
+            for layer in group["params"] if group["muon"] else ():
+                matrices.append(nn.Parameter(layer.detach().flatten(1)))
+                matrices[-1].grad = layer.grad.flatten(1)
+        rest = [layer for group in ours for layer in group["params"] if not group["muon"]]
+        self._parts = torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(rest, LR, fused=True)
+
+    def step(self) -> None:
+        """Take both steps."""
+        for part in self._parts:
+            part.step()
 
 
 BASE, CLIPPED = "AdamW fused", "AdamW fused, clipped"
@@ -115,6 +154,10 @@ CONTENDERS = (
     Contender("timm NVLAMB foreach", timm("Lamb", foreach=True)),
     Contender("NovoGrad", ours(Novograd, **DECAY), ((BASE, 1.5), ("timm NovoGrad", 1.0))),
     Contender("timm NovoGrad", timm("NvNovoGrad", **DECAY)),
+    Contender(
+        "Muon", lambda p: Muon(p, LR, ends=True, fused=True), (("Muon by matrix", 1.0),), on_request=True
+    ),
+    Contender("Muon by matrix", MuonByMatrix, on_request=True),
 )
 
 
@@ -127,9 +170,7 @@ def layers_of(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
     return layers
 
 
-def time_steps(
-    optimizer: torch.optim.Optimizer, steps: int, device: torch.device, clock: Callable[[], float]
-) -> float:
+def time_steps(optimizer: Steps, steps: int, device: torch.device, clock: Callable[[], float]) -> float:
     """Milliseconds per step."""
     synchronize(device)
     begin_s = clock()
@@ -191,6 +232,10 @@ def share(times: list[float], others: list[float]) -> tuple[float, tuple[float, 
     return statistics.median(ratios), interval(ratios)
 
 
+def _is_asked_for(contender: Contender, only: list[str]) -> bool:
+    return any(word in contender.name for word in only) if only else not contender.on_request
+
+
 def main() -> None:
     """Measure at each model's size, and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -213,7 +258,7 @@ def main() -> None:
         contender
         for contender in CONTENDERS
         if (has_timm or not contender.name.startswith("timm"))
-        and (not args.only or contender.name == BASE or any(word in contender.name for word in args.only))
+        and (contender.name == BASE or _is_asked_for(contender, args.only))
     ]
     for model in args.models:
         shapes = MODELS[model]()

@@ -1,57 +1,68 @@
-"""Muon for the hidden matrices of a model and AdamW for the rest, as one optimizer.
+"""Muon for the hidden matrices of a model and AdamW or SGD for the rest, as one optimizer.
 
 Sources: Jordan, Jin, Boza, You, Cesista, Newhouse, Bernstein 2024, "Muon: An optimizer for hidden layers in
-neural networks"; Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982. Both steps are
-torch's own.
+neural networks"; Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982; for normalised
+weights KellerJordan/cifar10-airbench, `airbench94_muon`; for cautious decay Chen et al. 2025,
+arXiv:2510.12402. The other parameters' step is torch's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from ptfast.core.errors import ConfigError
-from ptfast.core.tensors.torch_internals import muon_update
 from ptfast.optim.fused_steps import build_step
-from ptfast.optim.layer_batches import laid_out_as
+from ptfast.optim.layer_batches import DEVICE_CHUNK_SIZE, laid_out_as
 
 AdjustLr = Literal["match_rms_adamw", "original"]
+Rest = Literal["adamw", "sgd"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration that makes a matrix orthogonal, about; the authors' and torch's."""
 
+CPU_MATRIX_SIZE = 1 << 16
+"""Elements of a matrix up to which a CPU multiplies several as one batch more quickly than one by one."""
+
 
 class Muon(Optimizer):
-    """Steps as long in rare directions of a hidden matrix as in common ones; AdamW for all other parameters.
+    """Steps as long in rare directions of a hidden matrix as in common ones; another optimizer for the rest.
 
     Muon replaces the momentum of a matrix by the nearest orthogonal matrix (Newton-Schulz iteration, in
     bf16); its authors trained NanoGPT 1.35 times as fast with it as with AdamW. Convolutions are matrices
-    with a row for each output channel. `hidden_matrices` says which parameters these are.
+    with a row for each output channel. `hidden_matrices` says which parameters these are. Matrices of one
+    shape are multiplied together.
 
     Args:
         params: parameters in the model's order, or pairs of name and parameter, or groups of parameters; a
             group may say itself whose it is, with `muon: true` or `muon: false`.
         lr: learning rate of both, >= 0.
         momentum: of Muon, in [0, 1).
-        nesterov: of Muon.
-        weight_decay: of both; decoupled, as AdamW's; >= 0.
+        nesterov: of Muon, and of SGD.
+        weight_decay: of both; decoupled with Muon and AdamW; >= 0.
         ns_steps: Newton-Schulz iterations, 1 to 99.
         adjust_lr_fn: how Muon's rate depends on a matrix's shape. `match_rms_adamw` makes a step about as
             long as AdamW's, so that one rate serves both; `original` needs a higher one, about 0.02.
-        adamw_lr: learning rate of AdamW; null: `lr`.
-        adamw_names: patterns such as `*.gate.weight` of names that AdamW takes besides.
+        normalize: set every matrix to the norm of an orthogonal one, the root of its number of rows, before
+            its step, in the place of weight decay; for layers with a norm behind, which takes the scale away.
+        cautious: decay only those entries of a matrix that the step moves towards zero.
+        rest: who takes all other parameters, `adamw` or `sgd`.
+        rest_lr: its learning rate; null: `lr`.
+        rest_names: patterns such as `*.gate.weight` of names that it takes besides.
         ends: let Muon have the first and the last matrix of the model too.
         betas: of AdamW.
         eps: of AdamW.
-        fused: of AdamW.
+        sgd_momentum: of SGD, in [0, 1).
+        fused: of AdamW or SGD.
         model: where parameters come without names: what they are called and belong to.
 
-    Cost: `ns_steps * (4 * n * n * m + 2 * n * n * n)` floating-point operations per matrix of n <= m, one
-    after another; half of AdamW's state. With fp16 gradient scaling the host waits for every step's check.
+    Cost: `ns_steps * (4 * n * n * m + 2 * n * n * n)` floating-point operations per matrix of n <= m; half
+    of AdamW's state. With fp16 gradient scaling the host waits for every step's check.
     """
 
     def __init__(
@@ -63,11 +74,15 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         ns_steps: int = 5,
         adjust_lr_fn: AdjustLr = "match_rms_adamw",
-        adamw_lr: float | None = None,
-        adamw_names: Sequence[str] = (),
+        normalize: bool = False,
+        cautious: bool = False,
+        rest: Rest = "adamw",
+        rest_lr: float | None = None,
+        rest_names: Sequence[str] = (),
         ends: bool = False,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        sgd_momentum: float = 0.9,
         fused: bool | None = None,
         model: nn.Module | None = None,
     ) -> None:
@@ -75,18 +90,25 @@ class Muon(Optimizer):
             raise ValueError(
                 f"momentum must be in [0, 1) and ns_steps in 1 to 99, not {momentum} and {ns_steps}"
             )
-        self._rest = _build_rest(lr if adamw_lr is None else adamw_lr, betas, eps, weight_decay, fused)
+        if normalize and cautious:
+            raise ValueError("cautious is a way to decay, and normalize takes the place of decay")
+        shared: dict[str, Any] = {"lr": lr if rest_lr is None else rest_lr, "weight_decay": weight_decay}
+        own = {"betas": betas, "eps": eps}
+        if rest == "sgd":
+            own = {"momentum": sgd_momentum, "nesterov": nesterov and sgd_momentum > 0}
+        self._rest = _build_rest(rest, **shared, **own, fused=fused)
         for_muon = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         for_muon |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        for_muon |= {"normalize": normalize, "cautious": cautious}
         given = list(params)
         if not given or not isinstance(given[0], dict):
             given = [{"params": given}]
         if any("muon" not in group for group in given):
             named = [pair for group in given for pair in _named(list(group["params"]), model)]
-            hidden = hidden_matrices(_in_order(named, model), model, adamw_names=adamw_names, ends=ends)
+            hidden = hidden_matrices(_in_order(named, model), model, rest_names=rest_names, ends=ends)
             given = [part for group in given for part in _split(group, hidden)]
         groups = [{**(for_muon if group["muon"] else self._rest.defaults), **group} for group in given]
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "rest": rest})
         self._step_rest = build_step(self._rest)
 
     @torch.no_grad()
@@ -118,7 +140,7 @@ class Muon(Optimizer):
             if weight.grad is None:
                 continue
             if weight.grad.is_sparse:
-                hint = "Build the embedding with sparse=False, or name it in optimizer.adamw_names"
+                hint = "Build the embedding with sparse=False, or name it in optimizer.rest_names"
                 raise ConfigError("C011", "Muon takes no sparse gradients", key="optimizer", suggestion=hint)
             state = self.state[weight]
             buffer = state.get("momentum_buffer")
@@ -128,48 +150,103 @@ class Muon(Optimizer):
             weights.append(_as_matrix(weight.detach(), order))
             momenta.append(_as_matrix(buffer, order))
             grads.append(_as_matrix(laid_out_as(weight, weight.grad), order))
-        names = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
-        keywords = {name: group[name] for name in names}
-        muon_update(
-            weights, grads, momenta, **keywords, ns_coefficients=COEFFICIENTS, eps=1e-7, has_complex=False
-        )
+        if not weights:
+            return
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
+        for indices in _stacks(weights):
+            updates = orthogonalize([ahead[index] for index in indices], group["ns_steps"])
+            _move([weights[index] for index in indices], updates, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "_rest"):
-            self._rest = _build_rest(1e-3, (0.9, 0.999), 1e-8, 0.0, None)
+            self._rest = _build_rest(self.defaults.get("rest", "adamw"))
             self._step_rest = build_step(self._rest)
+
+
+def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
+    """The nearest orthogonal matrix of each of several of one shape, about: singular values 0.5 to 1.5.
+
+    All are multiplied in one operation, where a GPU otherwise waits for a launch per matrix.
+
+    Returns:
+        In bf16, with a first dimension of matrices.
+
+    Source: Jordan et al. 2024, the Newton-Schulz iteration with their coefficients.
+    """
+    rows, columns = matrices[0].shape
+    # A batch of one is slower than a matrix.
+    stacked = torch.stack([*matrices]).bfloat16() if len(matrices) > 1 else matrices[0].bfloat16()
+    x = stacked.mT if rows > columns else stacked
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    multiply = torch.baddbmm if x.ndim == 3 else torch.addmm
+    a, b, c = COEFFICIENTS
+    for _ in range(ns_steps):
+        gram = x @ x.mT
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if rows > columns else x).view(len(matrices), rows, columns)
+
+
+def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None:
+    """Take the step of matrices of one shape, with what keeps their weights from growing."""
+    rows, columns = weights[0].shape
+    lr, decay = group["lr"], group["lr"] * group["weight_decay"]
+    if group["normalize"]:
+        norms = torch._foreach_clamp_min(torch._foreach_norm(weights), 1e-7)
+        torch._foreach_div_(weights, torch._foreach_mul(norms, rows**-0.5))
+    elif group["cautious"] and decay:
+        for weight, update in zip(weights, updates.unbind(), strict=True):
+            weight.addcmul_(weight, (update * weight >= 0).to(weight.dtype), value=-decay)
+    elif decay:
+        torch._foreach_mul_(weights, 1 - decay)
+    matched = group["adjust_lr_fn"] == "match_rms_adamw"
+    length = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1, rows / columns))
+    torch._foreach_add_(weights, [*updates.to(weights[0].dtype).unbind()], alpha=-lr * length)
+
+
+def _stacks(matrices: list[Tensor]) -> Iterator[list[int]]:
+    """Places of the matrices that are multiplied together: of one shape, type and device."""
+    alike: dict[Any, list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(place)
+    for places in alike.values():
+        first = matrices[places[0]]
+        alone = first.is_cpu and first.numel() > CPU_MATRIX_SIZE
+        together = 1 if alone else max(1, DEVICE_CHUNK_SIZE // max(1, first.numel()))
+        for start in range(0, len(places), together):
+            yield places[start : start + together]
 
 
 def hidden_matrices(
     named: Sequence[tuple[str, Tensor]],
     model: nn.Module | None = None,
     *,
-    adamw_names: Sequence[str] = (),
+    rest_names: Sequence[str] = (),
     ends: bool = False,
 ) -> set[int]:
     """Ids of the parameters that Muon takes: weights of two dimensions or more between the ends of a model.
 
-    Left to AdamW are: what has fewer dimensions; what is called otherwise than `...weight` (positions, class
-    tokens); embeddings, known by their module, or by `emb` in the name where there is no model; the first
-    and the last matrix in the order of modules, embeddings counted, unless `ends`; and what `adamw_names`
-    matches.
+    Left to the rest are: what has fewer dimensions; what is called otherwise than `...weight` (positions,
+    class tokens); embeddings, known by their module, or by `emb` in the name where there is no model; the
+    first and the last matrix in the order of modules, embeddings counted, unless `ends`; and what
+    `rest_names` matches.
 
     Args:
         named: names, empty where unknown, and parameters in the model's order.
         model: their model.
-        adamw_names: patterns of further names for AdamW; case counts.
+        rest_names: patterns of further names for the rest; case counts.
         ends: give Muon the first and the last matrix too.
 
     Raises:
         ValueError: for a pattern that matches no name.
     """
-    for pattern in adamw_names:
+    for pattern in rest_names:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
-            raise ValueError(f"adamw_names: nothing is called {pattern}")
+            raise ValueError(f"rest_names: nothing is called {pattern}")
     placed = named if model is None else list(model.named_parameters(remove_duplicate=False))
     matrices = [(name, p) for name, p in placed if p.ndim >= 2 and (not name or "weight" in _last(name))]
-    others = {id(p) for name, p in named if any(fnmatchcase(name, pattern) for pattern in adamw_names)}
+    others = {id(p) for name, p in named if any(fnmatchcase(name, pattern) for pattern in rest_names)}
     if model is None:
         others |= {id(p) for name, p in matrices if "emb" in name}
     else:
@@ -206,11 +283,9 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _build_rest(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, fused: bool | None
-) -> AdamW:
+def _build_rest(rest: Rest, **keywords: Any) -> AdamW | SGD:
     # Its groups are put in at every step.
-    return AdamW([torch.empty(0)], lr, betas, eps, weight_decay, fused=fused)
+    return (SGD if rest == "sgd" else AdamW)([torch.empty(0)], **keywords)
 
 
 def _memory_order(weight: Tensor) -> list[int]:

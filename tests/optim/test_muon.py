@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from optimizers import net, wave, weights_of
-from torch import nn
+from torch import Tensor, nn
 
 from ptfast.core.sections.targets import Target
+from ptfast.optim import muon
 from ptfast.optim.build_optimizer import apply_lr, build_optimizer
 from ptfast.optim.muon import Muon, hidden_matrices
 
@@ -38,12 +39,12 @@ def test_which_matrices_are_hidden() -> None:
     model = Tied()
     inner = ["attention.in_proj_weight", "attention.out_proj.weight", "feed.weight"]
     assert hidden_names(model, model=model) == inner
-    assert hidden_names(model, model=model, adamw_names=["feed.*"]) == inner[:2]
+    assert hidden_names(model, model=model, rest_names=["feed.*"]) == inner[:2]
     assert hidden_names(model, model=model, ends=True) == inner
     assert hidden_names(net()) == ["4.weight"]
     assert hidden_names(net(), ends=True) == ["0.weight", "4.weight", "6.weight"]
     with pytest.raises(ValueError, match=r"nothing is called typo\.\*"):
-        hidden_names(model, model=model, adamw_names=["typo.*"])
+        hidden_names(model, model=model, rest_names=["typo.*"])
 
 
 def test_muon_takes_torchs_steps() -> None:
@@ -70,8 +71,78 @@ def test_muon_takes_torchs_steps() -> None:
     torch.testing.assert_close(weights_of(model), weights_of(twin))
 
 
+def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
+    """One matrix made orthogonal as its authors write it."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = (x.T if tall else x) / x.norm()
+    for _ in range(steps):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.T if tall else x).float()
+
+
+@pytest.mark.parametrize("matrix_size", [0, 1 << 16], ids=["alone", "stacked"])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"weight_decay": 0.5},
+        {"weight_decay": 0.5, "cautious": True},
+        {"normalize": True, "rest": "sgd", "momentum": 0.6, "rest_lr": 0.05, "sgd_momentum": 0.85},
+    ],
+    ids=["decayed", "cautious", "normalized"],
+)
+def test_equal_shapes_step_as_each_matrix_alone(
+    keywords: dict[str, Any], matrix_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a loop over matrices, written from the papers and airbench; wide and tall, several of each."""
+    monkeypatch.setattr(muon, "CPU_MATRIX_SIZE", matrix_size)
+    shapes = [(4, 6), (4, 2, 3), (6, 4), (4, 6), (6, 4), (6, 2, 2)]
+    # Waves are matrices of rank 2, whose other directions are rounding.
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    bias, lr, mu = nn.Parameter(torch.ones(3)), 0.02, keywords.get("momentum", 0.95)
+    ours = Muon([*weights, bias], lr=lr, adjust_lr_fn="original", ends=True, **keywords)
+    starts = [weight.detach().flatten(1).clone() for weight in weights]
+    expected = [matrix.clone() for matrix in starts]
+    buffers = [torch.zeros_like(matrix) for matrix in expected]
+    for _ in range(3):
+        for index, weight in enumerate(weights):
+            weight.grad = torch.randn(weight.shape)
+            matrix, grad = expected[index], weight.grad.flatten(1)
+            buffers[index] = mu * buffers[index] + grad
+            update = orthogonal(grad + mu * buffers[index])
+            if "normalize" in keywords:
+                matrix *= len(matrix) ** 0.5 / matrix.norm()
+            else:
+                mask = (update * matrix >= 0) if "cautious" in keywords else 1
+                matrix -= lr * 0.5 * mask * matrix
+            matrix -= lr * max(1, len(matrix) / matrix.shape[1]) ** 0.5 * update
+        bias.grad = torch.full((3,), 0.5)
+        ours.step()
+    for weight, matrix, start in zip(weights, expected, starts, strict=True):
+        # In bf16, where an entry that hardly moves may be decayed or not.
+        moved = weight.detach().flatten(1) - start
+        assert (moved - (matrix - start)).norm() < 0.1 * moved.norm()
+
+
+def test_sgd_takes_the_rest() -> None:
+    model, twin = net(), net()
+    ours = Muon(model.parameters(), rest="sgd", rest_lr=0.1, weight_decay=1e-3, model=model)
+    names = [name for name, _ in twin.named_parameters() if name != "4.weight"]
+    rest = [twin.get_parameter(name) for name in names]
+    theirs = torch.optim.SGD(rest, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    for step in range(3):
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            parameter.grad = other.grad = wave(tuple(parameter.shape), step).float()
+        ours.step()
+        theirs.step()
+    for name in names:
+        assert torch.equal(model.get_parameter(name), twin.get_parameter(name)), name
+
+
 def test_muon_shows_its_groups_to_schedules_and_rates() -> None:
-    target = Target("ptfast.optim.muon.Muon", {"lr": 0.02, "adamw_lr": 3e-4})
+    target = Target("ptfast.optim.muon.Muon", {"lr": 0.02, "rest_lr": 3e-4})
     optimizer, _ = build_optimizer(target, net(), torch.device("cpu"))
     assert [group["muon"] for group in optimizer.param_groups] == [True, False]
     assert [group["initial_lr"] for group in optimizer.param_groups] == [0.02, 3e-4]

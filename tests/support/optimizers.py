@@ -21,8 +21,9 @@ OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "nvlamb": functools.partial(Nvlamb, lr=0.02),
     "novograd": functools.partial(Novograd, lr=0.01, weight_decay=1e-3),
     "muon": functools.partial(Muon, lr=0.02, ends=True),
+    "muon-sgd": functools.partial(Muon, lr=0.02, ends=True, rest="sgd", normalize=True),
 }
-LAYERWISE = [name for name in OURS if name != "muon"]
+LAYERWISE = [name for name in OURS if not name.startswith("muon")]
 
 
 def wave(shape: tuple[int, ...], phase: float, scale: float = 1.0) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
-from torch.optim._muon import muon as muon_update
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils import signal_handling as worker_signals
 from torch.utils.data._utils import worker as data_worker
@@ -27,12 +26,10 @@ __all__ = [
     "data_worker",
     "hide_from_compiler",
     "is_profiling",
-    "muon_update",
     "worker_signals",
 ]
 
 # BatchNorm, InstanceNorm: the bases of the layers of all dimensions, which have no public name.
-# muon_update: the step of torch's Muon on lists of tensors, without its parameter groups.
 # TorchDispatchMode: sees each operator that runs; documented, in a module with a private name.
 # worker_signals: names the processes of a loader of ours to the handler that tells of one that was killed.
 # data_worker: sets what `torch.utils.data.get_worker_info` gives in a process of ours.
