@@ -88,6 +88,6 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
 def _number(flag: str, text: str, least: float = 0.0) -> float:
     value = read_number(text)
     if value is None or not is_finite(value) or value <= 0 or value < least:
-        what = f"not a number of at least {least:g}" if least else "not a number above 0"
+        what = f"must be a number of at least {least:g}" if least else "must be a number above 0"
         raise ConfigError("C005", what, key=flag, value=text, place=COMMAND_LINE)
     return value

@@ -120,8 +120,9 @@ def labelled(name: str, value: Any) -> str:
 
 
 def are_numbers(cells: Sequence[str]) -> bool:
-    """Return True if a table's column holds numbers, which are aligned to the right."""
-    return any(cell not in ("", "-") for cell in cells) and all(NUMBER.fullmatch(cell) for cell in cells)
+    """Return True if a table's column holds numbers, which are aligned to the right; cells may be empty."""
+    known = [cell for cell in cells if cell not in ("", "-")]
+    return bool(known) and all(NUMBER.fullmatch(cell) for cell in known)
 
 
 def listed(figures: Mapping[str, Any]) -> str:

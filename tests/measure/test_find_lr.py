@@ -170,7 +170,7 @@ def test_a_config_that_never_learns(
         (["find"], "an argument is missing"),
         (["find", "lrr"], "Did you mean lr?"),
         (["find", "lr", "--from", "x"], "--from=x"),
-        (["find", "lr", "--from", "\uff11"], "not a number above 0"),
+        (["find", "lr", "--from", "\uff11"], "must be a number above 0"),
         (["find", "lr", "--from", "1", "--to", "0.1"], "--from=1"),
         (["find", "lr", "--steps", "3"], "at least 20"),
         (["find", "lr", "--steps", "20.7"], "not a whole number"),

@@ -135,6 +135,9 @@ def test_the_closing_summary_names_what_was_reached_and_where_it_lies() -> None:
     ):
         assert part in text
     assert "test" not in text
+    assert "resume" not in text
+    display.finish({**SUMMARY, "status": "interrupted"})
+    assert "  resume    the same command with run.resume=auto\n" in stream.getvalue()
 
 
 def test_a_run_too_short_to_tell_shows_no_throughput() -> None:
@@ -260,13 +263,14 @@ def test_brackets_in_values_are_no_markup_and_no_color_is_respected(monkeypatch:
 
 def test_tables_align_numbers_to_the_right() -> None:
     stream = io.StringIO()
-    rows = [["1", "sgd", "98.70%", "52.1s"], ["10", "adamw", "-", "1m 02s"]]
+    rows = [["1", "sgd", "98.70%", "52.1s"], ["10", "adamw", "-", "1m 02s"], ["", "lamb", "", ""]]
     table(["#", "optimizer", "accuracy", "wall"], rows, title="runs", stream=stream)
     assert stream.getvalue().splitlines() == [
         "runs",
         " #  optimizer  accuracy    wall",
         " 1  sgd          98.70%   52.1s",
         "10  adamw             -  1m 02s",
+        "    lamb",
     ]
     empty = io.StringIO()
     table(["a", "b"], [], stream=empty)

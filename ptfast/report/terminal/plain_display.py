@@ -13,6 +13,8 @@ from ptfast.core.errors import one_line
 from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
 
 Rows = Sequence[tuple[str, str]]
+CUT_SHORT = ("paused", "preempted", "interrupted")
+"""How a run ends whose state is saved before its last step, to be resumed."""
 LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds", "next": "next switch"}
 """Rows of the closing summary on the machine's limits."""
 
@@ -204,6 +206,8 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     rows += [(name, light[key]) for key, name in LIGHT_ROWS.items() if light.get(key)]
     if summary.get("run_dir"):
         rows.append(("run", str(summary["run_dir"])))
+    if summary.get("steps") and summary.get("status") in CUT_SHORT:
+        rows.append(("resume", "the same command with run.resume=auto"))
     title = str(summary.get("status", "finished"))
     if summary.get("recipe"):
         title = f"{summary['recipe']}: {title}"
