@@ -101,7 +101,7 @@ def _of_command(name: str, command: Command) -> str:
 
 
 def _of_group(group: str, section: Any) -> Iterator[str]:
-    """The options of a group, the keys of its section, and those of the targets that the options name."""
+    """The options of a group, the keys of its section, and those of single options."""
     from ptfast.config.checks.source_keywords import source_keywords
     from ptfast.config.checks.target_kinds import built_in_targets
     from ptfast.config.editors.docstrings import field_docs
@@ -123,13 +123,18 @@ def _of_group(group: str, section: Any) -> Iterator[str]:
         default = None if field.is_required() else plain(field.get_default(call_default_factory=True))
         value = json.dumps(default).strip('"')
         yield _row(f"{key}={value}", f"{field_docs(section).get(key, '')} ({describe(field.annotation)})")
-    targets = sorted(built_in_targets(group))
+    targets = built_in_targets(group)
     if targets:
-        yield "\nKeys of the built-in classes; the keys of your own are its keyword arguments:"
-    for path in targets:
+        yield "\nKeys of single options, and of those built on them:"
+    for path, names in targets.items():
         keywords = source_keywords(path)
         own = (keywords or [])[group in ("optimizer", "task") :]
-        yield _row(path, "those of its library" if keywords is None else ", ".join(own) or "none")
+        text = "those of its library" if keywords is None else ", ".join(own) or "none"
+        yield _row(", ".join(names), text)
+    if targets:
+        yield "\nKeys of your own class are its keyword arguments."
+    if targets and options:
+        yield f"ptfast train {group}=OPTION --cfg job prints the values that an option sets."
 
 
 def _row(name: str, text: str) -> str:

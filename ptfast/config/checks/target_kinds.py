@@ -90,16 +90,15 @@ def check_source(
     return target, [problem for problems in found for problem in problems]
 
 
-def built_in_targets(section: str) -> set[str]:
-    """The targets that the shipped options of a section name."""
+def built_in_targets(section: str) -> dict[str, list[str]]:
+    """The targets of the shipped options of a section, each with the options whose own file names it."""
     if section == "task":
-        return set(TASKS.values())
-    files = (builtin_root().conf / section).glob("*.yaml") if section else ()
-    return {
-        path
-        for file in files
-        for path in re.findall(r"(?m)^_target_: ([\w.]+\.\w+)$", file.read_text("utf-8"))
-    }
+        return {path: [name] for name, path in TASKS.items()}
+    targets: dict[str, list[str]] = {}
+    for file in sorted((builtin_root().conf / section).glob("*.yaml")) if section else ():
+        for path in re.findall(r"(?m)^_target_: ([\w.]+\.\w+)$", file.read_text("utf-8")):
+            targets.setdefault(path, []).append(file.stem)
+    return targets
 
 
 def own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
