@@ -212,6 +212,12 @@ def _find(flags: dict[str, Any], arguments: list[str]) -> int:
     return find(flags, arguments, _read_config)
 
 
+def _tune(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.tune_command import tune
+
+    return tune(flags, arguments, _read_config)
+
+
 def _audit(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.cli.audit_command import audit
 
@@ -326,6 +332,12 @@ COMMANDS: dict[str, Command] = {
         _find,
         dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
         | {"--noise": False, "--checkpointing": False},
+    ),
+    "tune": Command(
+        "[+recipe=NAME] [key=value ...]",
+        "search for the fastest settings here, and write them as a recipe",
+        _tune,
+        {"--budget": True, "--compile": False, "--write": True, "--out": True},
     ),
     "audit": Command(
         "[+recipe=NAME] [key=value ...]",

@@ -64,6 +64,24 @@ def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, 
     return flags, others
 
 
+def read_seconds(flags: dict[str, Any], name: str, default: str) -> float:
+    """The seconds that a flag such as `--budget 5m` gives; a bare number is seconds.
+
+    Raises:
+        ConfigError: C005 for anything else, and for no time at all.
+    """
+    from ptfast.core.durations import Duration
+
+    text = flags.get(name, default)
+    try:
+        seconds = Duration.parse(text, "seconds").seconds
+    except ValueError as error:
+        raise ConfigError("C005", str(error), key=name, value=text, place=COMMAND_LINE) from error
+    if not seconds:
+        raise ConfigError("C005", "expected a time above 0", key=name, value=text, place=COMMAND_LINE)
+    return seconds
+
+
 def _unknown_flag(name: str, value: str | None, known: dict[str, bool]) -> ConfigError:
     from ptfast.core.sections.nearest_name import did_you_mean
 

@@ -30,6 +30,8 @@ FLAG_HELP = {
     "--noise": "estimate the critical batch size from the gradient noise of a short training",
     "--checkpointing": "also try larger batches with activation checkpointing",
     "--write": "recipe to write with what was found",
+    "--budget": "time to measure for, such as 10m",
+    "--compile": "also try compiling, which takes long to begin",
     "--strict": "exit with 8 where something is found",
     "--markdown": "print all techniques as a Markdown table",
     "--size": "of images: pixels to shrink the shorter side to, such as 256; or keep",

@@ -34,7 +34,20 @@ from ptfast.techniques.rewrites import Rewrites
 from ptfast.techniques.schedule import Schedule
 
 FREE_KEYS = (
-    *("recipe", "preset", "trust", "epochs", "steps", "log_every", "device", "run", "eval", "stop", "sweep"),
+    *(
+        "recipe",
+        "preset",
+        "trust",
+        "tuned_for",
+        "epochs",
+        "steps",
+        "log_every",
+        "device",
+        "run",
+        "eval",
+        "stop",
+        "sweep",
+    ),
     *("saving", "logger", *catalogue.FREE_KEYS),
 )
 """Keys and sections that may change between a run and its continuation."""
@@ -67,6 +80,8 @@ class Config(Section):
     """Interval at which figures are logged, such as `50steps`."""
     trust: list[str] = Field(default_factory=list)
     """Packages that import paths in a file from elsewhere may name."""
+    tuned_for: str | None = None
+    """The machine on which `ptfast tune` measured this config; another one is warned of."""
     callbacks: list[Target] = Field(default_factory=list)
     """Classes called during training: an import path, or a mapping with `_target_`."""
     eval: Eval = Field(default_factory=Eval)

@@ -6,10 +6,14 @@ runs, but slower (a `Lack` that `runs`, a warning); or the switch is `auto` and 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from ptfast.core.machine import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +54,27 @@ def device_type(name: str) -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def processor_name() -> str:
+    """The model of the CPU, as the system or, where that is silent, the platform calls it."""
+    with contextlib.suppress(OSError):
+        for line in CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine_name(device: str) -> str:
+    """What decides how fast a run is here: the GPU that it is on, or else the CPU, and the usable cores."""
+    if device_type(device) == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name(torch.device(device if device != "auto" else "cuda"))
+    else:
+        name = processor_name()
+    cores = usable_cores()
+    return f"{name}, {cores} core{'s' * (cores != 1)}"
 
 
 def usable_type(name: str) -> str:

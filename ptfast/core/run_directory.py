@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from ptfast.core import devices
 from ptfast.core.errors import MachineError
 
 SUMMARY = "summary.json"
@@ -178,7 +179,7 @@ def environment(command_line: list[str]) -> dict[str, Any]:
         "numpy": np.__version__,
         "ptfast": _version("ptfast"),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": devices.processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
@@ -198,14 +199,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def _git_commit() -> str | None:

@@ -25,9 +25,15 @@ def label(config: Config) -> str:
 
 def write_figures(config: Config, what: str, out: Path | None, facts: dict[str, Any]) -> Path:
     """Write `WHAT.json` and return its folder: `out`, or a new one under `run.root`."""
-    folder = out or run_directory.new_folder(Path(config.run.root), f"find-{what}-{label(config)}")
-    run_directory.create_folder(folder)
+    folder = make_folder(config, f"find-{what}", out)
     run_directory.write_json(folder / f"{what}.json", facts)
+    return folder
+
+
+def make_folder(config: Config, what: str, out: Path | None) -> Path:
+    """Make the folder of what a command has measured: `out`, or a new one under `run.root`."""
+    folder = out or run_directory.new_folder(Path(config.run.root), f"{what}-{label(config)}")
+    run_directory.create_folder(folder)
     return folder
 
 

@@ -1,0 +1,1 @@
+"""The search for the quickest settings of one recipe on one machine."""

@@ -1,0 +1,209 @@
+"""`ptfast tune`: the settings that are quickest together, written as a recipe for this machine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ptfast.config.applicability import ThisMachine
+from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
+from ptfast.config.overrides import merge
+from ptfast.config.schema import Config
+from ptfast.core.devices import machine_name
+from ptfast.core.errors import EXIT_OK
+from ptfast.core.run import Resolved
+from ptfast.core.units import duration
+from ptfast.measure.found import label, make_folder
+from ptfast.measure.trials.comparison import Arm, Comparison
+from ptfast.measure.trials.session import RECEIPT, Session
+from ptfast.measure.tune.dimensions import Words, dimensions
+from ptfast.report.terminal.display import build_display, table
+
+SINGLES_SHARE, TOGETHER_SHARE = 0.6, 0.6
+"""Parts of what is left of the budget: for settings one by one, and then for several together."""
+MOST_TOGETHER = 16
+"""Sets of settings that the first round of the halving takes."""
+LEAST_GAIN = 0.005
+"""A setting that gains less by its estimate is not tried together with others."""
+
+
+def tune(
+    config: Config,
+    arguments: Sequence[str],
+    *,
+    budget_s: float,
+    compiles: bool = False,
+    write: Path,
+    out: Path | None = None,
+) -> int:
+    """Search for the settings under which a recipe trains the most samples per second here.
+
+    Loader, threads, number formats, layout, kernels, and with `compiles` compilation: first each setting by
+    itself against the run as it is, then those that may gain together, in rounds of which each takes twice
+    the time for the better half (successive halving: Jamieson, Talwalkar 2016, arXiv:1502.07943). All of it
+    in paired trials. The winner is measured again in new processes, against the run as it is, and is written
+    only where it is faster there: of many, the one that measured best has had luck, too.
+
+    Args:
+        arguments: the user's words.
+        budget_s: seconds for all of it.
+        write: file of the recipe.
+        out: folder of the receipt; None for a new one under `run.root`.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: C005 for a budget in which nothing can be measured.
+        PtfastError: whatever stops the run in its first steps.
+    """
+    check_overlay(write)
+    check_out(out)
+    folder = make_folder(config, "tune", out)
+    command = ["ptfast", "tune", *arguments, "--budget", f"{budget_s:g}s", "--write", str(write)]
+    with tempfile.TemporaryDirectory(prefix="ptfast-") as scratch:
+        search = Tuner(config, arguments, budget_s, Path(scratch), compiles=compiles)
+        with search.session:
+            try:
+                winner = search.run()
+                final = None if winner is None else search.confirm(winner)
+            except KeyboardInterrupt:
+                search.show()
+                raise
+            finally:
+                if search.session.comparisons:
+                    search.session.write_receipt(folder / RECEIPT, command)
+                    print(f"figures: {folder}")
+    if winner is None or final is None or (effect := final.effect) is None:
+        print("nothing that was tried is faster: no recipe is written")
+        return EXIT_OK
+    low, high = effect.interval()
+    found = search.worth(winner)
+    print(f"promised {found:.2f}x, measured again {effect.ratio:.2f}x [{low:.2f}-{high:.2f}]")
+    if low <= 1:
+        print("that is not clearly faster than the run as it is: no recipe is written")
+        return EXIT_OK
+    comment = [
+        f"{label(config)}, tuned for {machine_name(config.device)}",
+        f"{effect.ratio:.2f} times [{low:.2f}-{high:.2f}] as fast as untuned, measured afresh:",
+        *(f"  {line}" for line in search.lines(winner)),
+    ]
+    words = merge(list(arguments), winner.overrides)
+    called = write_overlay(write, words, {"tuned_for": machine_name(config.device)}, comment)
+    print(f"wrote {write}; train with it: ptfast train +recipe={called}")
+    return EXIT_OK
+
+
+class Tuner:
+    """The search, and what it has measured."""
+
+    def __init__(
+        self, config: Config, arguments: Sequence[str], budget_s: float, scratch: Path, *, compiles: bool
+    ) -> None:
+        self.config, self.compiles = config, compiles
+        self.display = build_display()
+        self.session = Session(arguments, budget_s=budget_s, folder=scratch)
+        self.start = Arm("as it is")
+        self.least_s = 0.0
+        """Seconds without which a comparison shows nothing."""
+        self.not_reached: list[Arm] = []
+        self.measured: dict[Arm, Comparison] = {}
+        """The last comparison of each set of settings with the start."""
+
+    def run(self) -> Arm | None:
+        """The settings that came out fastest; None where none did."""
+        session = self.session
+        begin_s = session.left_s
+        with self.display.status("measuring the noise"):
+            session.calibrate(self.start)
+        # Starting one process and a few rounds take about half of starting two and many rounds.
+        self.least_s = (begin_s - session.left_s) / 2
+        print("\n".join(session.describe_floor()))
+        warm = session.pool.warm[self.start]
+        resolved = Resolved(**warm["resolved"])
+        found = dimensions(self.config, resolved, ThisMachine(), compiles=self.compiles)
+        singles = [[Arm(_named(words), words) for words in each.settings] for each in found]
+        everything = list(itertools.chain.from_iterable(singles))
+        self._measure(everything, SINGLES_SHARE)
+        promising = [best for arms in singles if (best := max(arms, key=self.gain)) and self._gains(best)]
+        contenders = self._halve(_together(promising)) if len(promising) > 1 else []
+        self.show()
+        return max([*contenders, *promising], key=self.gain, default=None)
+
+    def confirm(self, winner: Arm) -> Comparison:
+        """Measure the winner again, in new processes."""
+        with self.display.status(f"measuring {winner.name} again"):
+            return self.session.compare(self.start, winner, fresh=True)
+
+    def gain(self, arm: Arm) -> float:
+        """The logarithm of the speed-up over the start; minus infinity where it cannot run."""
+        effect = self.measured[arm].effect if arm in self.measured else None
+        return -math.inf if effect is None else effect.log_ratio
+
+    def worth(self, arm: Arm) -> float:
+        """The speed-up over the start by the measurement that the search went by."""
+        return math.exp(self.gain(arm))
+
+    def show(self) -> None:
+        """Print a table of what was measured, the fastest first."""
+        rows = []
+        for arm in sorted(self.measured, key=self.gain, reverse=True):
+            comparison = self.measured[arm]
+            effect = comparison.effect
+            speed, spread = ("", "")
+            if effect is not None:
+                low, high = effect.interval()
+                speed, spread = f"{effect.ratio:.2f}x", f"{low:.2f}-{high:.2f}"
+            rows.append([arm.name, speed, spread, comparison.why or comparison.verdict])
+        rows += [[arm.name, "", "", "not reached: give a longer --budget"] for arm in self.not_reached]
+        table(["setting", "speed-up", "95 %", "verdict"], rows)
+
+    def lines(self, winner: Arm) -> list[str]:
+        """What each setting of the winner was worth by itself, for a comment."""
+        singles = [arm for arm in self.measured if set(arm.overrides) <= set(winner.overrides)]
+        return [f"{arm.name}: {self.worth(arm):.2f}x" for arm in singles if arm != winner]
+
+    def _gains(self, arm: Arm) -> bool:
+        """Return True if it is worth trying together with others."""
+        comparison = self.measured.get(arm)
+        effect = comparison.effect if comparison else None
+        return effect is not None and effect.log_ratio > max(LEAST_GAIN, effect.se)
+
+    def _halve(self, arms: list[Arm]) -> list[Arm]:
+        """Measure sets of settings in rounds, the better half of which goes on to the next."""
+        num_rounds = max(1, math.ceil(math.log2(len(arms))))
+        for number in range(num_rounds):
+            self._measure(arms, TOGETHER_SHARE / (num_rounds - number))
+            if number < num_rounds - 1:
+                arms = sorted(arms, key=self.gain, reverse=True)[: math.ceil(len(arms) / 2)]
+        return arms
+
+    def _measure(self, arms: Sequence[Arm], share: float) -> None:
+        """Compare each with the start, within a part of the time that is left."""
+        end_s = self.session.left_s * (1 - share)
+        for number, arm in enumerate(arms):
+            if self.session.left_s < end_s + self.least_s:
+                self.not_reached += [arm for arm in arms[number:] if arm not in self.measured]
+                return
+            seconds = max(self.least_s, (self.session.left_s - end_s) / (len(arms) - number))
+            left = duration(self.session.left_s)
+            with self.display.status(f"{arm.name} ({number + 1} of {len(arms)}, {left} left)"):
+                comparison = self.session.compare(self.start, arm, seconds=seconds)
+            if comparison.effect is not None or arm not in self.measured:
+                self.measured[arm] = comparison
+
+
+def _together(promising: Sequence[Arm]) -> list[Arm]:
+    """Every set of two or more of the settings, the largest first, up to so many."""
+    sets = (
+        chosen for size in range(len(promising), 1, -1) for chosen in itertools.combinations(promising, size)
+    )
+    chosen_words = [sum((arm.overrides for arm in chosen), ()) for chosen in sets]
+    return [Arm(_named(words), words) for words in chosen_words[:MOST_TOGETHER]]
+
+
+def _named(words: Words) -> str:
+    return " ".join(words)
