@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,67 +79,23 @@ def train(
         PtfastError: whatever stops the run; `summary.json` names it.
     """
     clock = Clock(time.time() - float(os.environ.get(STARTED_VARIABLE, time.time())))
-    display = build_display(ranks.rank)
-    logger: Any = NoLogger()
-    run: Run | None = None
+    part = RankPart(config, folder, ranks, build_display(ranks.rank), clock)
     outcome = Outcome()
     # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
-    with caught_signals(display, ranks) as signals:
+    with caught_signals(part.display, ranks) as signals:
         try:
-            if ranks.distributed:
-                from ptfast.techniques.backend.torch_settings import resolve_device
-
-                init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
-            from ptfast.profiling.debug_aids.debugging import debugging
-            from ptfast.techniques.checkpointing.activation_checkpointing import naming_mismatch
-            from ptfast.training.build import build
-            from ptfast.training.fit import fit
-            from ptfast.training.user_code import constructing
-
-            # A logger whose package is missing is found before the data is loaded.
-            extra = None
-            if (target := config.logger.target) and ranks.is_first:
-                with constructing("logger", target.path):
-                    extra = target.build()
-            run = build(
-                config,
-                ranks=ranks,
-                folder=folder,
-                display=display,
-                clock=clock,
-                state_folder=state_folder,
-                # The first machine has done so to choose the state; of each other, one rank does.
-                check_state=ranks.local_rank == 0 and not ranks.is_first,
-            )
-            signals.run, clock = run, run.clock
-            run.status.stop_signal = signals.received
-            if ranks.is_first:
-                _note_environment(folder, run)
-                logger = run.logger = _open_loggers(folder, extra, run.progress.step, display)
-            display.panel(*build_panel(dict(config), run, panel))
-            display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
-            debug = config.debug
-            looking = debugging(debug.mode, run, wait=debug.wait, warmup=debug.warmup, active=debug.active)
-            compiling = run.compilation.booking(clock) if run.compilation is not None else _nothing
-            with looking, compiling, naming_mismatch(config.checkpointing.mode):
-                status = fit(run)
-            outcome = Outcome(status, EXIT_CODES[status])
+            run = part.build(state_folder, signals)
+            part.display.panel(*build_panel(dict(config), run, panel))
+            outcome = part.fit(run)
         except (Exception, SystemExit, KeyboardInterrupt, Preempted) as error:
-            outcome, raised = _ended_by(error, run, config, folder, ranks, signals)
+            outcome, raised = part.ended_by(error, signals)
             if raised is error:
                 raise
             if raised is not None:
                 raise raised from error
         finally:
             signals.closing = True
-            if not outcome.together:
-                display.warn(str(outcome.error_line))
-            clock.to("closing" if run is not None else "start_up")
-            with contextlib.suppress(Exception):
-                if run is not None:
-                    run.close()
-            if ranks.is_first:
-                _close(folder, config, run, display, logger, clock, outcome)
+            part.close(outcome)
         # torchrun ends the ranks that are left as soon as one fails: none leaves before all is written.
         if outcome.together:
             barrier(ranks)
@@ -147,35 +103,154 @@ def train(
     return outcome.exit_code
 
 
-def _ended_by(
-    error: BaseException, run: Run | None, config: Config, folder: Path, ranks: Ranks, signals: Signals
-) -> tuple[Outcome, BaseException | None]:
-    """How an error ends this rank, and the error to raise; None where a signal is the cause."""
-    where = f"at step {run.progress.step}, without saving" if run else "before the first step"
-    signalled = "interrupted" if signals.exit_code == EXIT_INTERRUPTED else "preempted"
-    if isinstance(error, Preempted):
-        return Outcome(signalled, signals.exit_code, str(error), together=False), None
-    if isinstance(error, KeyboardInterrupt):
-        return Outcome("interrupted", EXIT_INTERRUPTED, f"interrupted {where}"), error
-    is_lost = ranks.distributed and is_connection_lost(error)
-    known: PtfastError | None = None
-    if isinstance(error, PtfastError):
-        known = error
-    elif is_lost and signals.received is None:
-        known = ParallelError("P001", "another rank died or hangs", key=str(folder))
-    elif machine.is_memory_error(error):
-        known = out_of_memory(config)
-    elif run is not None:
-        from ptfast.training.user_code import failure
+@dataclass
+class RankPart:
+    """A rank's part in a run, from its start to what it writes in the end."""
 
-        known = failure(error, run)
-    if known is not None:
-        return Outcome(exit_code=known.exit_code, error_line=str(known)), known
-    if not is_lost:
-        return Outcome(error_line=f"{type(error).__name__}: {error}"), error
-    # Another rank was sent the signal too, and has left its wait for data.
-    line = f"stopped {where}: another rank has left"
-    return Outcome(signalled, signals.exit_code, line, together=False), None
+    config: Config
+    folder: Path
+    ranks: Ranks
+    display: Display
+    clock: Clock
+    logger: Any = field(default_factory=NoLogger)
+    run: Run | None = None
+    """None until it is built."""
+
+    def build(self, state_folder: Path | None, signals: Signals) -> Run:
+        """Join the other ranks, build the run, and open its loggers on the first of them."""
+        config, ranks = self.config, self.ranks
+        if ranks.distributed:
+            from ptfast.techniques.backend.torch_settings import resolve_device
+
+            init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+        from ptfast.training.build import build
+        from ptfast.training.user_code import constructing
+
+        # A logger whose package is missing is found before the data is loaded.
+        extra = None
+        if (target := config.logger.target) and ranks.is_first:
+            with constructing("logger", target.path):
+                extra = target.build()
+        self.run = run = build(
+            config,
+            ranks=ranks,
+            folder=self.folder,
+            display=self.display,
+            clock=self.clock,
+            state_folder=state_folder,
+            # The first machine has done so to choose the state; of each other, one rank does.
+            check_state=ranks.local_rank == 0 and not ranks.is_first,
+        )
+        signals.run, self.clock = run, run.clock
+        run.status.stop_signal = signals.received
+        if ranks.is_first:
+            _note_environment(self.folder, run)
+            self.logger = run.logger = _open_loggers(self.folder, extra, run.progress.step, self.display)
+        return run
+
+    def fit(self, run: Run) -> Outcome:
+        """Train it, under what the config asks for in debugging aids."""
+        from ptfast.profiling.debug_aids.debugging import debugging
+        from ptfast.techniques.checkpointing.activation_checkpointing import naming_mismatch
+        from ptfast.training.fit import fit
+
+        self.display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
+        debug = self.config.debug
+        looking = debugging(debug.mode, run, wait=debug.wait, warmup=debug.warmup, active=debug.active)
+        compiling = run.compilation.booking(run.clock) if run.compilation is not None else _nothing
+        with looking, compiling, naming_mismatch(self.config.checkpointing.mode):
+            status = fit(run)
+        return Outcome(status, EXIT_CODES[status])
+
+    def ended_by(self, error: BaseException, signals: Signals) -> tuple[Outcome, BaseException | None]:
+        """How an error ends this rank, and the error to raise; None where a signal is the cause."""
+        run, ranks = self.run, self.ranks
+        where = f"at step {run.progress.step}, without saving" if run else "before the first step"
+        signalled = "interrupted" if signals.exit_code == EXIT_INTERRUPTED else "preempted"
+        if isinstance(error, Preempted):
+            return Outcome(signalled, signals.exit_code, str(error), together=False), None
+        if isinstance(error, KeyboardInterrupt):
+            return Outcome("interrupted", EXIT_INTERRUPTED, f"interrupted {where}"), error
+        is_lost = ranks.distributed and is_connection_lost(error)
+        known: PtfastError | None = None
+        if isinstance(error, PtfastError):
+            known = error
+        elif is_lost and signals.received is None:
+            known = ParallelError("P001", "another rank died or hangs", key=str(self.folder))
+        elif machine.is_memory_error(error):
+            known = out_of_memory(self.config)
+        elif run is not None:
+            from ptfast.training.user_code import failure
+
+            known = failure(error, run)
+        if known is not None:
+            return Outcome(exit_code=known.exit_code, error_line=str(known)), known
+        if not is_lost:
+            return Outcome(error_line=f"{type(error).__name__}: {error}"), error
+        # Another rank was sent the signal too, and has left its wait for data.
+        line = f"stopped {where}: another rank has left"
+        return Outcome(signalled, signals.exit_code, line, together=False), None
+
+    def close(self, outcome: Outcome) -> None:
+        """Stop what loads data, and on the first rank write what came of the run.
+
+        Raises:
+            MachineError: the figures or the summary could not be written.
+        """
+        if not outcome.together:
+            self.display.warn(str(outcome.error_line))
+        self.clock.to("closing" if self.run is not None else "start_up")
+        with contextlib.suppress(Exception):
+            if self.run is not None:
+                self.run.close()
+        if self.ranks.is_first:
+            self._write(outcome)
+
+    def _write(self, outcome: Outcome) -> None:
+        """Write figures, summary and report; a failure to write hides no failure of the run itself."""
+        from ptfast.report.html.run_report import write_report
+
+        run, display, failure = self.run, self.display, None
+        try:
+            self.logger.close()
+        except PtfastError as error:
+            if outcome.error_line is None:
+                failure, outcome = error, Outcome(exit_code=error.exit_code, error_line=str(error))
+        light = self._speed_of_light(outcome)
+        summary = summarise(run, self.clock, outcome)
+        if light is not None:
+            summary["speed_of_light"] = light
+        summary |= {"recipe": self.config.recipe, "run_dir": str(self.folder)}
+        try:
+            run_directory.write_json(self.folder / run_directory.SUMMARY, summary)
+            if run is not None and run.progress.step:
+                write_report(self.folder)
+        except PtfastError as error:
+            if outcome.error_line is None:
+                failure = error
+        except Exception as error:
+            display.warn(f"report.html could not be written: {type(error).__name__}: {error}")
+        if outcome.error_line is None and failure is None:
+            if (skipped := summary.get("skipped_files")) is not None:
+                some = ", ".join(skipped["first"]) + ", ..." * (skipped["count"] > len(skipped["first"]))
+                display.warn(f"skipped {skipped['count']:,} files that cannot be read: {some}")
+            display.finish(summary)
+        display.close()
+        if failure is not None:
+            raise failure
+
+    def _speed_of_light(self, outcome: Outcome) -> dict[str, Any] | None:
+        """The machine's limits beside the run's speed; None where the run has failed."""
+        if self.run is None or outcome.error_line is not None:
+            return None
+        from ptfast.profiling.limits.closing import speed_of_light
+
+        try:
+            may_measure = outcome.status in ("finished", "stopped", "paused")
+            return speed_of_light(self.run, self.config, may_measure=may_measure)
+        except Exception as error:
+            self.display.warn(f"the machine's limits are not told: {type(error).__name__}: {error}")
+            return None
 
 
 def out_of_memory(config: Config) -> MachineError:
@@ -207,63 +282,6 @@ def _open_loggers(folder: Path, extra: Any, step: int, display: Display) -> Any:
         extra.open(folder, read_yaml(folder / run_directory.CONFIG).data)
         loggers.append(extra)
     return BackgroundLogger(loggers, display.warn)
-
-
-def _close(
-    folder: Path,
-    config: Config,
-    run: Run | None,
-    display: Display,
-    logger: Any,
-    clock: Clock,
-    outcome: Outcome,
-) -> None:
-    """Write what came of the run; a failure to write hides no failure of the run itself.
-
-    Raises:
-        MachineError: the figures or the summary could not be written.
-    """
-    from ptfast.report.html.run_report import write_report
-
-    failure: PtfastError | None = None
-    try:
-        logger.close()
-    except PtfastError as error:
-        failure = error
-    if failure is not None and outcome.error_line is None:
-        outcome = Outcome(exit_code=failure.exit_code, error_line=str(failure))
-    else:
-        failure = None
-    error_line, may_measure = outcome.error_line, outcome.status in ("finished", "stopped", "paused")
-    light: dict[str, Any] | None = None
-    if run is not None and run.counter is not None and error_line is None:
-        from ptfast.profiling.limits.closing import speed_of_light
-
-        try:
-            light = speed_of_light(run, config, may_measure=may_measure)
-        except Exception as error:
-            display.warn(f"the machine's limits are not told: {type(error).__name__}: {error}")
-    summary = summarise(run, clock, outcome)
-    if light is not None:
-        summary["speed_of_light"] = light
-    summary |= {"recipe": config.recipe, "run_dir": str(folder)}
-    try:
-        run_directory.write_json(folder / run_directory.SUMMARY, summary)
-        if run is not None and run.progress.step:
-            write_report(folder)
-    except PtfastError as error:
-        if error_line is None:
-            failure = error
-    except Exception as error:
-        display.warn(f"report.html could not be written: {type(error).__name__}: {error}")
-    if error_line is None and failure is None:
-        if (skipped := summary.get("skipped_files")) is not None:
-            some = ", ".join(skipped["first"]) + ", ..." * (skipped["count"] > len(skipped["first"]))
-            display.warn(f"skipped {skipped['count']:,} files that cannot be read: {some}")
-        display.finish(summary)
-    display.close()
-    if failure is not None:
-        raise failure
 
 
 def summarise(run: Run | None, clock: Clock, outcome: Outcome) -> dict[str, Any]:
