@@ -31,7 +31,7 @@ CODES = {
     "C014": "a sweep that cannot be run",
     "C015": "unknown command or flag",
     "C016": "a required value that is missing",
-    "C017": "a model, loss, task or callback that fails, or gives what it should not",
+    "C017": "a model, loss, task or callback that fails, or returns the wrong thing",
     "D001": "a data path that is missing or of the wrong kind",
     "D002": "an empty data set",
     "D003": "class folders that do not fit",
