@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptfast import optim
+from ptfast import models, optim
 from ptfast.core.sections.key_rules import Rule, Unused
 from ptfast.core.sections.technique import PROMISES, Kind, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
@@ -36,7 +36,7 @@ __all__ = ["CATALOGUE", "MACHINE_RULES", "PROMISES", "RULES", "UNUSED", "Kind", 
 PARTS: tuple[Any, ...] = (
     *(loaders, sampling, decoding, debug, transfer_records, optim, schedule, gradients, parameter_records),
     *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, regularisation, ema),
-    *(parallel, loop_practices),
+    *(parallel, models, loop_practices),
 )
 """In the order of the table of techniques."""
 

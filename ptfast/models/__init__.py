@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ptfast.core.sections.section import TargetSection
+from ptfast.core.sections.technique import Technique
 
 
 class Model(TargetSection):
@@ -15,6 +16,29 @@ class Model(TargetSection):
 
 
 def panel(model: Model) -> dict[str, object]:
-    """How often parts of the model are left out in training."""
+    """How often parts of the model are left out in training, and what is computed from the data."""
     names = ("drop_path", "drop_path_rate", "stochastic_depth_prob")
-    return {"drop path": next(filter(None, map(model.target.kwargs.get, names)), None)}
+    side = model.target.kwargs.get("whitening")
+    return {
+        "drop path": next(filter(None, map(model.target.kwargs.get, names)), None),
+        "whitening": f"patches of {side} x {side} pixels, by filters from the data" if side else None,
+    }
+
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="whitening first layer",
+        family="model",
+        kind="training",
+        on=("model.whitening=3",),
+        off=("model.whitening=0",),
+        why="Neighbouring pixels are nearly alike; a first layer that decorrelates them from the start "
+        "spares the network the epochs in which it would learn that, and is never trained.",
+        claim="The network of the first source comes to 94 % on CIFAR-10 in 21 epochs instead of 45.",
+        source="Jordan 2024, arXiv:2404.00498; Page 2018, 'How to Train Your ResNet 8: Bag of Tricks'.",
+        avoid="The data is a stream, or inputs are unlike the images that the filters were computed from.",
+        audit="A network of small images that trains for tens of epochs with a first layer that is learned.",
+        needs=("images",),
+        trial=("model=resnet9", "model.width=4", "optimizer=sgd"),
+    ),
+)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ptfast.core.errors import ConfigError
+from ptfast.models.whitening import Whitening
+
 
 class ResNet9(nn.Module):
     """Eight convolutions and a linear layer, with two residual pairs, for images of 8x8 pixels and up.
@@ -16,22 +19,40 @@ class ResNet9(nn.Module):
         in_channels: channels of an image, filled from the data.
         width: channels of the first layer; doubled three times.
         logit_scale: factor of the logits, which slows the growth of the last layer at high learning rates.
+        whitening: side in pixels, 2 or 3, of the patches by which a fixed first layer is computed from the
+            data; see `Whitening`. 0 for a first layer that is learned.
 
     Source: David Page 2018, "How to Train Your ResNet"; the winning entry of DAWNBench.
     """
 
     def __init__(
-        self, num_classes: int, in_channels: int = 3, width: int = 64, logit_scale: float = 0.125
+        self,
+        num_classes: int,
+        in_channels: int = 3,
+        width: int = 64,
+        logit_scale: float = 0.125,
+        whitening: int = 0,
     ) -> None:
         super().__init__()
-        self.stem = conv(in_channels, width)
-        self.stage1 = nn.Sequential(conv(width, 2 * width), nn.MaxPool2d(2))
+        if whitening not in (0, 2, 3):
+            raise ConfigError("C005", "must be 0, 2 or 3", key="model.whitening", value=whitening)
+        self.stem, stem_width = conv(in_channels, width), width
+        if whitening:
+            whiten = Whitening(in_channels, whitening)
+            self.stem, stem_width = nn.Sequential(whiten, nn.ReLU()), whiten.out_channels
+        self.stage1 = nn.Sequential(conv(stem_width, 2 * width), nn.MaxPool2d(2))
         self.residual1 = nn.Sequential(conv(2 * width, 2 * width), conv(2 * width, 2 * width))
         self.stage2 = nn.Sequential(conv(2 * width, 4 * width), nn.MaxPool2d(2))
         self.stage3 = nn.Sequential(conv(4 * width, 8 * width), nn.MaxPool2d(2))
         self.residual3 = nn.Sequential(conv(8 * width, 8 * width), conv(8 * width, 8 * width))
         self.head = nn.Linear(8 * width, num_classes, bias=False)
         self.logit_scale = logit_scale
+
+    def init_from_data(self, images: Tensor) -> None:
+        """Compute the whitening layer, where there is one, from `images` as they are trained on."""
+        first = self.stem[0]
+        if isinstance(first, Whitening):
+            first.init_from_data(images)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (batch, in_channels, height, width) to logits (batch, num_classes)."""

@@ -181,15 +181,16 @@ def full_size(section: Eval, info: DataInfo, micro_batch_size: int) -> int | Non
     return evaluated_at_once(section, info, micro_batch_size) if section.last == "pad" else None
 
 
-def first_samples(data: Data, loading: Loading, num_samples: int = 2) -> Any:
-    """The first training samples as a task takes them, for a look at what the model does with them.
+def few_samples(data: Data, loading: Loading, num_samples: int = 2) -> Any:
+    """Training samples, evenly spaced, as a task takes them, for a look at them before training.
 
     Raises:
         TypeError: the data is iterable; looking at it would use it up.
     """
     if isinstance(data.train, IterableSource):
         raise TypeError("iterable data has no length")
-    few = data.train.take(np.arange(min(num_samples, len(data.train))))
+    places = np.linspace(0, len(data.train) - 1, min(num_samples, len(data.train)))
+    few = data.train.take(places.astype(np.int64))
     loader = build_eval_loader(few, data.info, loading, batch_size=num_samples)
     return next(iter(loader)).data
 

@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from ptfast.core.distributed import on_first_rank
+from ptfast.core.distributed import broadcast_buffers, on_first_rank
+from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo, Task
 from ptfast.core.sections.targets import check_constructs
+from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Data
+from ptfast.data.streams.iterable import IterableSource
 from ptfast.models.build_model import build_model
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.build_optimizer import Grouping
@@ -22,11 +25,14 @@ from ptfast.techniques.parallel.wrapping import apply_sync_batchnorm, wrap_for_r
 from ptfast.techniques.precision.number_formats import apply_half_weights
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
-from ptfast.training.prepare_data import first_samples, reading
+from ptfast.training.prepare_data import few_samples, reading
 from ptfast.training.prepare_machine import BuildContext
 from ptfast.training.sequence_batching import has_many_lengths
 from ptfast.training.state import restore_model
 from ptfast.training.user_code import constructing
+
+NUM_INIT_SAMPLES = 5000
+"""Training samples that a model may compute its first weights from."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,31 @@ def place_model(
     )
     if context.state is not None:
         restore_model(model, context.state)
+    elif data is not None and not context.config.model.weights:
+        _init_from_data(model, context, data)
+
+
+def _init_from_data(model: Any, context: BuildContext, data: Data) -> None:
+    """Have a model that wants to (`init_from_data`) compute its first weights from training inputs.
+
+    The first rank does so, and the others take its weights.
+
+    Raises:
+        ConfigError: C011 for a stream, of which samples would be used up.
+    """
+    if not hasattr(model, "init_from_data"):
+        return
+    if isinstance(data.train, IterableSource):
+        what = "computes its first weights from the data, and a stream is read only once"
+        raise ConfigError("C011", what, key="model._target_", value=context.config.model.target.path)
+
+    def init() -> None:
+        with context.display.status("looking at the data"):
+            samples = few_samples(data, reading(context), NUM_INIT_SAMPLES)
+            model.init_from_data(next(tensors_in(samples)))
+
+    on_first_rank(init, context.ranks)
+    broadcast_buffers([*model.parameters(), *model.buffers()], context.ranks)
 
 
 def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
@@ -119,7 +150,7 @@ def _cancelled_biases(model: nn.Module, context: BuildContext, task: Task, data:
 
     def forward() -> object:
         with context.precision.autocast():
-            return task.loss(model, first_samples(data, reading(context)))
+            return task.loss(model, few_samples(data, reading(context)))
 
     try:
         return find_cancelled_biases(model, forward)
