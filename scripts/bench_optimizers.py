@@ -29,6 +29,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ptfast.optim.cautious_adamw import CautiousAdamW
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.muon import Muon
@@ -143,6 +144,7 @@ CONTENDERS = (
     Contender("SGD fused", lambda p: torch.optim.SGD(p, **SGD, fused=True), (("SGD default", 1 / 4),)),
     Contender("SGD default", lambda p: torch.optim.SGD(p, **SGD)),
     Contender(CLIPPED, lambda p: ClippedAdamW(p, LR, fused=True)),
+    Contender("AdamW cautious", lambda p: CautiousAdamW(p, LR)),
     Contender("LARS", ours(Lars, **DECAY), ((BASE, 1.5), ("timm LARS", 1.0), ("timm LARS foreach", 1.0))),
     Contender("timm LARS", timm("Lars", **TIMM_LARS)),
     Contender("timm LARS foreach", timm("Lars", **TIMM_LARS, foreach=True)),

@@ -238,7 +238,8 @@ with Operators() as operators, hooks:
 assert len(operators.found) > 2
 assert not heavy & set(sys.modules), "counting"
 optimizers = {"torch.optim.SGD": {"lr": 0.1, "fused": "auto"}}
-for name in ("lars.Lars", "lamb.Lamb", "nvlamb.Nvlamb", "novograd.Novograd", "muon.Muon"):
+ours = "lars.Lars", "lamb.Lamb", "nvlamb.Nvlamb", "novograd.Novograd", "muon.Muon"
+for name in ("cautious_adamw.CautiousAdamW", *ours):
     optimizers[f"ptfast.optim.{name}"] = {}
 for path, keywords in optimizers.items():
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))

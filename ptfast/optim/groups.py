@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
+from ptfast.optim.cautious_adamw import CautiousAdamW
 from ptfast.optim.freezing import Freezing, Window
 from ptfast.optim.layer_depth import layer_depths
 from ptfast.optim.muon import Muon
@@ -207,7 +208,7 @@ def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_
         group["lr"] *= factor
         group["initial_lr"] = float(group["lr"])
         decoupled = group.get("decoupled_weight_decay") or isinstance(
-            optimizer, (torch.optim.SGD, torch.optim.Adafactor, Muon, Novograd)
+            optimizer, (torch.optim.SGD, torch.optim.Adafactor, CautiousAdamW, Muon, Novograd)
         )
         if decoupled and group.get("weight_decay"):
             decay_factor = ratio / factor

@@ -96,7 +96,7 @@ class LayerwiseOptimizer(Optimizer):
             if not layer.is_floating_point():
                 raise ValueError(f"{type(self).__name__} takes floating-point parameters, not {layer.dtype}")
             if hasattr(layer, "to_local"):
-                raise ValueError(f"{type(self).__name__} takes the norm of whole layers, not of shards")
+                raise ValueError(f"{type(self).__name__} steps over whole layers, not shards")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, as in torch, but in the type it was saved in: torch casts it to the parameter's."""

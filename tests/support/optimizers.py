@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ptfast.optim.cautious_adamw import CautiousAdamW
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.muon import Muon
@@ -17,6 +18,7 @@ from ptfast.optim.nvlamb import Nvlamb
 OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lars": functools.partial(Lars, lr=1.0, trust=0.02, weight_decay=1e-3),
     "lars-nesterov": functools.partial(Lars, lr=1.0, trust=0.02, weight_decay=1e-3, nesterov=True),
+    "adamw-cautious": functools.partial(CautiousAdamW, lr=0.02),
     "lamb": functools.partial(Lamb, lr=0.02),
     "nvlamb": functools.partial(Nvlamb, lr=0.02),
     "novograd": functools.partial(Novograd, lr=0.01, weight_decay=1e-3),
