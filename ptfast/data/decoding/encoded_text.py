@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ptfast.core.distributed import once_per_machine
 from ptfast.core.machine import cache_folder
 from ptfast.data.decoding.array_cache import load_arrays, save_arrays
 from ptfast.data.decoding.text_tokenizer import Tokenizer
@@ -45,19 +47,33 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
 
     A tokenizer needs microseconds for a word, and a text is read at the start of every run on it. So what
     it makes of more than a million characters is stored in the cache folder, under the hash of texts and
-    tokenizer: another text, or another vocabulary, is another entry. A damaged entry is made anew.
+    tokenizer: another text, or another vocabulary, is another entry. A damaged entry is made anew. Of several
+    ranks the first of each machine hashes and tokenises; the others read what it has stored.
 
     Raises:
         DataError: D005 for a token that is not in the vocabulary, where none stands for the unknown.
     """
     if sum(map(len, texts)) < CACHE_FROM_CHARACTERS:
         return encode_anew(texts, tokenizer)
-    path = cache_folder() / "tokens" / f"{_key(texts, tokenizer)}.npz"
-    if {"tokens", "lengths"} <= (cached := load_arrays(path)).keys():
-        return Encoded(cached["tokens"], cached["lengths"])
-    encoded = encode_anew(texts, tokenizer)
-    save_arrays(path, tokens=encoded.tokens, lengths=encoded.lengths)
-    return encoded
+    encoded: Encoded | None = None
+
+    def store() -> Path:
+        nonlocal encoded
+        path = cache_folder() / "tokens" / f"{_key(texts, tokenizer)}.npz"
+        encoded = _stored(path)
+        if encoded is None:
+            encoded = encode_anew(texts, tokenizer)
+            save_arrays(path, tokens=encoded.tokens, lengths=encoded.lengths)
+        return path
+
+    path = once_per_machine(store)
+    # A cache folder that cannot be written holds nothing.
+    return encoded or _stored(path) or encode_anew(texts, tokenizer)
+
+
+def _stored(path: Path) -> Encoded | None:
+    arrays = load_arrays(path)
+    return Encoded(**arrays) if arrays.keys() == {"tokens", "lengths"} else None
 
 
 def encode_anew(texts: list[str], tokenizer: Tokenizer) -> Encoded:
