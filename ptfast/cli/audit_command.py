@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ptfast.cli.flags import read_seconds
 from ptfast.core.errors import ConfigError
 
 
@@ -23,9 +24,15 @@ def audit(flags: dict[str, Any], arguments: list[str], read_config: Callable[[li
     if world() is not None:
         hint = "Start it without torchrun; one process is examined"
         raise ConfigError("C014", "every rank would audit by itself", key="audit", suggestion=hint)
+    budget_s = 0.0 if flags.get("--budget") == "0" else read_seconds(flags, "--budget", "2m")
     composed, config = read_config(arguments)
-    fix = Path(flags["--fix"]).expanduser() if "--fix" in flags else None
     with composed.naming_places():
         from ptfast.measure.audit.audit_run import audit
 
-        return audit(composed, config, arguments, strict="--strict" in flags, fix=fix)
+        return audit(
+            config,
+            arguments,
+            budget_s=budget_s,
+            strict="--strict" in flags,
+            fix=Path(flags["--fix"]).expanduser() if "--fix" in flags else None,
+        )

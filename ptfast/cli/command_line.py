@@ -343,7 +343,7 @@ COMMANDS: dict[str, Command] = {
         "[+recipe=NAME] [key=value ...]",
         "find what costs speed in a model, its data, its loop and this machine",
         _audit,
-        {"--strict": False},
+        {"--budget": True, "--fix": True, "--strict": False},
     ),
     "recipes": Command("", "list the recipes and what each reaches", _recipes, {}, 0),
     "techniques": Command(

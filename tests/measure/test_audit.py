@@ -13,13 +13,15 @@ import pytest
 import torch
 from toys import callback
 
+from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core import devices
-from ptfast.measure.audit import data_checks, machine_checks
+from ptfast.measure.audit import audit_run, data_checks, machine_checks, prices
 from ptfast.measure.audit import examined as examination
 from ptfast.measure.audit.audit_run import run_checks
 from ptfast.measure.audit.examined import Examined, examining
-from ptfast.measure.audit.finding import Finding
+from ptfast.measure.audit.finding import Finding, Price
+from ptfast.measure.audit.prices import price_here
 from ptfast.report.terminal.display import Display
 
 NET = ("model=custom", "model._target_=planted.Net")
@@ -83,6 +85,7 @@ def places(found: list[Finding]) -> list[tuple[str, str]]:
     return [(finding.check, finding.where.rpartition("/")[2]) for finding in found]
 
 
+RAGGED = ("data._target_=planted.Ragged", "model._target_=planted.Sums")
 TEXT = ("model._target_=planted.Sums",)
 DATA = {
     "copy": (("data.defect=copy",), "arrays copied", planted.Points.copied),
@@ -132,7 +135,7 @@ def test_a_read_in_a_callback_or_task_is_found_in_its_place(tmp_path: Path, part
     words, where = OWN_CODE[part]
     (found,) = findings(tmp_path, *words)
     assert places([found]) == [("reads on the host", line_of(where))]
-    assert (found.cost_s or 0.0) > 0
+    assert (found.price.seconds if found.price else 0) > 0
 
 
 CUDA = {
@@ -201,3 +204,44 @@ def test_what_a_machine_lacks_is_found(examined: Examined, monkeypatch: pytest.M
     assert machine(replace(examined, device_type="cuda")) == ["tf32_off"]
     assert machine(replace(examined, steps=replace(examined.steps, throttled=True))) == ["clocks_throttled"]
     assert machine(replace(examined, steps=replace(examined.steps, others_cores=1.0))) == ["noisy_neighbours"]
+
+
+def test_what_mends_a_finding_in_this_process_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prices, "STRETCH_S", 0.0)
+    config = read_config([*NET, *POINTS, *PLAIN, "model.defect=anomaly"])[1]
+    with examining(config, tmp_path, Display()) as examined:
+        (found,) = price_here([*run_checks(examined, ("loop",))], 1.0, "cpu")
+        assert found.price is not None
+        assert found.price.low_s is not None
+        assert found.price.low_s <= found.price.seconds <= (found.price.high_s or 0)
+        assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.parametrize("defect", ["gelu", "attention"])
+def test_a_formula_is_measured_beside_its_kernel(tmp_path: Path, defect: str) -> None:
+    config = read_config([*NET, *POINTS, *PLAIN, f"model.defect={defect}"])[1]
+    with examining(config, tmp_path, Display()) as examined:
+        ((finding,),) = [[*run_checks(examined, ("model",))]]
+    assert finding.trial is not None
+    as_it_is, mended = finding.trial.make()
+    as_it_is()
+    mended()
+
+
+def test_overrides_are_measured_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def priced(findings: list[Finding], *others: Any) -> list[Finding]:
+        return [replace(found, price=Price(0.002, 0.001, 0.003, "faster")) for found in findings]
+
+    monkeypatch.setattr(audit_run, "price_by_override", priced)
+    file = tmp_path / "mended.yaml"
+    words = ["batching=none", *NET, *POINTS, "batch_size=16", "dataloader=plain"]
+    words = [*{word.partition("=")[0]: word for word in [*words, *RAGGED]}.values()]
+    assert command_line.run(["audit", *words, f"--fix={file}", "--strict"]) == 8
+    shown = capsys.readouterr().out
+    assert "padding" in shown
+    assert "2 ms a step [1 to 3]" in shown
+    assert read_config([f"+recipe={file}"])[1].batching.padding == "longest"

@@ -18,21 +18,24 @@ OWN = ("run", "recipe")
 """Sections of a single run, which no recipe holds."""
 
 
-def check_overlay(file: Path) -> None:
+def check_overlay(file: Path, flag: str = "--write") -> None:
     """Refuse a file that `write_overlay` could not write, before anything long is done for it.
+
+    Args:
+        flag: that names the file.
 
     Raises:
         ConfigError: C001 for a name that no recipe has.
         MachineError: E001 if it exists or its folder cannot be written.
     """
     if file.suffix != ".yaml":
-        hint = f"Write --write {file.with_suffix('.yaml')}"
-        raise ConfigError("C001", "a recipe's file ends in .yaml", key="--write", value=file, suggestion=hint)
+        hint = f"Write {flag} {file.with_suffix('.yaml')}"
+        raise ConfigError("C001", "a recipe's file ends in .yaml", key=flag, value=file, suggestion=hint)
     if file.exists():
         what, hint = "exists already and is not overwritten", "Choose another name"
-        raise MachineError("E001", what, key="--write", value=file, suggestion=hint)
+        raise MachineError("E001", what, key=flag, value=file, suggestion=hint)
     if not file.absolute().parent.is_dir():
-        raise MachineError("E001", "its folder does not exist", key="--write", value=file)
+        raise MachineError("E001", "its folder does not exist", key=flag, value=file)
 
 
 def check_out(folder: Path | None) -> None:
@@ -50,7 +53,11 @@ def check_out(folder: Path | None) -> None:
 
 
 def write_overlay(
-    file: Path, arguments: Sequence[str], found: Mapping[str, Any], comment: Sequence[str]
+    file: Path,
+    arguments: Sequence[str],
+    found: Mapping[str, Any],
+    comment: Sequence[str],
+    flag: str = "--write",
 ) -> str:
     """Write a recipe that inherits the arguments' own and sets what they set, with `found` over it.
 
@@ -59,6 +66,7 @@ def write_overlay(
     Args:
         found: values by dotted key.
         comment: lines at its head, the first of which `ptfast recipes` shows.
+        flag: that names the file.
 
     Returns:
         What `+recipe=` takes for it.
@@ -66,7 +74,7 @@ def write_overlay(
     Raises:
         ConfigError, MachineError: as `check_overlay`.
     """
-    check_overlay(file)
+    check_overlay(file, flag)
     called = str(file if file.is_absolute() else f"./{file}")
     defaults: list[Any] = []
     values = OmegaConf.create()
@@ -91,7 +99,5 @@ def write_overlay(
         with file.open("x", encoding="utf-8") as target:
             target.write(head + choices + OmegaConf.to_yaml(values))
     except OSError as error:
-        raise MachineError(
-            "E001", f"cannot be written: {error.strerror}", key="--write", value=file
-        ) from error
+        raise MachineError("E001", f"cannot be written: {error.strerror}", key=flag, value=file) from error
     return called

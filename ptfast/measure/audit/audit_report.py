@@ -11,8 +11,12 @@ from ptfast.report.terminal.display import is_terminal, standard_output
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
     """Print findings, in a table on a terminal and a line each elsewhere."""
     groups = {
-        "with a measured price": [f for f in findings if f.cost_s is not None and not f.handled],
-        "without a price": [f for f in findings if f.cost_s is None and not f.handled],
+        "with a measured price": sorted(
+            (f for f in findings if f.price and not f.handled),
+            key=lambda f: f.price.seconds if f.price else 0.0,
+            reverse=True,
+        ),
+        "without a price": [f for f in findings if not f.price and not f.handled],
         "handled by this config": [f for f in findings if f.handled],
     }
     stream = standard_output()
@@ -29,7 +33,14 @@ def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
 
 def price(finding: Finding) -> str:
     """What a finding costs, as measured."""
-    return "" if finding.cost_s is None else f"{finding.cost_s * 1e3:.3g} ms a step"
+    if (price := finding.price) is None:
+        return ""
+    if price.verdict in ("no difference", "cannot tell"):
+        return price.verdict
+    words = f"{price.seconds * 1e3:.3g} ms a step"
+    if price.low_s is not None and price.high_s is not None:
+        words += f" [{price.low_s * 1e3:.3g} to {price.high_s * 1e3:.3g}]"
+    return words
 
 
 def fix(finding: Finding) -> str:
@@ -50,7 +61,7 @@ def _table(title: str, findings: Sequence[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    priced = any(finding.cost_s is not None for finding in findings)
+    priced = any(finding.price is not None for finding in findings)
     look = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
     table = Table(title=f"{len(findings)} {title}", title_style="bold", **look)  # type: ignore[arg-type]
     table.add_column("area")

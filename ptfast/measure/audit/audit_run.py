@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ptfast.config.compose import Composed
+from ptfast.config.files.overlay import check_overlay, write_overlay
+from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
-from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
+from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from ptfast.core.machine import is_memory_error
+from ptfast.core.units import duration
 from ptfast.launch.rank_main import out_of_memory
 from ptfast.measure.audit import data_checks, loop_checks, machine_checks, model_checks
 from ptfast.measure.audit.audit_report import show
 from ptfast.measure.audit.examined import Examined, examining
 from ptfast.measure.audit.finding import Finding
+from ptfast.measure.audit.prices import price_by_override, price_here
+from ptfast.measure.found import label
 from ptfast.report.terminal.display import Display, build_display
 
 Check = Callable[[Examined], Iterator[Finding]]
+FIX = "--fix"
 AREAS: dict[str, tuple[Check, ...]] = {
     "model": model_checks.CHECKS,
     "data": data_checks.CHECKS,
@@ -29,16 +34,18 @@ AREAS: dict[str, tuple[Check, ...]] = {
 
 
 def audit(
-    composed: Composed,
     config: Config,
     arguments: Sequence[str],
     *,
-    strict: bool = False,
-    fix: Path | None = None,
+    budget_s: float,
+    strict: bool,
+    fix: Path | None,
 ) -> int:
-    """Train for some steps, print what costs speed in them, and write a recipe that mends what overrides can.
+    """Train for some steps, print what costs speed in them, and write a recipe with what overrides mend.
 
     Args:
+        arguments: the user's words, of which `config` is made.
+        budget_s: for measuring what findings cost; 0 measures none.
         strict: return 8 where something is found that the run does not mend itself.
         fix: file of the recipe.
 
@@ -48,33 +55,66 @@ def audit(
     Raises:
         PtfastError: whatever would stop the run in its first steps.
     """
-    display, findings, notes, interrupted = build_display(), list[Finding](), list[str](), False
+    if fix is not None:
+        check_overlay(fix, FIX)
+    display, result = build_display(), Audit()
     try:
         with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-            examine(config, Path(name), display, findings, notes)
+            folder = Path(name)
+            result.examine(config, folder / "run", display, budget_s)
+            result.price_overrides(arguments, folder, display, budget_s)
     except KeyboardInterrupt:
-        interrupted = True
+        show(result.findings, [*result.notes, "interrupted: this is what was found so far"])
+        return EXIT_INTERRUPTED
     finally:
         display.close()
-    show(findings, notes + ["interrupted: this is what was found so far"] * interrupted)
-    if interrupted:
-        return EXIT_INTERRUPTED
-    return EXIT_FINDINGS if strict and any(not finding.handled for finding in findings) else EXIT_OK
+    show(result.findings, result.notes)
+    if fix is not None:
+        _write_fix(fix, config, arguments, result.findings)
+    return EXIT_FINDINGS if strict and any(not finding.handled for finding in result.findings) else EXIT_OK
 
 
-def examine(
-    config: Config, folder: Path, display: Display, findings: list[Finding], notes: list[str]
-) -> None:
-    """Add to `findings` what the checks find in some steps of a run, and to `notes` what they cannot see."""
-    try:
-        with examining(config, folder, display) as examined:
-            findings += run_checks(examined)
-            if examined.untraced:
-                notes.append(f"operators of the model could not be traced: {examined.untraced}")
-    except Exception as error:
-        if not is_memory_error(error):
-            raise
-        raise out_of_memory(config) from error
+@dataclass
+class Audit:
+    """What is found, and what could not be seen."""
+
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def examine(self, config: Config, folder: Path, display: Display, budget_s: float) -> None:
+        """Run all checks on some steps of the run of `config`, and measure what they found in this process.
+
+        Raises:
+            MachineError: E002 where memory runs out.
+            PtfastError: whatever would stop the run.
+        """
+        folder.mkdir()
+        try:
+            with examining(config, folder, display) as examined:
+                self.findings += run_checks(examined)
+                if examined.untraced:
+                    self.notes.append(f"operators could not be traced: {examined.untraced}")
+                if budget_s:
+                    with display.status("measuring what findings cost"):
+                        self.findings = price_here(self.findings, budget_s, examined.device_type)
+        except Exception as error:
+            if not is_memory_error(error):
+                raise
+            raise out_of_memory(config) from error
+
+    def price_overrides(
+        self, arguments: Sequence[str], folder: Path, display: Display, budget_s: float
+    ) -> None:
+        """Measure what the overrides of findings gain; a budget that is too small for that is noted."""
+        if not budget_s or not any(finding.overrides and not finding.handled for finding in self.findings):
+            return
+        try:
+            with display.status(f"measuring what overrides gain, for up to {duration(budget_s)}"):
+                self.findings = price_by_override(self.findings, arguments, budget_s, folder)
+        except ConfigError as error:
+            if error.key != "--budget":
+                raise
+            self.notes.append(f"overrides were not measured: {error}")
 
 
 def run_checks(examined: Examined, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
@@ -88,3 +128,19 @@ def run_checks(examined: Examined, areas: Iterable[str] = AREAS) -> Iterator[Fin
 def name_of(check: Check) -> str:
     """The name of a check, in words."""
     return check.__name__.replace("_", " ")
+
+
+def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: Sequence[Finding]) -> None:
+    """Write a recipe with the overrides that keep the result and were not found to gain nothing."""
+    mending = [finding for finding in findings if finding.overrides and not finding.handled]
+    kept = [finding for finding in mending if finding.kind in ("exact", "reordered") and finding.gains]
+    left = [finding for finding in mending if finding not in kept]
+    if not kept:
+        print(f"{file} is not written: no override keeps the result and mends a finding")
+        return
+    words = [word for finding in kept for word in finding.overrides]
+    comment = [f"What ptfast audit mends in {label(config)}"]
+    comment += [f"{finding.check}: {' '.join(finding.overrides)}" for finding in kept]
+    comment += [f"left out ({finding.kind}): {' '.join(finding.overrides)}" for finding in left]
+    called = write_overlay(file, merge(arguments, words), {}, comment, FIX)
+    print(f"wrote {file}; train with it: ptfast train +recipe={called}")

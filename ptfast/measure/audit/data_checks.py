@@ -14,7 +14,7 @@ from ptfast.core.units import duration
 from ptfast.data.loaders.loader_choice import HAND_OVER_S
 from ptfast.data.map_source import SubsetSource
 from ptfast.measure.audit.examined import Examined
-from ptfast.measure.audit.finding import Finding, source_place
+from ptfast.measure.audit.finding import Finding, Price, source_place
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES
 
 WAITING = 0.1
@@ -68,10 +68,10 @@ def work_on_single_samples(examined: Examined) -> Iterator[Finding]:
         if calls.count >= samples.num_samples and not place.startswith("torchvision/"):
             names = ", ".join(sorted(calls.names))
             yield Finding(
-                f"{calls.count / samples.num_samples:g} operations on every sample by itself ({names})",
+                f"every sample goes through operations of its own ({names})",
                 place,
                 mend,
-                cost_s=calls.seconds / samples.num_samples * examined.run.settings.batch_size,
+                price=Price(calls.seconds / samples.num_samples * examined.run.settings.batch_size),
             )
 
 
@@ -85,7 +85,7 @@ def arrays_copied(examined: Examined) -> Iterator[Finding]:
             f"torch.tensor copies an array, {each:g} times a sample",
             place,
             "torch.from_numpy(array), or torch.as_tensor(array)",
-            cost_s=calls.seconds / examined.samples.num_samples * examined.run.settings.batch_size,
+            price=Price(calls.seconds / examined.samples.num_samples * examined.run.settings.batch_size),
         )
 
 

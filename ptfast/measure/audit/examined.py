@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Source
 from ptfast.data.map_source import MapSource
 from ptfast.measure.audit.call_trace import CallTrace, cuda_syncs
-from ptfast.measure.audit.finding import code_place
+from ptfast.measure.audit.finding import Trial, code_place
 from ptfast.measure.audit.operator_trace import OperatorTrace
 from ptfast.measure.audit.sample_trace import SampleTrace, trace_samples
 from ptfast.measure.trials.system_load import ProcessorTimes
@@ -89,8 +89,19 @@ class Examined:
     """Debugging aids of torch that were on, and where they were turned on."""
     graph_breaks: dict[str, int]
     """By reason; none where nothing is compiled."""
-    untraced: str | None = None
-    """Why operators could not be traced."""
+    untraced: str | None
+    """Why operators could not be traced; None where they were."""
+    take_step: Callable[[], object]
+    """Trains one step more, and waits for it."""
+
+    def trial(self, mended: Callable[[], AbstractContextManager[Any]]) -> Trial:
+        """Return the trial of a step as it is, and of one inside `mended()`."""
+
+        def take_mended_step() -> None:
+            with mended():
+                self.take_step()
+
+        return Trial(lambda: (self.take_step, take_mended_step))
 
 
 @contextmanager
@@ -136,6 +147,11 @@ def _examine(config: Config, run: Run, source: Source) -> Examined:
         operators, untraced = _trace_operators(run, trainer, batches)
     with run.uncompiled():
         evaluation = _trace_evaluation(run, seen["batch"])
+
+    def take_step() -> None:
+        trainer.train(batches, run.progress.step + 1)
+        trainer.window.read()
+
     return Examined(
         config=config,
         run=run,
@@ -152,6 +168,7 @@ def _examine(config: Config, run: Run, source: Source) -> Examined:
         aids=aids,
         graph_breaks=breaks,
         untraced=untraced,
+        take_step=take_step,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,12 +14,44 @@ from typing import Any
 import torch
 
 from ptfast.core.sections.technique import Kind
+from ptfast.measure.trials.verdicts import Effect, Word
 
 _PACKAGE = Path(__file__).parents[2]
 _PARTS = (_PACKAGE / "models", _PACKAGE / "tasks")
 """Our own code that stands where a user's may."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a step that a finding costs, as measured here."""
+
+    seconds: float
+    low_s: float | None = None
+    """Of the interval of a paired trial, as `high_s`; None where its calls were timed as they are."""
+    high_s: float | None = None
+    verdict: Word | None = None
+    """What the trial says of the step without it: `faster` is what a finding promises."""
+
+    @classmethod
+    def of(cls, effect: Effect, step_s: float, verdict: Word) -> Price:
+        """Return what `effect`, the speed-up by mending it, saves of `step_s` seconds."""
+        seconds, low_s, high_s = (step_s * (1 - 1 / ratio) for ratio in (effect.ratio, *effect.interval()))
+        return cls(seconds, low_s, high_s, verdict)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A measurement of what a finding costs.
+
+    Args:
+        make: returns what is done as it is, and mended; called when it is measured.
+        per_step: how often a step does it.
+    """
+
+    make: Callable[[], tuple[Callable[[], object], Callable[[], object]]]
+    per_step: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,13 +67,20 @@ class Finding:
     """Words for the command line that mend it."""
     kind: Kind = "exact"
     """What mending it does to the result."""
-    cost_s: float | None = None
-    """Seconds of a step that it was seen to take in the steps examined; None where nothing shows that."""
+    price: Price | None = None
+    """None where it was not measured."""
+    trial: Trial | None = None
+    """Measures the price in this process; None where nothing stands in for mending it."""
     handled: bool = False
     """The run mends it itself."""
     area: str = ""
     check: str = ""
     """Name of the check that found it."""
+
+    @property
+    def gains(self) -> bool:
+        """Return True unless a trial has found no gain in mending it."""
+        return self.price is None or self.price.verdict in (None, "faster")
 
 
 def code_place() -> str | None:

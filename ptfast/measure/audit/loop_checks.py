@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
 
 from ptfast.measure.audit.examined import CALL_STEPS, Examined
-from ptfast.measure.audit.finding import Finding
+from ptfast.measure.audit.finding import Finding, Price
 
 _MENDS = {
     "item": "keep sums as tensors on the device, and read them once in a while",
@@ -28,7 +32,7 @@ def reads_on_the_host(examined: Examined) -> Iterator[Finding]:
             f"{what}: {_times(often)} a step, the host waits for the device",
             place,
             _MENDS.get(what, _ELSE),
-            cost_s=calls.seconds / CALL_STEPS,
+            price=Price(calls.seconds / CALL_STEPS),
         )
     known = {place for _, place in examined.calls.reads}
     for place, count in examined.syncs.items():
@@ -44,7 +48,7 @@ def tensors_made_on_the_host(examined: Examined) -> Iterator[Finding]:
                 f"a tensor made on the host and moved, {_times(calls.count / CALL_STEPS)} a step",
                 place,
                 "device=x.device where it is made",
-                cost_s=calls.seconds / CALL_STEPS,
+                price=Price(calls.seconds / CALL_STEPS),
             )
 
 
@@ -56,7 +60,12 @@ def debugging_left_on(examined: Examined) -> Iterator[Finding]:
         "gradcheck": "gradcheck runs",
     }
     for aid, places in examined.aids.items():
-        yield Finding(names[aid], ", ".join(places) or "unknown", f"remove it; debug={aid} when it is needed")
+        yield Finding(
+            names[aid],
+            ", ".join(places) or "unknown",
+            f"remove it; debug={aid} when it is needed",
+            trial=examined.trial(_without_anomaly_detection) if aid == "anomaly" else None,
+        )
 
 
 def gradients_in_evaluation(examined: Examined) -> Iterator[Finding]:
@@ -90,6 +99,18 @@ def compiled_again(examined: Examined) -> Iterator[Finding]:
             ("compile.dynamic=true",),
             kind="reordered",
         )
+
+
+@contextmanager
+def _without_anomaly_detection() -> Iterator[None]:
+    """Have nobody turn anomaly detection on inside."""
+    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.set_anomaly_enabled(False)
+    try:
+        with mock.patch.object(torch, "set_anomaly_enabled"):
+            yield
+    finally:
+        torch.set_anomaly_enabled(*before)
 
 
 def _is_debugging(examined: Examined, place: str) -> bool:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ptfast.measure.audit.examined import Examined
-from ptfast.measure.audit.finding import Finding
+from ptfast.measure.audit.finding import Finding, Trial
+from ptfast.measure.audit.operator_trace import Gelus, Shapes
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
 
 TILE = 8
@@ -85,29 +90,35 @@ def attention_by_hand(examined: Examined) -> Iterator[Finding]:
             _where(attention.place, attention.module),
             "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)",
             kind="reordered",
+            trial=Trial(partial(_attentions, attention.shapes, examined.run.device), attention.count),
         )
 
 
 def gelu_by_hand(examined: Examined) -> Iterator[Finding]:
     """GELU written out with erf or tanh, which is told by its values."""
-    for place, count in examined.operators.gelus.items():
+    for place, gelus in examined.operators.gelus.items():
+        tanh = gelus.approximate == "tanh"
         yield Finding(
-            f"GELU in single operators, {_counted(count, 'time')} in a forward pass",
+            f"GELU in single operators, {_counted(gelus.count, 'time')} a step",
             place,
-            'F.gelu(x), or F.gelu(x, approximate="tanh")',
+            'F.gelu(x, approximate="tanh")' if tanh else "F.gelu(x)",
             kind="reordered",
+            trial=Trial(partial(_gelus, gelus, examined.run.device), gelus.count),
         )
 
 
 def dropout_of_zero(examined: Examined) -> Iterator[Finding]:
     """Dropout layers that train with p=0: a call of Python each for nothing."""
-    named = examined.run.model.named_modules()
-    names = [name for name, module in named if type(module) in _DROPOUTS and module.p == 0]  # type: ignore[union-attr]
+    model = examined.run.model
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, _DROPOUTS) and module.p == 0
+    ]
     if names:
         yield Finding(
             f"{_counted(len(names), 'dropout layer')} with p=0",
             _listed(names),
             "nn.Identity() where p is 0",
+            trial=examined.trial(partial(_replaced, model, names)),
         )
 
 
@@ -167,6 +178,56 @@ def deep_without_normalisation(examined: Examined) -> Iterator[Finding]:
             "layer: gradients=adaptive",
             kind="training",
         )
+
+
+def _attentions(shapes: Shapes, device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Attention of random tensors of such shapes, forward and backward: in single operators, and in one."""
+    lengths = (shapes.queries, shapes.depth), (shapes.keys, shapes.depth), (shapes.keys, shapes.values)
+    make = partial(torch.randn, device=device, dtype=shapes.dtype, requires_grad=True)
+    queries, keys, values = (make(1, shapes.batch, *each) for each in lengths)
+
+    def by_hand() -> Tensor:
+        return (queries @ keys.transpose(-1, -2) / math.sqrt(shapes.depth)).softmax(-1) @ values
+
+    def fused() -> Tensor:
+        return F.scaled_dot_product_attention(queries, keys, values)
+
+    inputs = queries, keys, values
+    return partial(_there_and_back, by_hand, inputs), partial(_there_and_back, fused, inputs)
+
+
+def _gelus(gelus: Gelus, device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
+    """GELU of a random tensor of such a shape, forward and backward: in single operators, and in one."""
+    inputs = torch.randn(gelus.shape, device=device, dtype=gelus.dtype, requires_grad=True)
+
+    def by_hand() -> Tensor:
+        if gelus.approximate == "none":
+            return 0.5 * inputs * (1 + torch.erf(inputs / math.sqrt(2)))
+        return 0.5 * inputs * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inputs + 0.044715 * inputs**3)))
+
+    def fused() -> Tensor:
+        return F.gelu(inputs, approximate=gelus.approximate)
+
+    return partial(_there_and_back, by_hand, (inputs,)), partial(_there_and_back, fused, (inputs,))
+
+
+def _there_and_back(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> None:
+    outputs = forward()
+    torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))
+
+
+@contextmanager
+def _replaced(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Have modules of `model` do nothing inside."""
+    found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    before = [getattr(parent, name) for parent, name in found]
+    try:
+        for parent, name in found:
+            setattr(parent, name, nn.Identity())
+        yield
+    finally:
+        for (parent, name), module in zip(found, before, strict=True):
+            setattr(parent, name, module)
 
 
 def _where(place: str, module: str) -> str:

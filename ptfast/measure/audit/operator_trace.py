@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,36 @@ class Attention:
 
     place: str
     module: str
+    shapes: Shapes
     count: int = 0
+
+
+class Shapes(NamedTuple):
+    """Of queries, keys and values in one call of attention, heads being part of the batch."""
+
+    batch: int
+    queries: int
+    keys: int
+    depth: int
+    values: int
+    dtype: torch.dtype
+
+
+@dataclass
+class Gelus:
+    """GELU in single operators at one place."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    approximate: str
+    """`tanh` or `none`, as `F.gelu` takes it."""
+    count: int = 0
+
+
+class _Scores(NamedTuple):
+    """The part of a product of queries and keys, and what comes of it up to the softmax."""
+
+    depth: int
 
 
 @dataclass(eq=False)
@@ -49,6 +77,7 @@ class _Weights:
 
     place: str
     module: str
+    shapes: Shapes
     elsewhere: bool = False
     """Something but a product with values has read it."""
     multiplied: bool = False
@@ -79,8 +108,8 @@ class OperatorTrace(TorchDispatchMode):
         self._softmaxes: list[_Weights] = []
         self.recording = False
         """Whether the forward pass is at work."""
-        self.gelus: defaultdict[str, int] = defaultdict(int)
-        """Calls of a GELU by hand, by place."""
+        self.gelus: dict[str, Gelus] = {}
+        """By place."""
         self.doubles: defaultdict[str, int] = defaultdict(int)
         """Operators with a float64 tensor for a result, by place."""
         self.normalises = False
@@ -94,7 +123,7 @@ class OperatorTrace(TorchDispatchMode):
         for weights in self._softmaxes:
             if weights.multiplied and not weights.elsewhere:
                 key = weights.place, weights.module
-                found.setdefault(key, Attention(*key)).count += 1
+                found.setdefault(key, Attention(*key, weights.shapes)).count += 1
         return [*found.values()]
 
     @contextmanager
@@ -142,7 +171,7 @@ class OperatorTrace(TorchDispatchMode):
         if name in ("mm", "bmm", "addmm", "baddbmm", "convolution") and "parameter" in roles:
             self.weighted += 1
         if not self._in_fused_attention():
-            role = self._attention(name, args, roles, first)
+            role = self._attention(name, args, roles)
             if role is None:
                 role = self._gelu(name, args, given, roles, first)
             if role is not None:
@@ -154,25 +183,31 @@ class OperatorTrace(TorchDispatchMode):
         whole = name == "multi_head_attention_forward" and not kwargs.get("need_weights", True)
         return whole or name == "scaled_dot_product_attention"
 
-    def _attention(self, name: str, args: Any, roles: list[Any], result: Tensor) -> Any:
-        """Return the part that the result plays: `parameter`, `scores`, `_Weights` or none."""
+    def _attention(self, name: str, args: Any, roles: list[Any]) -> Any:
+        """Return the part that the result plays: `parameter`, `_Scores`, `_Weights` or none."""
         weights = next((role for role in roles if isinstance(role, _Weights)), None)
         if name in _PRODUCTS:
             if weights is not None:
                 if roles[0] is weights and roles[1] != "parameter" and not weights.multiplied:
                     weights.multiplied = True
+                    batch, queries, keys = args[0].shape
+                    sizes = batch, queries, keys, weights.shapes.depth, args[1].shape[-1]
+                    weights.shapes = Shapes(*sizes, args[0].dtype)
                 else:
                     weights.elsewhere = True
                 return None
-            return None if "parameter" in roles else "scores"
-        if name == "_softmax" and roles[0] == "scores" and args[1] in (-1, args[0].dim() - 1):
-            place = code_place()
-            found = _Weights(place or "", self._stack[-1] if self._stack else "")
+            return None if name == "mm" or "parameter" in roles else _Scores(args[0].shape[-1])
+        if name == "_softmax" and isinstance(roles[0], _Scores) and args[1] in (-1, args[0].dim() - 1):
+            found = _Weights(
+                code_place() or "",
+                self._stack[-1] if self._stack else "",
+                Shapes(0, 0, 0, roles[0].depth, 0, args[0].dtype),
+            )
             self._softmaxes.append(found)
             return found
         if name in _MOVES or name in _ELEMENTWISE:
-            passed = weights or ("scores" if "scores" in roles else None)
-            return passed or (roles[0] if name in _MOVES and roles else None)
+            scores = next((role for role in roles if isinstance(role, _Scores)), None)
+            return weights or scores or (roles[0] if name in _MOVES and roles else None)
         if weights is not None and not name.endswith("_like"):
             weights.elsewhere = True
         return None
@@ -192,18 +227,22 @@ class OperatorTrace(TorchDispatchMode):
         others = [tensor for tensor, role in zip(given, roles, strict=True) if role != "shifted"]
         if not others or others[0].numel() == 1:
             return "shifted"
-        if others[0].shape == result.shape and _is_gelu(others[0], result) and (place := code_place()):
-            self.gelus[place] += 1
+        if others[0].shape == result.shape and (place := code_place()) is not None:
+            approximate = _approximation(others[0], result)
+            if approximate is not None:
+                found = Gelus(tuple(result.shape), result.dtype, approximate)
+                self.gelus.setdefault(place, found).count += 1
         return None
 
 
-def _is_gelu(factor: Tensor, product: Tensor) -> bool:
-    """Return True if a product is the GELU of its factor, up to constants that may come before or after."""
+def _approximation(factor: Tensor, product: Tensor) -> str | None:
+    """Return `none` or `tanh` if a product is that GELU of its factor, up to constants before or after it."""
     factor, product = (tensor.detach().flatten()[:_SAMPLED].float() for tensor in (factor, product))
-    exact: Callable[[Tensor], Tensor] = F.gelu
-    for gelu in (exact, partial(F.gelu, approximate="tanh")):
+    if not bool(factor.any()):
+        return None
+    for approximate in ("none", "tanh"):
         for inputs in (factor, 2 * factor):
-            for expected in (gelu(inputs), 2 * gelu(inputs)):
-                if torch.allclose(product, expected, rtol=1e-2, atol=1e-3) and bool(factor.any()):
-                    return True
-    return False
+            gelu = F.gelu(inputs, approximate=approximate)
+            if any(torch.allclose(product, n * gelu, rtol=1e-2, atol=1e-3) for n in (1, 2)):
+                return approximate
+    return None
