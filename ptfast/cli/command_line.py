@@ -224,6 +224,12 @@ def _audit(flags: dict[str, Any], arguments: list[str]) -> int:
     return audit(flags, arguments, _read_config)
 
 
+def _eject(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.eject_command import eject
+
+    return eject(flags, arguments, _read_config)
+
+
 def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.cli.techniques_command import markdown, show
 
@@ -344,6 +350,12 @@ COMMANDS: dict[str, Command] = {
         "find what costs speed in a model, its data, its loop and this machine",
         _audit,
         {"--budget": True, "--fix": True, "--strict": False},
+    ),
+    "eject": Command(
+        "[+recipe=NAME] [key=value ...] --out FILE",
+        "write a run as one PyTorch script without ptfast",
+        _eject,
+        {"--out": True},
     ),
     "recipes": Command("", "list the recipes and what each reaches", _recipes, {}, 0),
     "techniques": Command(

@@ -1,0 +1,1 @@
+"""`ptfast eject`: a run written out as one plain PyTorch script."""
