@@ -98,6 +98,15 @@ class PackedTokens(NamedTuple):
     """(batch, length): of each token in its sequence; 0 where one begins."""
 
 
+class LinearLogits(NamedTuple):
+    """Logits that have not been computed: hidden @ weight.T, for a loss that takes them piece by piece."""
+
+    hidden: Tensor
+    """(..., width)."""
+    weight: Tensor
+    """(classes, width)."""
+
+
 class StepBatch(NamedTuple):
     """The data of one rank in one optimizer step."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.core.protocols import IGNORE_INDEX, LinearLogits
 from ptfast.tasks.supervised import SupervisedTask
 from ptfast.tasks.token_classification import token_cross_entropy
 
@@ -34,8 +34,28 @@ class LanguageModelling(SupervisedTask):
     def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
         return (*targets.shape, self.info.vocab_size or 1), targets.dim()
 
-    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return token_cross_entropy(outputs, targets)
+    @property
+    def takes_linear_logits(self) -> bool:
+        """True: the loss of a training batch may be taken of `LinearLogits`."""
+        return self.own_loss is None
+
+    def misfit(self, outputs: Any, data: Any) -> str | None:
+        return None if isinstance(outputs, LinearLogits) else super().misfit(outputs, data)
+
+    def loss_sum(self, outputs: Tensor | LinearLogits, targets: Tensor) -> Tensor:
+        if not isinstance(outputs, LinearLogits):
+            return token_cross_entropy(outputs, targets)
+        import torch
+        import torch.nn.functional as F
+
+        return F.linear_cross_entropy(
+            outputs.hidden.flatten(0, -2),
+            outputs.weight,
+            targets.flatten(),
+            reduction="sum",
+            ignore_index=IGNORE_INDEX,
+            options=torch.nn.LinearCrossEntropyOptions(),
+        )
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
         """Adds the perplexity, and bits per byte of text where the data says how long its tokens are."""

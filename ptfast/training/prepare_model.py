@@ -79,6 +79,7 @@ def place_model(
         cancelled_biases=None
         if data is None
         else partial(on_first_rank, partial(_cancelled_biases, model, context, task, data), context.ranks),
+        task=task,
         # Weights are shared out by rows that lie one after another.
         sharded=_is_sharded(context),
         before=context.before,

@@ -107,6 +107,10 @@ def whole_under_fsdp(
         what = "parallel=fsdp shares out weights by rows, which have to lie one after another"
         hint = "Use rewrites.channels_last=auto, which leaves them so"
         yield Problem("C011", what, key="rewrites.channels_last", value=True, suggestion=hint)
+    if rewrites.chunked_loss:
+        what = "needs the last layer's weights, which parallel=fsdp gathers for its forward pass alone"
+        hint = "Use parallel=ddp"
+        yield Problem("C011", what, key="rewrites.chunked_loss", value=True, suggestion=hint)
 
 
 def gpus_for_ranks(parallel: Parallel, device: str) -> Problem | None:

@@ -15,6 +15,7 @@ from ptfast.core.run import Resolved
 from ptfast.core.tensors.torch_internals import TorchDispatchMode
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.techniques.rewrites import Rewrites
+from ptfast.techniques.rewrites.chunked_loss import apply_chunked_head
 
 _BIASED = (
     nn.Linear,
@@ -31,6 +32,7 @@ def apply_rewrites(
     kind: str,
     device: torch.device,
     cancelled_biases: Callable[[], dict[str, str]] | None,
+    task: Any = None,
     sharded: bool = False,
     before: Resolved,
     resolved: Resolved,
@@ -42,6 +44,7 @@ def apply_rewrites(
         kind: of the data's inputs.
         cancelled_biases: finds biases that a BatchNorm subtracts, where the section drops them and no run
             before has found them; None to drop none but those of before.
+        task: whose loss may be taken chunk by chunk.
         sharded: ranks share weights out by rows, which have to lie one after another.
         before: as resolved when the run began.
         resolved: as resolved now; takes `channels_last` and `dropped_biases`.
@@ -56,6 +59,8 @@ def apply_rewrites(
         dropped = cancelled_biases()
     resolved.dropped_biases = dropped or {}
     drop_biases(model, resolved.dropped_biases)
+    if rewrites.chunked_loss:
+        apply_chunked_head(model, task)
 
 
 def apply_channels_last(model: nn.Module) -> nn.Module:

@@ -1,0 +1,71 @@
+"""The last layer and the loss in chunks, against the two of them by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from running import build_run, train
+from torch import nn
+
+from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo
+from ptfast.models.gpt import Gpt
+from ptfast.tasks.language_modelling import LanguageModelling
+from ptfast.techniques.rewrites.chunked_loss import apply_chunked_head
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked linear_cross_entropy"
+)
+TASK = LanguageModelling(DataInfo(kind="tokens", task="language_modelling", vocab_size=97))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_loss_and_gradients_are_those_of_the_logits(tied: bool, half: bool) -> None:
+    torch.manual_seed(0)
+    model = Gpt(97, 16, width=8, depth=1, heads=2, tied_head=tied)
+    tokens, targets = torch.randint(97, (4, 16)), torch.randint(97, (4, 16))
+    targets[1, 5:] = IGNORE_INDEX
+
+    def taken() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss, _ = TASK.loss(model, (tokens, targets))
+        (3 * loss).backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    loss, gradients = taken()
+    evaluated = model.eval()(tokens)
+    apply_chunked_head(model.train(), TASK)
+    chunked, own = taken()
+    within = {"rtol": 2e-2, "atol": 2e-1} if half else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(chunked.float(), loss.float(), **within)
+    torch.testing.assert_close(own, gradients, **within)
+    assert torch.equal(model.eval()(tokens), evaluated)
+
+
+def test_no_tensor_of_all_logits_is_kept() -> None:
+    model = Gpt(4096, 64, width=8, depth=1, heads=2)
+    apply_chunked_head(model, TASK)
+    largest, tokens = 0, torch.zeros(8, 64, dtype=torch.long)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss, _ = TASK.loss(model, (tokens, tokens))
+        loss.backward()
+    assert largest < 8 * 64 * 4096 / 4
+
+
+def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="Classification needs the logits"):
+        build_run(tmp_path, "model=mlp", "rewrites.chunked_loss=true")
+    with pytest.raises(ConfigError, match="Linear has no last layer `head`"):
+        apply_chunked_head(nn.Linear(2, 2), TASK)
+    assert train("rewrites.chunked_loss=true", "parallel=fsdp") == 2
+    assert "which parallel=fsdp gathers for its forward pass alone" in capsys.readouterr().err
