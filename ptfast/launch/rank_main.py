@@ -156,7 +156,7 @@ class RankPart:
 
         self.display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
         debug = self.config.debug
-        looking = debugging(debug.mode, run, wait=debug.wait, warmup=debug.warmup, active=debug.active)
+        looking = debugging(run=run, **vars(debug))
         compiling = run.compilation.booking(run.clock) if run.compilation is not None else _nothing
         with looking, compiling, naming_mismatch(self.config.checkpointing.mode):
             status = fit(run)

@@ -23,6 +23,10 @@ class Debug(Section):
     """Further steps, in which `profiler` runs without recording."""
     active: Count = 5
     """Steps that `profiler` and `memory` look at."""
+    torch_check: Literal["none", "gradcheck", "gradgradcheck"] = "none"
+    """Torch's own checks that `gradcheck` makes too: of first derivatives, or of first and second ones."""
+    operators: bool = False
+    """Let `nvtx` mark every operator too, not the phases of a step alone."""
 
 
 def marks_for_a_gpu(debug: Debug, device: str) -> Problem | None:
@@ -42,6 +46,13 @@ UNUSED = (
         "to debug={debug.mode}",
         "debug=profiler",
     ),
+    Unused(
+        ("debug.torch_check",),
+        lambda debug: debug.mode == "gradcheck",
+        "to debug={debug.mode}",
+        "debug=gradcheck",
+    ),
+    Unused(("debug.operators",), lambda debug: debug.mode == "nvtx", "to debug={debug.mode}", "debug=nvtx"),
 )
 
 TECHNIQUES: tuple[Technique, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ptfast.core.errors import ConfigError, MachineError, NumericsError
 from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.debugging import debugging
-from ptfast.profiling.debug_aids.gradcheck import TOLERANCE, check_gradients
+from ptfast.profiling.debug_aids.gradcheck import TOLERANCE, check_by_torch, check_gradients
 from ptfast.profiling.debug_aids.step_phases import PHASES, Phases, watched
 from ptfast.training.fit import fit
 
@@ -37,6 +38,31 @@ class Cube(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * x**2
+
+
+class OnceSquare(torch.autograd.Function):
+    """x squared, whose gradient is right but stands still, so that its own derivative is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.detach())
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2 * ctx.saved_tensors[0].detach()
+
+
+class Squared(nn.Module):
+    """A linear layer, squared."""
+
+    def __init__(self, num_classes: int, once: bool) -> None:
+        super().__init__()
+        self.layer, self.once = nn.Linear(64, num_classes), once
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.layer(images.flatten(1))
+        return OnceSquare.apply(x) if self.once else x**2
 
 
 class Net(nn.Module):
@@ -88,12 +114,14 @@ def test_runs_are_the_same_with_each_of_them(in_tmp: Path, capsys: pytest.Captur
     assert train(*words, "run.dir=none") == 0
     for mode in ("profiler", "gradcheck", "memory"):
         capsys.readouterr()
-        assert train(*words, f"debug={mode}", f"run.dir={mode}") == 0
+        beside = ("debug.torch_check=gradgradcheck",) if mode == "gradcheck" else ()
+        assert train(*words, f"debug={mode}", *beside, f"run.dir={mode}") == 0
         assert same_bits(weights(Path("none")), weights(Path(mode)))
         out = capsys.readouterr().out
         assert f"warning: debug={mode} is on" in out
         if mode == "gradcheck":
             assert "gradcheck: gradients match the loss" in out
+            assert "torch's gradgradcheck passes" in out
     assert "memory: peaks of 2 steps" in out
     table = Path("memory/memory.txt").read_text()
     peaks = [float(line.split()[0].replace(",", "")) for line in table.splitlines()[1:5]]
@@ -135,6 +163,22 @@ def test_gradcheck_lets_right_gradients_pass(in_tmp: Path) -> None:
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
+def test_torchs_checks_find_wrong_second_derivatives(in_tmp: Path) -> None:
+    model = ("model=custom", "model._target_=test_debug_aids.Squared", "steps=2")
+    for once in (False, True):
+        run = build_run(in_tmp / f"{once}", *model, f"model.once={once}")
+        check_by_torch(run, twice=False)
+        if once:
+            with pytest.raises(NumericsError, match=r"gradgradcheck fails: .*numerical") as caught:
+                check_by_torch(run, twice=True)
+            assert caught.value.code == "N002"
+        else:
+            check_by_torch(run, twice=True)
+    broken = build_run(in_tmp / "run", *model[:1], "model._target_=test_debug_aids.Net", "steps=2")
+    with pytest.raises(NumericsError, match=r"torch's gradcheck fails: .*numerical"):
+        check_by_torch(broken, twice=False)
+
+
 def test_gradcheck_names_what_is_wrong(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "model=custom",
@@ -174,6 +218,20 @@ def test_nvtx_marks_phases(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         fit(run)
     assert open_ranges == []
     assert set(seen) == set(PHASES)
+
+
+def test_nvtx_marks_operators(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def emit(enabled: bool) -> contextlib.nullcontext[None]:
+        asked.append(enabled)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", emit)
+    for operators in (False, True):
+        with debugging("nvtx", run, operators=operators):
+            pass
+    assert asked == [False, True]
 
 
 def test_bad_values() -> None:

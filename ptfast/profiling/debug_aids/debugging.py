@@ -15,11 +15,19 @@ from ptfast.core.run import Run
 __all__ = ["debugging"]
 
 Mode = Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"]
+TorchCheck = Literal["none", "gradcheck", "gradgradcheck"]
 
 
 @contextmanager
 def debugging(
-    mode: Mode, run: Run | None = None, *, wait: int = 0, warmup: int = 0, active: int = 1
+    mode: Mode,
+    run: Run | None = None,
+    *,
+    wait: int = 0,
+    warmup: int = 0,
+    active: int = 1,
+    torch_check: TorchCheck = "none",
+    operators: bool = False,
 ) -> Iterator[None]:
     """Train inside this to have the checks of `mode`.
 
@@ -29,10 +37,11 @@ def debugging(
     `profiler` records operators in some steps: a trace for chrome://tracing or ui.perfetto.dev, and a table.
     Cost: those steps take up to twice as long, the others nothing.
 
-    `nvtx` marks the phases of every step for NVIDIA's Nsight Systems. Cost: a few microseconds a phase.
+    `nvtx` marks the phases of every step for NVIDIA's Nsight Systems. Cost: a few microseconds a phase;
+    `operators` marks every operator of forward and backward too, at some microseconds for each.
 
     `gradcheck` compares the gradient of the loss with finite differences before training starts, in float64
-    on a few samples . Cost: some thirty forward passes of those samples.
+    on a few samples. Cost: some thirty forward passes of those samples. `torch_check` adds torch's checks.
 
     `memory` reports how much memory the phases of some steps take, and what the forward pass keeps for the
     backward pass; on a GPU it also writes a snapshot for pytorch.org/memory_viz. Cost: a thread that looks
@@ -43,6 +52,8 @@ def debugging(
         wait: steps before `profiler` and `memory` start, in which caches fill.
         warmup: further steps, in which the profiler runs without recording.
         active: steps that are looked at.
+        torch_check: torch's own checks that `gradcheck` makes too; `gradgradcheck` makes both.
+        operators: of `nvtx`.
 
     Raises:
         NumericsError: N001 where a backward function yields NaN, N002 where a gradient does not fit its loss.
@@ -61,16 +72,20 @@ def debugging(
         hint = "Lower debug.wait, debug.warmup or debug.active, or train longer"
         raise ConfigError("C011", what, key="debug", value=mode, suggestion=hint)
     if mode == "gradcheck":
-        from ptfast.profiling.debug_aids.gradcheck import check_gradients
+        from ptfast.profiling.debug_aids.gradcheck import check_by_torch, check_gradients
 
         with run.display.status("checking gradients"):
             error = check_gradients(run)
-        run.display.note(f"gradcheck: gradients match the loss to a relative error of {error:.1e}")
+            if torch_check != "none":
+                check_by_torch(run, twice=torch_check == "gradgradcheck")
+        passed = f"; torch's {torch_check} passes" if torch_check != "none" else ""
+        run.display.note(f"gradcheck: gradients match the loss to a relative error of {error:.1e}{passed}")
         yield
     elif mode == "nvtx":
         from ptfast.profiling.debug_aids.step_phases import Phases, watched
 
-        with watched(run, Phases(torch.cuda.nvtx.range_push, lambda _: torch.cuda.nvtx.range_pop())):
+        phases = Phases(torch.cuda.nvtx.range_push, lambda _: torch.cuda.nvtx.range_pop())
+        with watched(run, phases), torch.autograd.profiler.emit_nvtx(enabled=operators):
             yield
     elif not run.ranks.is_first:
         yield

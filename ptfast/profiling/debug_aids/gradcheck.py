@@ -37,21 +37,7 @@ def check_gradients(run: Run) -> float:
     Cost: 30 forward passes of 4 samples; where the gradient is wrong, 10 more for every parameter.
     Source: the directional form of torch.autograd.gradcheck (its fast mode).
     """
-    step = min(run.progress.step, run.total_steps - 1)
-    batches = run.train_loader.steps(step, step + 1)
-    data, _ = next(micro_batch for micro_batch in next(batches).micro_batches if micro_batch.num_samples)
-    device = torch.device("cpu") if run.device.type == "mps" else run.device
-    data = _few(data, device)
-    model = copy.deepcopy(run.model).to(device, torch.float64).train()
-    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    def loss() -> Tensor:
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        run.seed_step(run.settings.seed, step, 0)
-        return run.task.loss(model, data)[0]
-
+    loss, names, parameters = _float64_loss(run)
     grads = torch.autograd.grad(loss(), parameters, allow_unused=True)
     slopes = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
     draws = torch.Generator().manual_seed(run.settings.seed)
@@ -69,6 +55,56 @@ def check_gradients(run: Run) -> float:
     what = f"the gradient does not match the loss: {largest}"
     hint = "Look for a custom backward, .data or .detach() in the model or the loss"
     raise NumericsError("N002", what, key="debug", value="gradcheck", suggestion=hint)
+
+
+def check_by_torch(run: Run, *, twice: bool) -> None:
+    """Check the derivatives of the loss by each parameter with torch's own functions, in float64.
+
+    They hold every parameter to its derivative by itself, where directions through all of them at once may
+    hide a small one; and its second derivative, which gradient penalties need. A model that computes in
+    float32 whatever it is given is too coarse for their short differences.
+
+    Args:
+        twice: check second derivatives too.
+
+    Raises:
+        NumericsError: N002 with what torch says, where one is wrong or cannot be computed.
+
+    Cost: about three forward and backward passes of 4 samples for every parameter, second derivatives twice.
+    Source: torch.autograd.gradcheck and gradgradcheck, in their fast mode.
+    """
+    loss, _, parameters = _float64_loss(run)
+    checks = {"gradcheck": torch.autograd.gradcheck, "gradgradcheck": torch.autograd.gradgradcheck}
+    for name, check in list(checks.items())[: 2 if twice else 1]:
+        try:
+            # Parameters are perturbed in place: the loss sees it without being given them.
+            check(lambda *_: loss(), parameters, fast_mode=True, check_undefined_grad=False)
+        except RuntimeError as error:
+            said = " ".join(str(error).split())
+            hint = "Look for a custom backward, .data or .detach() in the model or the loss"
+            what = f"torch's {name} fails: {said[:300]}"
+            raise NumericsError("N002", what, key="debug.torch_check", suggestion=hint) from error
+
+
+def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tuple[Tensor, ...]]:
+    """The loss of a copy of the model on a few samples, and the names and parameters that it depends on."""
+    step = min(run.progress.step, run.total_steps - 1)
+    batches = run.train_loader.steps(step, step + 1)
+    data, _ = next(micro_batch for micro_batch in next(batches).micro_batches if micro_batch.num_samples)
+    device = torch.device("cpu") if run.device.type == "mps" else run.device
+    data = _few(data, device)
+    model = copy.deepcopy(run.model).to(device, torch.float64).train()
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    kept = [(m, name, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
+
+    def loss() -> Tensor:
+        for module, name, before in kept:
+            # New ones: an earlier forward pass, yet to be differentiated, may have kept the last.
+            setattr(module, name, before.clone())
+        run.seed_step(run.settings.seed, step, 0)
+        return run.task.loss(model, data)[0]
+
+    return loss, names, parameters
 
 
 def _few(data: Any, device: torch.device) -> Any:
