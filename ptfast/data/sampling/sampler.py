@@ -108,7 +108,7 @@ class Sampler:
         return shares, len(batch)
 
     def _order(self, epoch: int) -> Indices:
-        for order_of in (self.plan.order, self._source_order):
-            if (order := order_of(epoch)) is not None:
-                return order
-        return permutation(self.seed, epoch, self.size)
+        order = self.plan.order(epoch)
+        if order is None:
+            order = self._source_order(epoch)
+        return permutation(self.seed, epoch, self.size) if order is None else order
