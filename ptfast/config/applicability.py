@@ -65,6 +65,9 @@ class ThisMachine:
         if need == "nvidia_tf32":
             lack = devices.lack_of_precision("tf32", self.device)
             return lack.what if lack else None
+        if need == "float8":
+            lack = devices.lack_of_float8(self.device)
+            return lack.what if lack else None
         if need == "bf16":
             fast = devices.multiplies_bf16(self.device)
             return None if fast else f"bfloat16 is no faster on this {self._device_name}"

@@ -130,6 +130,18 @@ def lack_of_cuda_graphs(device: str) -> Lack | None:
     return Lack(f"CUDA graphs need a CUDA device, and this is {device}", "Use compile=model")
 
 
+def lack_of_float8(device: str) -> Lack | None:
+    """Return the reason why a device of that type cannot multiply float8."""
+    hint = "Use precision=bf16 alone"
+    if device != "cuda":
+        return Lack(f"float8 products need an NVIDIA GPU, and this is {device}", hint)
+    import torch
+
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):
+        return Lack(f"{torch.cuda.get_device_name()} has no float8, which came with capability 8.9", hint)
+    return None
+
+
 def lack_of_chunked_loss() -> Lack | None:
     """Return the reason why torch cannot compute a linear layer and its cross entropy in chunks."""
     import torch

@@ -45,6 +45,8 @@ class Resolved:
     """What the CPU frees is held for the next step."""
     precision: str = ""
     matmul_precision: str = ""
+    float8: list[str] = field(default_factory=list)
+    """Layers that multiply in float8."""
     channels_last: bool | None = None
     dropped_biases: dict[str, str] | None = None
     """Layers whose bias was dropped, and the BatchNorm that subtracts it."""

@@ -19,6 +19,7 @@ from ptfast.techniques import (
     ema,
     gradients,
     parallel,
+    precision,
     rewrites,
     schedule,
 )
@@ -151,7 +152,7 @@ def device_name(run: Run) -> str:
 
 
 PANELS = (
-    *(schedule.panel, _loader),
+    *(precision.panel, schedule.panel, _loader),
     *(parallel.panel, checkpointing.panel, compile.panel, rewrites.panel, gradients.panel, optim.panel),
     *(backend.panel, loaders.panel, ema.panel, _evaluation, sampling.panel, curriculum.panel, data.panel),
     *(transforms.panel, tasks.panel, models.panel, decoding.panel, _resumed),

@@ -22,6 +22,7 @@ from ptfast.optim.build_optimizer import Grouping
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import Compilation, apply_compile
 from ptfast.techniques.parallel.wrapping import apply_sync_batchnorm, wrap_for_ranks
+from ptfast.techniques.precision.float8 import apply_float8
 from ptfast.techniques.precision.number_formats import apply_half_weights
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
@@ -70,6 +71,8 @@ def place_model(
     if context.precision.half_weights:
         apply_half_weights(model)
     model.to(context.device)
+    if context.config.precision.float8:
+        context.resolved.float8 = apply_float8(model)
 
     apply_rewrites(
         model,

@@ -46,7 +46,7 @@ def test_the_keys_of_resolved_json_are_those_of_earlier_runs(tmp_path: Path) -> 
     Resolved().write(tmp_path)
     keys = """
         channels_last checkpointed compile_dynamic cudnn_benchmark curriculum dataloader dataloader_reason
-        deterministic device dropped_biases holds_memory interop_threads lr_scaling matmul_precision
+        deterministic device dropped_biases float8 holds_memory interop_threads lr_scaling matmul_precision
         micro_batches momentum num_ranks optimizer padding padding_share precision read_ahead shards
         side_stream task task_reason threads total_steps worker_threads workers
     """

@@ -40,7 +40,7 @@ from ptfast.training.fit import fit
 
 NUM_STEPS = {"exact": 10, "reordered": 10, "reduced": 10, "training": 30}
 """Steps that the promise of a class is about."""
-ON_GPU: set[Need] = {"cuda", "nvidia_tf32"}
+ON_GPU: set[Need] = {"cuda", "nvidia_tf32", "float8"}
 """Needs of techniques whose trials run on a GPU only."""
 SLOW: set[Need] = {"compiler", "ranks"}
 """Needs of techniques whose trials take long."""

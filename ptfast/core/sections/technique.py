@@ -9,6 +9,7 @@ Kind = Literal["exact", "reordered", "reduced", "training"]
 Need = Literal[
     "cuda",
     "nvidia_tf32",
+    "float8",
     "bf16",
     "fp16",
     "half",

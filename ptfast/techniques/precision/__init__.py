@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ptfast.core import devices
+from ptfast.core.run import Resolved
 from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import Section
 from ptfast.core.sections.technique import Technique
@@ -17,6 +18,8 @@ class Precision(Section):
     """`amp` chooses by device: native bfloat16, else float16 with a gradient scaler on CUDA, else float32."""
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "highest"
     """Of float32 matrix products, measured before use; `auto` is the quickest as exact as float32."""
+    float8: bool = False
+    """Multiply in float8 in linear layers, by torchao; under bfloat16."""
 
 
 def number_format(precision: Precision, device: str) -> Problem | None:
@@ -28,7 +31,28 @@ def number_format(precision: Precision, device: str) -> Problem | None:
     return cannot_run(devices.lack_of_precision(mode, devices.usable_type(device)), "precision", mode)
 
 
-MACHINE_RULES = (number_format,)
+def float8_under_bf16(precision: Precision) -> Problem | None:
+    """Refuse float8 products of numbers that are not bfloat16."""
+    if not precision.float8 or precision.mode in ("amp", "bf16", "bf16_true"):
+        return None
+    what = f"its products come in bfloat16, and precision={precision.mode} computes in another format"
+    return Problem("C011", what, key="precision.float8", value=True, suggestion="Use precision=bf16")
+
+
+def float8_products(precision: Precision, device: str) -> Problem | None:
+    """Refuse float8 where the device does not multiply it."""
+    lack = devices.lack_of_float8(devices.usable_type(device)) if precision.float8 else None
+    return cannot_run(lack, "precision.float8", True)
+
+
+RULES = (float8_under_bf16,)
+MACHINE_RULES = (number_format, float8_products)
+
+
+def panel(resolved: Resolved) -> dict[str, object]:
+    """The layers that multiply in another format than the rest."""
+    return {"float8": f"products of {len(resolved.float8)} layers" if resolved.float8 else None}
+
 
 _SMALL = ("model.hidden=[16]",)
 
@@ -106,6 +130,25 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("bf16",),
         trial=_SMALL,
         drift=0.02,
+    ),
+    Technique(
+        name="float8 products",
+        family="precision",
+        kind="reduced",
+        on=("precision.float8=true",),
+        off=("precision.float8=false",),
+        why="Matrix units multiply numbers of 8 bits twice as fast as those of 16, and linear layers are "
+        "most of a large transformer.",
+        claim="Up to 1.25 times the throughput of compiled bfloat16 for 8 billion parameters on 8 GPUs, up "
+        "to 1.5 times for 405 billion on 512.",
+        source="torchao documentation, 'Quantized Training'; Micikevicius et al. 2022, arXiv:2209.05433.",
+        avoid="Layers are narrower than some thousand channels, or nothing is compiled: scaling and rounding "
+        "then cost more than the products save.",
+        audit="A transformer of a billion parameters or more in bfloat16 on a GPU of capability 8.9 or "
+        "later.",
+        needs=("float8",),
+        trial=("precision=bf16", "model=mlp", "model.hidden=[32,32]"),
+        drift=0.05,
     ),
     Technique(
         name="TF32",

@@ -1,0 +1,57 @@
+"""Linear layers in float8: which, with what error, and where it is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from running import train
+
+from ptfast.core.devices import lack_of_float8
+from ptfast.models.gpt import Gpt
+from ptfast.techniques.precision.float8 import apply_float8
+
+
+def test_products_are_rounded_and_nothing_else_changes() -> None:
+    """Emulated on a CPU: all but the last layer, and those whose sizes are no multiples of 16."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    plain, tokens = Gpt(64, 24, width=24, depth=2, heads=2), torch.randint(64, (3, 21))
+    model = copy.deepcopy(plain)
+    assert apply_float8(model, emulate=True) == []
+    plain = Gpt(64, 24, width=32, depth=2, heads=2)
+    model = copy.deepcopy(plain)
+    layers = ("attention_in", "attention_out", "feed_in", "feed_out")
+    assert apply_float8(model, emulate=True) == [f"blocks.{i}.{name}" for i in range(2) for name in layers]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for each in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            each(tokens).float().logsumexp(-1).sum().backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None
+        assert other.grad is not None
+        assert (own.grad - other.grad).norm() < 0.2 * other.grad.norm()
+    assert not torch.equal(model(tokens), plain(tokens))
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "says"),
+    [
+        (("precision=fp32",), 2, "its products come in bfloat16, and precision=fp32 computes in another"),
+        (("precision=bf16", "device=cpu"), 4, "float8 products need an NVIDIA GPU, and this is cpu"),
+    ],
+)
+def test_refused(
+    words: tuple[str, ...], exit_code: int, says: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("precision.float8=true", *words) == exit_code
+    assert says in capsys.readouterr().err
+
+
+def test_older_gpus_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    for capability, lacks in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda each=capability: each)
+        assert (lack_of_float8("cuda") is not None) is lacks
