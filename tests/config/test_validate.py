@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from config_trees import HERE, Tree, check, in_file, refused, tree, typed
+from config_trees import HERE, Tree, check, in_file, refused, to_tree, tree, typed
 
 from ptfast.config.checks.validate import TASKS, validate
 from ptfast.config.schema import FREE_KEYS, Config, changed_keys
@@ -61,9 +61,9 @@ def test_the_tree_is_not_changed_and_the_config_cannot_be() -> None:
 )
 def test_what_is_written_reads_back_equal(changes: Tree) -> None:
     config = check(**changes)
-    again = validate(config.to_tree(), in_file)
+    again = validate(to_tree(config), in_file)
     assert again == config
-    assert again.to_tree() == config.to_tree()
+    assert to_tree(again) == to_tree(config)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_tasks_are_those_that_can_be_built() -> None:
 )
 def test_what_changed_since(changes: Tree, keys: list[str]) -> None:
     old, new = check(), check(**changes)
-    assert changed_keys(old.to_tree(), new.to_tree()) == keys
+    assert changed_keys(to_tree(old), to_tree(new)) == keys
 
 
 def test_a_secret_is_no_change() -> None:

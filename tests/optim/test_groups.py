@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from config_trees import check, refused
+from config_trees import check, refused, to_tree
 from optimizers import OURS, take_steps
 from running import build_run, records, same_bits, summary, train, training_state, weights
 from torch import nn
@@ -236,7 +236,7 @@ def test_entries_are_checked() -> None:
     config = check(optimizer__groups=[{"match": "*.bias", "lr_scale": 64, "trains_until": 0}])
     (group,) = config.optimizer.groups
     assert (group.lr_scale, group.trains_until, group.weight_decay) == (64.0, Duration(0, "epochs"), None)
-    again = check(**{f"optimizer__{k}": v for k, v in config.to_tree()["optimizer"].items()})
+    again = check(**{f"optimizer__{k}": v for k, v in to_tree(config)["optimizer"].items()})
     assert again.optimizer.groups == config.optimizer.groups
     for wrong, code, said in (
         ([{"match": "*", "lr_scael": 2}], "C002", "Did you mean optimizer.groups.0.lr_scale?"),

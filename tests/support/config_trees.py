@@ -14,6 +14,8 @@ from ptfast.config.checks.validate import validate
 from ptfast.config.schema import Config
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.sections.section import Section
+from ptfast.core.sections.targets import plain
 
 HERE = __name__
 Tree = dict[str, Any]
@@ -120,3 +122,19 @@ def refused(place: Callable[[str], str] = typed, **changes: Any) -> ConfigError:
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
     return caught.value
+
+
+def to_tree(section: Section) -> Tree:
+    """Plain YAML-able data that validates to an equal object."""
+    tree: Tree = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            tree[name] = to_tree(value)
+        elif name == "target":
+            tree |= value.to_tree() if value else {"_target_": None}
+        elif name == "options":
+            tree |= plain(value)
+        else:
+            tree[name] = plain(value)
+    return tree

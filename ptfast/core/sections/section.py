@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from ptfast.core.durations import Duration
 from ptfast.core.sections.coerce import AT_LEAST_ONE, POSITIVE, InUnit, Range, coerce
-from ptfast.core.sections.targets import Target, plain
+from ptfast.core.sections.targets import Target
 
 Count = Annotated[int, AT_LEAST_ONE]
 
@@ -36,23 +36,6 @@ class Section(BaseModel):
         for metadata in field.metadata:
             annotation = Annotated[annotation, metadata]  # type: ignore[valid-type]
         return coerce(value, annotation, name=info.field_name or "")
-
-    def to_tree(self) -> dict[str, Any]:
-        """Plain YAML-able data that validates to an equal object."""
-        tree: dict[str, Any] = {}
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, Section):
-                tree[name] = value.to_tree()
-            elif name == "target":
-                tree.update(value.to_tree() if value else {"_target_": None})
-            elif name == "options":
-                tree.update(plain(value))
-            elif isinstance(value, list) and any(isinstance(item, Section) for item in value):
-                tree[name] = [item.to_tree() for item in value]
-            else:
-                tree[name] = plain(value)
-        return tree
 
 
 class TargetSection(Section):
