@@ -61,10 +61,7 @@ def start(composed: Composed, config: Config) -> int:
             return launch_ranks(place, num_ranks, composed)
         from ptfast.launch import rank_main
 
-        rows = [("run", str(place.folder))]
-        return rank_main.train(
-            config, place.folder, ranks=Ranks(), state_folder=place.state_folder, panel=rows
-        )
+        return rank_main.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder)
 
 
 def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]]) -> int:
@@ -127,11 +124,8 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
     # The frozen file holds every key; the user gave it elsewhere.
     composed = replace(composed, places=word["places"])
     try:
-        rows = [("run", str(folder))]
         with composed.naming_places():
-            return rank_main.train(
-                config, folder, ranks=ranks, state_folder=Path(state) if state else None, panel=rows
-            )
+            return rank_main.train(config, folder, ranks=ranks, state_folder=Path(state) if state else None)
     except Exception as error:
         # One rank speaks for all; torchrun ends the others.
         if rank_main.report_failure(folder, error):

@@ -66,14 +66,11 @@ class Outcome:
     """False where this rank leaves without waiting for the others."""
 
 
-def train(
-    config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None, panel: list[tuple[str, str]]
-) -> int:
+def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None) -> int:
     """Train on this rank and return its exit code; the first rank writes summary, figures and report.
 
     Args:
         state_folder: the state to resume, whose files `find_place` has checked.
-        panel: rows that the caller adds to the panel, e.g. where the run directory is.
 
     Raises:
         PtfastError: whatever stops the run; `summary.json` names it.
@@ -85,7 +82,7 @@ def train(
     with caught_signals(part.display, ranks) as signals:
         try:
             run = part.build(state_folder, signals)
-            part.display.panel(*build_panel(dict(config), run, panel))
+            part.display.panel(*build_panel(dict(config), run))
             outcome = part.fit(run)
         except (Exception, SystemExit, KeyboardInterrupt, Preempted) as error:
             outcome, raised = part.ended_by(error, signals)
@@ -367,10 +364,7 @@ def main() -> None:
         from ptfast.config.read import load_config
 
         _, config = load_config(folder / run_directory.CONFIG, trusted=True)
-        rows = [("run", str(folder))]
-        train(
-            config, folder, ranks=world() or Ranks(), state_folder=Path(state) if state else None, panel=rows
-        )
+        train(config, folder, ranks=world() or Ranks(), state_folder=Path(state) if state else None)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:

@@ -25,14 +25,11 @@ from ptfast.techniques import (
 )
 
 
-def build_panel(
-    sections: Mapping[str, Any], run: Run, rows: list[tuple[str, str]]
-) -> tuple[str, list[tuple[str, str]], list[str]]:
+def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Title, rows and warnings of the panel: what is switched on, and what it resolved to.
 
     Args:
         sections: of the config and its other values, by name; each function of `PANELS` takes its own.
-        rows: added after those of the run.
     """
     from ptfast.core.machine import spare_cores
 
@@ -56,13 +53,14 @@ def build_panel(
     ]
     switches = {name: row for part in PANELS for name, row in call_with(part, facts).items()}
     table += [(name, str(row)) for name, row in switches.items() if row is not None]
+    table.append(("run", str(run.folder)))
     debug = sections["debug"].mode
     loud = [f"debug={debug} is on and slows training down"] if debug != "none" else []
     if run.precision.warning is not None:
         loud.append(run.precision.warning)
     if resolved.workers > (cores := spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={resolved.workers} take turns on {cores} of this machine's cores")
-    return sections["recipe"] or "train", table + rows, loud
+    return sections["recipe"] or "train", table, loud
 
 
 def _task(run: Run) -> str:

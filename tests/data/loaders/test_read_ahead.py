@@ -95,7 +95,7 @@ def test_a_run_ends_with_the_same_bits(in_tmp: Path, kind: str) -> None:
 def test_the_panel_shows_it(tmp_path: Path) -> None:
     words = (*SMALL, "dataloader.read_ahead=true")
     config, run = read_config(words)[1], build_run(tmp_path, *words)
-    assert dict(build_panel(dict(config), run, [])[1])["reading"] == "by a thread, one batch ahead"
+    assert dict(build_panel(dict(config), run)[1])["reading"] == "by a thread, one batch ahead"
 
 
 class Read(Dataset[Any]):

@@ -117,14 +117,14 @@ def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     words = ALL
     monkeypatch.setattr(prepare_data, "open_side_stream", lambda device: Recorder())
     config, run = read_config(words)[1], build_run(tmp_path, *words)
-    _, rows, warnings = build_panel(dict(config), run, [])
+    _, rows, warnings = build_panel(dict(config), run)
     assert dict(rows)["transfers"] == "on a side stream, one batch ahead"
     assert "kernels" not in dict(rows)
     assert warnings == []
     run.precision = dataclasses.replace(run.precision, warning="it is slow here")
-    assert build_panel(dict(config), run, [])[2] == ["it is slow here"]
+    assert build_panel(dict(config), run)[2] == ["it is slow here"]
     run.resolved.cudnn_benchmark = True
-    kernels = dict(build_panel(dict(config), run, [])[1])["kernels"]
+    kernels = dict(build_panel(dict(config), run)[1])["kernels"]
     assert kernels == "cuDNN takes the quickest by trying, while inputs have few shapes"
 
 
