@@ -28,7 +28,7 @@ from ptfast.data.build_data import (
 from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.loaders.shared_memory import build_holder
-from ptfast.data.loaders.side_stream import Side, open_side_stream
+from ptfast.data.loaders.side_stream import SideStream, open_side_stream
 from ptfast.data.loaders.train_loader import Loader
 from ptfast.data.loaders.worker_processes import RAISED, failed
 from ptfast.data.sampling.sampler import Sharding
@@ -145,7 +145,7 @@ def build_choice(
 
 
 def build_eval_loaders(
-    context: BuildContext, data: Data, loading: Loading, side: Side | None = None
+    context: BuildContext, data: Data, loading: Loading, side: SideStream | None = None
 ) -> dict[str, EvalLoader]:
     """Loaders of the splits that the data has besides `train`, by name.
 
@@ -259,7 +259,7 @@ def _build_train_loader(
     task: Task,
     course: Course,
     loading: Loading,
-    side: Side | None,
+    side: SideStream | None,
     mark: Callable[[str], None],
 ) -> Loader:
     config, ranks = context.config, context.ranks

@@ -14,7 +14,7 @@ from ptfast.data.dataset import Source
 from ptfast.data.loaders.fetch import RawBatches
 from ptfast.data.loaders.loader_choice import count_workers
 from ptfast.data.loaders.loading import Loading
-from ptfast.data.loaders.side_stream import Side, prefetched
+from ptfast.data.loaders.side_stream import SideStream, prefetched
 from ptfast.data.loaders.to_device import Prepare, build_prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import MapSource, TensorSource
@@ -42,7 +42,7 @@ class EvaluationLoader:
         batches: SplitBatches | StreamEvaluation,
         num_samples: int | None,
         left_out: int,
-        side: Side | None,
+        side: SideStream | None,
     ) -> None:
         self.batches, self.num_samples, self.left_out, self.side = batches, num_samples, left_out, side
 
@@ -64,7 +64,7 @@ def build_eval_loader(
     rank: int = 0,
     num_ranks: int = 1,
     drop_last: bool = False,
-    side: Side | None = None,
+    side: SideStream | None = None,
 ) -> EvaluationLoader:
     """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
 

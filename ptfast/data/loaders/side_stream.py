@@ -4,33 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ptfast.core.tensors.trees import tensors_in
 
 T = TypeVar("T")
-
-
-class Side(Protocol):
-    """A queue of work on the device, beside the one that trains."""
-
-    def catch_up(self) -> None:
-        """Have what is filled from here on wait for all that was asked of the device before."""
-        ...
-
-    def filling(self) -> AbstractContextManager[Any]:
-        """While it is open, copies and kernels go into this queue."""
-        ...
-
-    def mark(self) -> Any:
-        """The point that the queue has now."""
-        ...
-
-    def hand_over(self, batch: Any, mark: Any) -> None:
-        """Have the training wait for `mark`, and keep `batch`'s memory until the training is done with it."""
-        ...
 
 
 class SideStream:
@@ -44,15 +24,19 @@ class SideStream:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def catch_up(self) -> None:
+        """Have what is filled from here on wait for all that was asked of the device before."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def filling(self) -> AbstractContextManager[Any]:
+        """While it is open, copies and kernels go into this stream."""
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Any:
+        """The point that the stream is at now."""
         return self._stream.record_event()
 
     def hand_over(self, batch: Any, mark: Any) -> None:
+        """Have the training wait for `mark`, and keep `batch`'s memory until the training is done with it."""
         training = torch.cuda.current_stream(self._device)
         training.wait_event(mark)
         for tensor in tensors_in(batch):
@@ -60,13 +44,13 @@ class SideStream:
             tensor.record_stream(training)
 
 
-def open_side_stream(device: torch.device) -> Side | None:
+def open_side_stream(device: torch.device) -> SideStream | None:
     """A stream for transfers to `device`; None where there is nothing to transfer, or no streams."""
     return SideStream(device) if device.type == "cuda" else None
 
 
 def prefetched(
-    batches: Iterator[T], side: Side, report: Callable[[str], None] = lambda cause: None
+    batches: Iterator[T], side: SideStream, report: Callable[[str], None] = lambda cause: None
 ) -> Iterator[T]:
     """The same batches, each filled on `side` while the one before it trains.
 
@@ -90,7 +74,7 @@ def prefetched(
         yield batch
 
 
-def _fill(batches: Iterator[T], side: Side) -> tuple[T, Any] | None:
+def _fill(batches: Iterator[T], side: SideStream) -> tuple[T, Any] | None:
     with side.filling():
         batch = next(batches, None)
     return None if batch is None else (batch, side.mark())

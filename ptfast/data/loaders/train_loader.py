@@ -15,7 +15,7 @@ from ptfast.data.loaders.loader_choice import HELD, count_workers
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.loaders.read_ahead import check_read_ahead, read_ahead
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.loaders.side_stream import Side, prefetched
+from ptfast.data.loaders.side_stream import SideStream, prefetched
 from ptfast.data.loaders.step_batches import SampledBatches, StaticBatches, StepBatches
 from ptfast.data.loaders.to_device import build_prepare
 from ptfast.data.map_source import MapSource, TensorSource
@@ -62,7 +62,7 @@ class Loader:
         *,
         first_micro_batch: int = 0,
         read_ahead: bool = False,
-        side: Side | None = None,
+        side: SideStream | None = None,
         report: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self.batches, self.kind, self.reason, self.workers = read
@@ -104,7 +104,7 @@ def build_train_loader(
     seed: int,
     augment: Augment | None = None,
     transforms: Sequence[Transform] = (),
-    side: Side | None = None,
+    side: SideStream | None = None,
     report: Callable[[str], None] = lambda cause: None,
 ) -> Loader:
     """The training loader of one rank.
