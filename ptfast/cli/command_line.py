@@ -19,10 +19,10 @@ from ptfast.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     ConfigError,
-    MachineError,
     PtfastError,
     ReportedError,
     bug_line,
+    cannot_write,
     render,
 )
 
@@ -266,8 +266,7 @@ def _schema(flags: dict[str, Any], arguments: list[str]) -> int:
     try:
         Path(flags["--out"]).write_text(text + "\n")
     except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise MachineError("E001", what, key="--out", value=flags["--out"]) from error
+        raise cannot_write(error, "--out", flags["--out"]) from error
     return EXIT_OK
 
 

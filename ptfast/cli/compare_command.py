@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.config.schema import flatten, with_defaults
-from ptfast.core.errors import EXIT_OK, ConfigError, MachineError, shorten
+from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write, shorten
 from ptfast.core.units import TOO_SHORT, better_mode, duration, figure, is_fraction
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import RunFiles, is_finite, read_run
@@ -96,7 +96,7 @@ def write_comparison(ranking: Ranking, out: Path) -> None:
         else:
             out.write_text(_render(ranking), encoding="utf-8")
     except OSError as error:
-        raise MachineError("E001", f"cannot be written ({error.strerror})", key=str(out)) from error
+        raise cannot_write(error, str(out)) from error
 
 
 def rank_runs(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ptfast.config.schema import Config
-from ptfast.core.errors import EXIT_OK, MachineError
+from ptfast.core.errors import EXIT_OK, cannot_write
 from ptfast.data.build_data import read_inputs
 from ptfast.training.evaluation.test_time_views import averaged_over_views
 from ptfast.training.saved_model import load_saved
@@ -51,8 +51,6 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
         try:
             Path(out).write_text("".join(line + "\n" for line in lines))
         except OSError as error:
-            raise MachineError(
-                "E001", f"cannot be written ({error.strerror})", key="--out", value=out
-            ) from error
+            raise cannot_write(error, "--out", out) from error
         print(f"wrote {len(lines):,} predictions to {out}", file=sys.stderr)
     return EXIT_OK

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import re
 import traceback
 from collections.abc import Sequence
@@ -158,6 +160,32 @@ class ParallelError(PtfastError):
     """A rank that died or hangs, or ranks that cannot be launched. Exit code 7."""
 
     exit_code = 7
+
+
+def cannot_write(
+    error: OSError, key: str, value: Any = None, *, suggestion: str | None = None
+) -> MachineError:
+    """The error for a file or folder that cannot be written: E002 where the disk is full, else E001."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    what = "the disk is full" if full else f"cannot be written: {error.strerror or error}"
+    return MachineError("E002" if full else "E001", what, key=key, value=value, suggestion=suggestion)
+
+
+def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
+    """Import a module of a package that ptfast does not need itself.
+
+    Args:
+        extra: the extra of ptfast that brings the package.
+
+    Raises:
+        MachineError: E004 where it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        what = f"needs the package {module.partition('.')[0]}, which cannot be imported ({error})"
+        hint = f"Install it with pip install 'ptfast[{extra}]'"
+        raise MachineError("E004", what, key=key, value=value, suggestion=hint) from error
 
 
 class ReportedError(Exception):

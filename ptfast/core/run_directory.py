@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import json
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ptfast.core import devices
-from ptfast.core.errors import MachineError
+from ptfast.core.errors import MachineError, cannot_write
 
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
@@ -53,9 +52,7 @@ def create_folder(folder: Path) -> list[Path]:
         probe.unlink()
     except OSError as error:
         hint = "Set run.root or run.dir to a folder you may write"
-        raise MachineError(
-            "E001", f"cannot be written ({error.strerror})", key=str(folder), suggestion=hint
-        ) from error
+        raise cannot_write(error, str(folder), suggestion=hint) from error
     return made
 
 
@@ -138,22 +135,25 @@ def write_json(path: Path, value: Any) -> None:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(json.dumps(_finite(value), indent=2, default=str) + "\n")
+        draft.write_text(json.dumps(plain_json(value), indent=2) + "\n")
         draft.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "the disk is full" if full else f"cannot be written ({error.strerror})"
-        raise MachineError("E002" if full else "E001", what, key=str(path)) from error
+        raise cannot_write(error, str(path)) from error
 
 
-def _finite(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
+    """`value` as JSON knows it; numpy and torch scalars are unpacked, what is not finite becomes null."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {str(name): plain_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [plain_json(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:

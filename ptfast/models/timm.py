@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from typing import Any
 
 from torch import nn
 
-from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.errors import ConfigError, MachineError, import_extra
+from ptfast.core.sections.nearest_name import did_you_mean
 
 
 def build(
@@ -27,19 +26,10 @@ def build(
         MachineError: timm is not installed (E004), or the weights cannot be downloaded (E005).
         ConfigError: there is no such model (C003) or keyword (C002).
     """
-    try:
-        timm: Any = importlib.import_module("timm")
-    except ImportError as error:
-        hint = "Install it with pip install 'ptfast[timm]'"
-        raise MachineError(
-            "E004", f"timm cannot be imported ({error})", key="model", suggestion=hint
-        ) from error
+    timm = import_extra("timm", "timm", "model")
     if not timm.is_model(name):
-        nearest = difflib.get_close_matches(name, timm.list_models(), n=1)
-        suggestion = f"Did you mean {nearest[0]}?" if nearest else "See timm.list_models()"
-        raise ConfigError(
-            "C003", "timm has no such model", key="model.name", value=name, suggestion=suggestion
-        )
+        hint = did_you_mean(name, timm.list_models()) or "See timm.list_models()"
+        raise ConfigError("C003", "timm has no such model", key="model.name", value=name, suggestion=hint)
     try:
         return timm.create_model(
             name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import Any
 
 from torch import nn
 
 from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.sections.nearest_name import did_you_mean
 
 
 def build(
@@ -34,11 +34,9 @@ def build(
     models: Any = importlib.import_module("torchvision.models")
     names = models.list_models(module=models)
     if name not in names:
-        nearest = difflib.get_close_matches(name, names, n=1)
-        suggestion = f"Did you mean {nearest[0]}?" if nearest else "See torchvision.models.list_models()"
-        raise ConfigError(
-            "C003", "torchvision has no such classifier", key="model.name", value=name, suggestion=suggestion
-        )
+        what, hint = "torchvision has no such classifier", did_you_mean(name, names)
+        hint = hint or "See torchvision.models.list_models()"
+        raise ConfigError("C003", what, key="model.name", value=name, suggestion=hint)
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
     except TypeError as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.errors import ConfigError, MachineError, import_extra
 
 HEADS = {
     "classification": "AutoModelForSequenceClassification",
@@ -76,13 +75,7 @@ def build(
     """
     if pretrained:
         _check_tokenizer(name, (extra or {}).get("tokenizer"))
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        hint = "Install it with pip install 'ptfast[hf]'"
-        raise MachineError(
-            "E004", f"transformers cannot be imported ({error})", key="model", suggestion=hint
-        ) from error
+    transformers = import_extra("transformers", "hf", "model")
     if task not in HEADS:
         raise ConfigError("C011", f"there is no head for the task `{task}`", key="model.name", value=name)
     image = kind == "image" and task != "language_modelling"

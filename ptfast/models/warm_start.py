@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.errors import MachineError, SavedStateError
+from ptfast.core.errors import SavedStateError, import_extra
 
 KEY = "model.weights"
 NUM_SHOWN = 3
@@ -115,18 +115,9 @@ def _read_pt(path: Path) -> Any:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    safetensors = import_extra("safetensors.torch", "hf", KEY, path)
     try:
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise MachineError(
-            "E004",
-            "reading .safetensors needs the package safetensors",
-            key=KEY,
-            value=path,
-            suggestion="Install it with pip install 'ptfast[hf]'",
-        ) from error
-    try:
-        return load_file(path, device="cpu")
+        return safetensors.load_file(path, device="cpu")
     except Exception as error:
         raise _damaged(path, "is damaged (truncated, empty or changed since it was written)") from error
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import errno
 import json
-import math
 import queue
 import secrets
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ptfast.core import run_directory
-from ptfast.core.errors import MachineError, shorten
+from ptfast.core.errors import MachineError, cannot_write, import_extra, shorten
 
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -64,21 +61,21 @@ class JsonlLogger:
             _drop_cut_line(path)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise cannot_write(error, str(path)) from error
 
     def log(self, record: Record) -> None:
-        line = json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False)
+        line = json.dumps(run_directory.plain_json(record), allow_nan=False)
         try:
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(error, str(self.path)) from error
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(error, str(self.path)) from error
 
 
 def read_records(path: Path) -> list[Record]:
@@ -106,7 +103,7 @@ def truncate_after(path: Path, step: int) -> None:
         rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         rewritten.replace(path)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(error, str(path)) from error
 
 
 class Csv:
@@ -157,7 +154,7 @@ class Tensorboard:
     """
 
     def __init__(self, folder: str = "tensorboard") -> None:
-        _require("tensorboard")
+        import_extra("tensorboard", "tensorboard", "logger", "tensorboard")
         self._folder = folder
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
@@ -196,7 +193,7 @@ class Wandb:
         tags: Sequence[str] = (),
         mode: str | None = None,
     ) -> None:
-        _require("wandb")
+        import_extra("wandb", "wandb", "logger", "wandb")
         self._options: dict[str, Any] = {
             "project": project,
             "entity": entity,
@@ -302,19 +299,6 @@ class NoLogger:
         """Nothing to let go of."""
 
 
-def _plain(value: Any) -> Any:
-    """`value` as JSON knows it; numpy and torch scalars are unpacked, what is not finite becomes null."""
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
-
-
 def _tagged(record: Record) -> dict[str, float]:
     """The numbers of a record under `split/name`."""
     split = record.get("split", "train")
@@ -330,22 +314,3 @@ def _drop_cut_line(path: Path) -> None:
     if content and not content.endswith(b"\n"):
         with path.open("rb+") as file:
             file.truncate(content.rfind(b"\n") + 1)
-
-
-def _cannot_write(path: Path, error: OSError) -> MachineError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MachineError(
-            "E002", "the disk is full", key=str(path), suggestion="Free some space and resume"
-        )
-    return MachineError("E001", f"cannot be written ({error.strerror or error})", key=str(path))
-
-
-def _require(package: str) -> None:
-    if find_spec(package) is None:
-        raise MachineError(
-            "E004",
-            f"needs the package {package}, which is not installed",
-            key="logger",
-            value=package,
-            suggestion=f"Install it with pip install 'ptfast[{package}]'",
-        )

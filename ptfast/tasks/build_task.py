@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from typing import Any
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import TASKS, DataInfo, Task
+from ptfast.core.sections.nearest_name import did_you_mean
 
 __all__ = ["TASKS", "build_task"]
 
@@ -46,9 +46,8 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
 
 def _find(name: str, chosen: str) -> Any:
     if "." not in chosen and chosen not in TASKS:
-        nearest = difflib.get_close_matches(chosen, TASKS, n=1)
-        suggestion = f"Did you mean {nearest[0]}?" if nearest else f"Choose one of {', '.join(TASKS)}"
-        raise ConfigError("C003", "unknown task", key="task", value=name, suggestion=suggestion)
+        hint = did_you_mean(chosen, TASKS) or f"Choose one of {', '.join(TASKS)}"
+        raise ConfigError("C003", "unknown task", key="task", value=name, suggestion=hint)
     module_name, _, class_name = TASKS.get(chosen, chosen).rpartition(".")
     try:
         return getattr(importlib.import_module(module_name), class_name)

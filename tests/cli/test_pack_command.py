@@ -102,7 +102,7 @@ def test_what_the_machine_lacks_is_said(tree: Path, tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     wanted = {"size": None, "jpeg": False, "skip_corrupt": False}
-    with pytest.raises(MachineError, match="no space is left") as caught:
+    with pytest.raises(MachineError, match="the disk is full") as caught:
         make(plan_images(tree, **wanted), tmp_path / "pack", 1, fill)
     assert caught.value.code == "E002"
     # Another process writes it.

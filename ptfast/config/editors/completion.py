@@ -126,7 +126,7 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
     """Every dotted key of the config that `arguments` choose: of its sections and of its option files."""
     from ptfast.config.files.lineage import lineage
     from ptfast.config.files.yaml_file import read_yaml
-    from ptfast.config.schema import defaults
+    from ptfast.config.schema import defaults, flatten
 
     primary = read_yaml(paths.builtin_root().conf / "config.yaml").data
     chosen: dict[str, str] = {}
@@ -140,7 +140,7 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
                 chosen |= {str(k).removeprefix("override ").lstrip("/ "): str(v) for k, v in entry.items()}
     chosen |= {group: option for group, option in given.items() if group in chosen}
     options = {group: _option(group, option) for group, option in chosen.items()}
-    return sorted({*_flat(defaults(), ""), *_flat(primary | options, "")})
+    return sorted({*flatten(defaults()), *flatten(primary | options)})
 
 
 def _option(group: str, option: str) -> dict[str, Any]:
@@ -150,14 +150,6 @@ def _option(group: str, option: str) -> dict[str, Any]:
     file = paths.options(group).get(option)
     layers = [content.data for content in lineage(group, file)] if file else []
     return {key: value for layer in layers for key, value in layer.items() if key != "defaults"}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> Iterable[str]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _files(part: str) -> list[str]:

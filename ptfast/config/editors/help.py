@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptfast.config.files import paths
-from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.errors import ConfigError, MachineError, cannot_write
 from ptfast.core.sections.nearest_name import did_you_mean
 
 
@@ -81,7 +81,7 @@ def copy_recipe(name: str, file: Path) -> str:
             "E001", "exists already and is not overwritten", key=str(file), suggestion="Choose another name"
         ) from None
     except OSError as error:
-        raise MachineError("E001", f"cannot be written: {error.strerror}", key=str(file)) from None
+        raise cannot_write(error, str(file)) from None
     return called
 
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ptfast.config.files import paths
 from ptfast.config.overrides import parse
-from ptfast.core.errors import ConfigError, MachineError, is_secret
+from ptfast.core.errors import ConfigError, MachineError, cannot_write, is_secret
 
 OWN = ("run", "recipe")
 """Sections of a single run, which no recipe holds."""
@@ -99,5 +99,5 @@ def write_overlay(
         with file.open("x", encoding="utf-8") as target:
             target.write(head + choices + OmegaConf.to_yaml(values))
     except OSError as error:
-        raise MachineError("E001", f"cannot be written: {error.strerror}", key=flag, value=file) from error
+        raise cannot_write(error, flag, file) from error
     return called

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ptfast.core.errors import DataError, MachineError
+from ptfast.core.errors import DataError, import_extra
 from ptfast.core.protocols import DataInfo
 
 BUILT_IN = ("words", "characters")
@@ -94,20 +94,14 @@ class HubTokenizer:
     """A tokenizer of the package `tokenizers`, from a `tokenizer.json` or by its name on the hub."""
 
     def __init__(self, source: str) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            hint = "Install it with pip install 'ptfast[hf]'"
-            raise MachineError(
-                "E004", "needs the package tokenizers", key="data.tokenizer", value=source, suggestion=hint
-            ) from None
+        tokenizers = import_extra("tokenizers", "hf", "data.tokenizer", source)
         self.source = source
         try:
             if source.endswith(".json") or Path(source).is_file():
                 # No name on the hub: asking there would only take its time.
-                self._tokenizer = Tokenizer.from_str(Path(source).read_text(encoding="utf-8"))
+                self._tokenizer = tokenizers.Tokenizer.from_str(Path(source).read_text(encoding="utf-8"))
             else:
-                self._tokenizer = Tokenizer.from_pretrained(source)
+                self._tokenizer = tokenizers.Tokenizer.from_pretrained(source)
         except Exception as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             hint = "Use words, characters, a tokenizer.json, or a name on the Hugging Face hub"

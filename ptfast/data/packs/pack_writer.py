@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 import torch.multiprocessing as mp
 
-from ptfast.core.errors import ConfigError, DataError, MachineError
+from ptfast.core.errors import ConfigError, DataError, MachineError, cannot_write
 from ptfast.core.machine import die_with_parent
 from ptfast.data.packs.pack_reader import JOURNAL, MANIFEST, Manifest, Part, SplitFacts, read_manifest
 
@@ -336,9 +335,5 @@ def _naming(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "no space is left" if full else f"cannot be written: {error.strerror}"
-        hint = "Make room, and give the same command again: it goes on" if full else None
-        raise MachineError(
-            "E002" if full else "E001", what, key="DST", value=folder, suggestion=hint
-        ) from error
+        hint = "Give the same command again to resume"
+        raise cannot_write(error, "DST", folder, suggestion=hint) from error

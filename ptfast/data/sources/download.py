@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from ptfast.core.errors import DataError, MachineError
+from ptfast.core.errors import DataError, cannot_write
 
 _TIMEOUT_S = 20
 
@@ -108,8 +108,7 @@ def _alone(folder: Path, hint: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise MachineError("E001", what, key=str(folder), suggestion=hint) from None
+        raise cannot_write(error, str(folder), suggestion=hint) from None
     try:
         with contextlib.suppress(ImportError, OSError):  # some file systems cannot lock
             import fcntl

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ptfast.core.errors import DataError, MachineError
+from ptfast.core.errors import DataError, import_extra
 from ptfast.core.protocols import DataInfo
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import fit
@@ -97,13 +97,7 @@ class HfDataset:
         return Splits.of(info, sources)
 
     def _splits(self) -> dict[str, Any]:
-        try:
-            import datasets
-        except ImportError:
-            hint = "Install it with pip install 'ptfast[hf]'"
-            raise MachineError(
-                "E004", "needs the package datasets", key="data", value="hf", suggestion=hint
-            ) from None
+        datasets = import_extra("datasets", "hf", "data", "hf")
         try:
             local = Path(self.path).expanduser()
             if (local / "dataset_dict.json").is_file() or (local / "dataset_info.json").is_file():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from ptfast.core import devices
+from ptfast.core.errors import MachineError
 from ptfast.core.machine import cache_folder
+from ptfast.core.run_directory import read_json, write_json
 
 TRY_S = 0.15
 """Seconds that each is tried. Of short tries some go undisturbed, even where a neighbour is busy."""
@@ -47,10 +49,10 @@ class Peaks:
 
 def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | None:
     """The peaks measured of this device before, with these threads and this torch; None if one is missing."""
+    found = read_json(_path(device))
     try:
-        found = json.loads(_path(device).read_text())
         peaks = Peaks(**{name: value for name, value in found.items() if name != "of"})
-    except (OSError, ValueError, TypeError):
+    except TypeError:
         return None
     return peaks if set(formats) <= set(peaks.flops_per_s) else None
 
@@ -176,13 +178,9 @@ def _path(device: torch.device) -> Path:
 
 
 def _remember(device: torch.device, peaks: Peaks) -> None:
-    path = _path(device)
     found = {name: value for name, value in asdict(peaks).items() if name != "seconds"}
     of = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"of": of, **found}, indent=1))
-        partial.replace(path)
-    except OSError:
-        pass  # only costs measuring again
+    # What cannot be remembered is measured again.
+    with contextlib.suppress(OSError, MachineError):
+        (path := _path(device)).parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"of": of, **found})

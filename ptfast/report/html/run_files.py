@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ptfast.core.run_directory import CONFIG, ENVIRONMENT, SUMMARY, read_json
 from ptfast.report.loggers import METRICS_FILE, PLACE, RESOURCES, Record, read_records
 
 Points = list[tuple[float, float]]
@@ -79,9 +79,9 @@ def read_run(run_dir: Path) -> RunFiles:
     return RunFiles(
         run_dir=run_dir,
         records=read_records(run_dir / METRICS_FILE),
-        summary=_read_json(run_dir / "summary.json"),
-        environment=_read_json(run_dir / "environment.json"),
-        config_text=_read_text(run_dir / "config.yaml"),
+        summary=read_json(run_dir / SUMMARY),
+        environment=read_json(run_dir / ENVIRONMENT),
+        config_text=_read_text(run_dir / CONFIG),
     )
 
 
@@ -90,14 +90,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read_text(path))
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def is_finite(value: Any) -> TypeGuard[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.core.clock import CAUSES, label
-from ptfast.core.errors import MachineError
+from ptfast.core.errors import cannot_write
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.html.html_page import facts, header, html_table, page, tiles
 from ptfast.report.html.run_files import RunFiles, is_finite, read_run
@@ -47,7 +47,7 @@ def write_report(run_dir: Path) -> Path:
     try:
         path.write_text(_render(read_run(run_dir)), encoding="utf-8")
     except OSError as error:
-        raise MachineError("E001", f"cannot be written ({error.strerror})", key=str(path)) from error
+        raise cannot_write(error, str(path)) from error
     return path
 
 
