@@ -49,7 +49,7 @@ def test_54_a_folder_that_cannot_be_written(capsys: Capture) -> None:
     if os.geteuid() == 0:
         pytest.skip("nothing stops root from writing; the read-only file system below does")
     Path("locked").mkdir(mode=0o555)
-    says = ("locked/train/", "cannot be written (Permission denied)", "Set run.root or run.dir")
+    says = ("locked/train/", "cannot be written: Permission denied", "Set run.root or run.dir")
     assert_refused(["train", "run.root=locked"], "E001", says, capsys)
 
 

@@ -170,7 +170,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
 
     Args:
         arguments: `key=value`, `group=option`, `+recipe=NAME`, as typed.
-        complete: False leaves `???` and interpolations that fail as they are, for printing.
+        complete: False leaves interpolations that fail as they are, for printing.
 
     Raises:
         ConfigError: with the key, its place and the nearest valid name.

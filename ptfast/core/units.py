@@ -65,6 +65,14 @@ def duration(seconds: float) -> str:
     return f"{hours // 24}d {hours % 24:02d}h"
 
 
+def short_time(seconds: float) -> str:
+    """A short time in three digits: `431 ms`, `12.3 ms`, `87 us`."""
+    for factor, unit in ((1, "s"), (1e-3, "ms")):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def clock(seconds: float) -> str:
     """A countdown: `0:21`, `1:02:03`."""
     whole = max(0, math.ceil(seconds))

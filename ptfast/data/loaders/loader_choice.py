@@ -12,7 +12,7 @@ import torch
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.machine import available_memory, shared_memory, spare_cores
 from ptfast.core.tensors.trees import tensors_in
-from ptfast.core.units import num_bytes
+from ptfast.core.units import num_bytes, short_time
 from ptfast.data.dataset import Source
 from ptfast.data.loaders.device_loader import free_bytes
 from ptfast.data.map_source import MapSource
@@ -172,18 +172,18 @@ def _quickest(
     cost = time_samples(train)
     batch_s = cost.seconds * micro_batch_size
     if train.packed and batch_s < HAND_OVER_S:
-        return Choice("packed", f"read in place, {_time(cost.seconds)} a sample", 0)
+        return Choice("packed", f"read in place, {short_time(cost.seconds)} a sample", 0)
     enough = num_samples is None or num_samples >= len(train)
     if train.repeatable and needed is not None and needed <= available_memory() // 4 and enough:
         return Choice("memory", f"{num_bytes(needed)}, decoded once", 0)
     within = "packed" if train.packed else "plain"
     if batch_s < HAND_OVER_S:
-        return Choice(within, f"a batch is read in {_time(batch_s)}", 0)
+        return Choice(within, f"a batch is read in {short_time(batch_s)}", 0)
     count = count_workers(workers, cost.num_bytes * micro_batch_size * prefetch)
     if count:
-        return Choice("workers", f"a batch is read in {_time(batch_s)}", count)
+        return Choice("workers", f"a batch is read in {short_time(batch_s)}", count)
     lacks = "cores or memory are not to spare" if workers == "auto" else "there are no workers"
-    return Choice(within, f"a batch is read in {_time(batch_s)}, and {lacks}", 0)
+    return Choice(within, f"a batch is read in {short_time(batch_s)}, and {lacks}", 0)
 
 
 def _on_device(choice: Choice, train: MapSource, device: torch.device | None) -> Choice:
@@ -199,7 +199,3 @@ def _on_device(choice: Choice, train: MapSource, device: torch.device | None) ->
 def _held_bytes(train: Source, others: Iterable[Source], crops: bool) -> int | None:
     sizes = [train.original_bytes if crops else train.held_bytes, *(source.held_bytes for source in others)]
     return None if None in sizes else sum(filter(None, sizes))
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

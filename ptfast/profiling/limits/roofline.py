@@ -12,6 +12,7 @@ import torch
 
 from ptfast.core.clock import STEP
 from ptfast.core.run import Run
+from ptfast.core.units import short_time
 from ptfast.profiling.limits.machine_peaks import Peaks
 from ptfast.profiling.limits.operators import Operator, flops
 from ptfast.profiling.limits.step_counting import Counted
@@ -142,14 +143,14 @@ def describe(step: Step) -> dict[str, Any]:
         "bound": step.bound,
     }
     floors = sorted(step.floors.items(), key=lambda item: -item[1])
-    parts = [f"{name} {_time(s)}" for name, s in floors if s >= 0.005 * step.seconds]
+    parts = [f"{name} {short_time(s)}" for name, s in floors if s >= 0.005 * step.seconds]
     reached = (
         f"{step.mfu:.0%} of {_rate(facts['peak_flops_per_s'])} in {_shown(str(work.format))}"
         if work.format
         else "no matrix products to count"
     )
     facts["line"] = f"{reached}; bound by {step.bound}"
-    facts["floors"] = f"{', '.join(parts) or 'below 0.5 %'}; a step takes {_time(step.seconds)}"
+    facts["floors"] = f"{', '.join(parts) or 'below 0.5 %'}; a step takes {short_time(step.seconds)}"
     return facts
 
 
@@ -203,11 +204,3 @@ def flop(number: float) -> str:
 
 def _rate(flops_per_s: float) -> str:
     return f"{flop(flops_per_s)}/s"
-
-
-def _time(seconds: float) -> str:
-    """A short time in three digits: `431 ms`, `12.3 ms`, `87 us`."""
-    for factor, unit in ((1, "s"), (1e-3, "ms")):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

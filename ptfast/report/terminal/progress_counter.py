@@ -10,7 +10,7 @@ from typing import TextIO
 
 from ptfast.core.errors import one_line
 from ptfast.core.units import clock, grouped
-from ptfast.report.terminal.output import is_terminal, standard_output
+from ptfast.report.terminal.display import is_terminal, standard_output
 
 _BAR = 30
 _REDRAW_S = 0.1
