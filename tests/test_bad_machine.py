@@ -100,7 +100,11 @@ def in_mounts(command: str, *words: str, after: str = "true") -> subprocess.Comp
 def test_54_a_read_only_file_system() -> None:
     Path("small").mkdir()
     done = in_mounts("mount -t tmpfs -o ro tmpfs small", "train", "run.root=small")
-    assert_says(done.stderr, "E001", ("small/train/", "(Read-only file system)", "Set run.root or run.dir"))
+    assert_says(
+        done.stderr,
+        "E001",
+        ("small/train/", "cannot be written: Read-only file system", "Set run.root or run.dir"),
+    )
     assert done.returncode == 4
 
 
