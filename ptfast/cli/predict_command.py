@@ -10,7 +10,7 @@ import torch
 
 from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK, cannot_write
-from ptfast.data.build_data import read_inputs
+from ptfast.data.new_inputs import read_inputs
 from ptfast.training.evaluation.test_time_views import averaged_over_views
 from ptfast.training.saved_model import load_saved
 from ptfast.training.user_code import naming_user_code

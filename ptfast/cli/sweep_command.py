@@ -19,7 +19,8 @@ from ptfast.config.multirun import sweep as run_sweep
 from ptfast.config.overrides import parse
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, ConfigError, PtfastError
-from ptfast.launch.rank_main import STARTED_VARIABLE, die_with_parent
+from ptfast.core.machine import die_with_parent
+from ptfast.launch.rank_main import STARTED_VARIABLE
 
 ENDINGS = {-signal.SIGKILL: "killed (out of memory?)", -signal.SIGSEGV: "crashed"}
 

@@ -217,6 +217,16 @@ def bug_line(error: BaseException) -> str:
     )
 
 
+def error_line(error: BaseException) -> str:
+    """The line a user sees for any error."""
+    return render(error) if isinstance(error, PtfastError) else bug_line(error)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that an error stands for."""
+    return error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
+
+
 def is_secret(key: str) -> bool:
     """Return True if a key holds the word token, key, secret or password (`apiKey`, not `tokenizer`)."""
     return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(key.rpartition(".")[2]))

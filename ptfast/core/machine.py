@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ptfast.core.errors import EXIT_BUG
+
 ROOT = Path("/")
 """Root of the system's files."""
 _NO_MEMORY = ("can't allocate memory", "out of memory", "cannot allocate memory", "std::bad_alloc")
@@ -151,11 +153,17 @@ def process_age_s() -> float:
         return 0.0
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, which would otherwise leave it running."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies, which would otherwise leave it running.
+
+    Args:
+        parent: the parent's id; this process leaves at once where that has died already.
+    """
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(EXIT_BUG)
 
 
 def _num_local_ranks() -> int:

@@ -23,9 +23,7 @@ from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.normalize import Statistics, statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable
 
     from ptfast.core.durations import Duration
     from ptfast.core.protocols import DataInfo
@@ -38,7 +36,6 @@ __all__ = [
     "build_train_loader",
     "check_same_data",
     "read_info",
-    "read_inputs",
     "smallest_micro_batch",
 ]
 
@@ -137,13 +134,6 @@ def build_data(
         info = replace(info, extra={**info.extra, "contents": contents})
     note = _describe(name, splits)
     return Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order, holder)
-
-
-def read_inputs(info: DataInfo, paths: Sequence[str], **options: Any) -> Iterator[tuple[list[str], Tensor]]:
-    """Batches of names and inputs of files, read as the training data was; see `ptfast.data.new_inputs`."""
-    from ptfast.data import new_inputs
-
-    return new_inputs.read_inputs(info, paths, **options)
 
 
 def _contents(splits: Splits) -> Contents:

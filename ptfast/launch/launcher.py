@@ -20,7 +20,6 @@ from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.distributed import Ranks, broadcast_text, count_neighbours, under_torchrun
 from ptfast.core.errors import (
-    EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PREEMPTED,
@@ -31,8 +30,10 @@ from ptfast.core.errors import (
     PtfastError,
     ReportedError,
     SavedStateError,
+    exit_code_of,
     render,
 )
+from ptfast.core.machine import die_with_parent
 from ptfast.launch.elastic import run_elastic
 from ptfast.launch.resume import Place, find_place
 
@@ -85,8 +86,6 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]])
 
 
 def _start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]]) -> int:
-    from ptfast.launch.rank_main import die_with_parent
-
     if under_torchrun():
         # One that is killed would leave its ranks running.
         die_with_parent()
@@ -107,8 +106,7 @@ def _start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]]
                 return EXIT_OK
             stack.enter_context(_prepared(place, composed))
         except Exception as error:
-            exit_code = error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
-            broadcast_text(json.dumps({"exit_code": exit_code}), ranks)
+            broadcast_text(json.dumps({"exit_code": exit_code_of(error)}), ranks)
             raise
         state = str(place.state_folder) if place.state_folder is not None else None
         word = {"folder": str(place.folder.absolute()), "state": state, "places": composed.places}
@@ -130,7 +128,7 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
         # One rank speaks for all; torchrun ends the others.
         if rank_main.report_failure(folder, error):
             raise
-        return error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
+        return exit_code_of(error)
 
 
 @contextlib.contextmanager

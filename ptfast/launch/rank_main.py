@@ -32,8 +32,8 @@ from ptfast.core.errors import (
     MachineError,
     ParallelError,
     PtfastError,
-    bug_line,
-    render,
+    error_line,
+    exit_code_of,
 )
 from ptfast.core.run import Run
 from ptfast.core.units import num_bytes
@@ -317,10 +317,9 @@ def summarise(run: Run | None, clock: Clock, outcome: Outcome) -> dict[str, Any]
 
 def report_failure(folder: Path, error: BaseException) -> bool:
     """Report this rank's failure to the launcher; False when another rank was first."""
+    word: dict[str, Any] = {"line": error_line(error), "exit_code": exit_code_of(error)}
     if isinstance(error, PtfastError):
-        word: dict[str, Any] = {"line": render(error), "exit_code": error.exit_code, "parts": error.parts}
-    else:
-        word = {"line": bug_line(error), "exit_code": EXIT_BUG, "bug": True}
+        word["parts"] = error.parts
     word["traceback"] = "".join(traceback.format_exception(error))
     try:
         with (folder / run_directory.FAILURE).open("x") as file:
@@ -330,17 +329,6 @@ def report_failure(folder: Path, error: BaseException) -> bool:
     except OSError:
         pass  # a full disk, say: whoever finds no word there prints it
     return True
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the launcher dies, which would otherwise leave it running.
-
-    Args:
-        parent: the launcher's id; this process leaves at once where that has died already.
-    """
-    machine.die_with_parent()
-    if parent is not None and os.getppid() != parent:
-        os._exit(EXIT_BUG)
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -359,7 +347,7 @@ def main() -> None:
     STATE is empty for a fresh start. Exits 0 however training ended: `summary.json` says how.
     """
     folder, state, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    die_with_parent(parent)
+    machine.die_with_parent(parent)
     try:
         from ptfast.config.read import load_config
 
@@ -369,10 +357,9 @@ def main() -> None:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if report_failure(folder, error) and not run_directory.read_json(folder / run_directory.FAILURE):
-            line = render(error) if isinstance(error, PtfastError) else bug_line(error)
-            print(line, file=sys.stderr, flush=True)
+            print(error_line(error), file=sys.stderr, flush=True)
         # The other ranks may wait in a collective for this one; leave without waiting for them.
-        leave(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)
+        leave(exit_code_of(error))
     leave(EXIT_OK)
 
 

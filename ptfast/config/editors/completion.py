@@ -104,7 +104,7 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
             names = list(paths.options(key))
             if part.startswith((".", "/")):
                 names = _files(part)
-        elif key in (known := paths.groups()) and key in known:
+        elif key in paths.groups():
             names = list(paths.options(key))
         else:
             return []

@@ -17,13 +17,13 @@ from ptfast.config.read import load_config
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.distributed import Ranks, barrier, init_process_group, world
-from ptfast.core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, PtfastError
-from ptfast.core.machine import is_memory_error
+from ptfast.core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, exit_code_of
+from ptfast.core.machine import die_with_parent, is_memory_error
 from ptfast.core.run import Run
 from ptfast.core.sections.targets import locate
 from ptfast.data.build_data import Data
 from ptfast.launch.elastic import run_elastic
-from ptfast.launch.rank_main import die_with_parent, leave, report_failure
+from ptfast.launch.rank_main import leave, report_failure
 from ptfast.report.terminal.display import Display
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.build import build
@@ -115,7 +115,7 @@ def main() -> None:
         leave(EXIT_INTERRUPTED)
     except Exception as error:
         report_failure(folder, error)
-        leave(error.exit_code if isinstance(error, PtfastError) else EXIT_BUG)
+        leave(exit_code_of(error))
 
 
 def _launch(num_ranks: int, arguments: list[str]) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
-from ptfast.data.build_data import build_data, read_inputs
+from ptfast.data.build_data import build_data
+from ptfast.data.new_inputs import read_inputs
 from ptfast.data.sources.arrays import Arrays
 
 RNG = np.random.default_rng(0)

@@ -16,10 +16,11 @@ from PIL import Image
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX
-from ptfast.data.build_data import build_data, read_inputs
+from ptfast.data.build_data import build_data
 from ptfast.data.decoding.image_decoding import Decoder, fit, size_of
 from ptfast.data.loaders import loader_choice
 from ptfast.data.map_source import TensorSource
+from ptfast.data.new_inputs import read_inputs
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.sources.imagefolder import ImageFolder
 from ptfast.data.transforms.normalize import statistics

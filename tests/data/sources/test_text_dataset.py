@@ -11,7 +11,8 @@ import torch
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
-from ptfast.data.build_data import build_data, read_inputs
+from ptfast.data.build_data import build_data
+from ptfast.data.new_inputs import read_inputs
 from ptfast.data.sources.text_dataset import TextFile, TextTsv
 
 TEN_PERCENT, NO_VAL = Duration(10, "percent"), Duration(0, "percent")
