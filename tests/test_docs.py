@@ -94,7 +94,7 @@ def test_a_command_is_read(shown: Shown) -> None:
     if name == "techniques" and others != ["NAME"]:
         known = {technique.name for technique in CATALOGUE} | {technique.family for technique in CATALOGUE}
         assert not others or " ".join(others) in known
-    if name in ("train", "eval", "predict", "find"):
+    if name in ("train", "eval", "predict", "find", "ablate"):
         for word in others:
             key = word.partition("=")[0].lstrip("+")
             assert "=" not in word or is_key(key) or is_of_ours(word), word

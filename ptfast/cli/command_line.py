@@ -230,6 +230,12 @@ def _eject(flags: dict[str, Any], arguments: list[str]) -> int:
     return eject(flags, arguments, _read_config)
 
 
+def _ablate(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.ablate_command import ablate
+
+    return ablate(flags, arguments, _read_config)
+
+
 def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.cli.techniques_command import markdown, show
 
@@ -337,6 +343,12 @@ COMMANDS: dict[str, Command] = {
         _find,
         dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
         | {"--noise": False, "--checkpointing": False},
+    ),
+    "ablate": Command(
+        "[+recipe=NAME] [key=value ...]",
+        "measure what each technique is worth here; write the best recipe",
+        _ablate,
+        {"--budget": True, "--only": True, "--compile": False, "--out": True},
     ),
     "tune": Command(
         "[+recipe=NAME] [key=value ...]",

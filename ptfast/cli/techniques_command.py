@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from ptfast.config.applicability import ThisMachine, verdict
-from ptfast.config.catalogue import CATALOGUE, PROMISES, Technique
+from ptfast.config.catalogue import CATALOGUE, PROMISES, Technique, plain_name
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.nearest_name import did_you_mean
 from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
@@ -29,12 +29,12 @@ def show(name: str | None = None) -> None:
         ConfigError: C003 when there is neither.
     """
     machine = ThisMachine()
-    wanted = None if name is None else _plain(name)
-    named = [technique for technique in CATALOGUE if _plain(technique.name) == wanted]
+    wanted = None if name is None else plain_name(name)
+    named = [technique for technique in CATALOGUE if plain_name(technique.name) == wanted]
     if named:
         _show_one(named[0], machine)
         return
-    chosen = CATALOGUE if wanted is None else [t for t in CATALOGUE if _plain(t.family) == wanted]
+    chosen = CATALOGUE if wanted is None else [t for t in CATALOGUE if plain_name(t.family) == wanted]
     if not chosen:
         known = [technique.name for technique in CATALOGUE]
         families = dict.fromkeys(technique.family for technique in CATALOGUE)
@@ -110,7 +110,3 @@ def _show_one(technique: Technique, machine: ThisMachine) -> None:
         "instead of": ", ".join(rivals),
     }
     build_display().panel(technique.name, [(name, value) for name, value in rows.items() if value])
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", " ").replace("_", " ")

@@ -13,7 +13,7 @@ from ptfast.core.machine import spare_cores
 
 _GPU_FILES = ("dev/nvidia0", "dev/kfd", "dev/dxg")
 """Files of Linux for a GPU that torch may compute on: NVIDIA's, AMD's, and either one under Windows."""
-_OF_THE_RUN: dict[Need, str] = {
+OF_THE_RUN: dict[Need, str] = {
     "images": "on images",
     "sequences": "on sequences",
     "convolutions": "in models with convolutions",
@@ -96,5 +96,5 @@ def verdict(technique: Technique, machine: ThisMachine) -> Verdict:
     for need in technique.needs:
         if lack := machine.lacks(need):
             return Verdict(False, f"no: {lack}")
-    where = [_OF_THE_RUN[need] for need in technique.needs if need in _OF_THE_RUN]
+    where = [OF_THE_RUN[need] for need in technique.needs if need in OF_THE_RUN]
     return Verdict(True, ", ".join(["yes", *where]))

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ptfast import models, optim
+from ptfast.core.errors import ConfigError
 from ptfast.core.sections.key_rules import Rule, Unused
+from ptfast.core.sections.nearest_name import did_you_mean
 from ptfast.core.sections.technique import PROMISES, Kind, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.data.loaders import transfer_records
@@ -50,3 +52,25 @@ RULES: tuple[Rule, ...] = _collect("RULES")
 MACHINE_RULES: tuple[Rule, ...] = _collect("MACHINE_RULES")
 UNUSED: tuple[Unused, ...] = _collect("UNUSED")
 FREE_KEYS: tuple[str, ...] = _collect("FREE_KEYS")
+
+
+def plain_name(name: str) -> str:
+    """A name of a technique or a family, which is given in words or joined by hyphens."""
+    return name.lower().replace("-", " ").replace("_", " ").strip()
+
+
+def technique_named(name: str, key: str | None = None) -> Technique:
+    """The technique of a name, in words or joined by hyphens.
+
+    Args:
+        key: that gave it, such as `--only`.
+
+    Raises:
+        ConfigError: C003 when there is none.
+    """
+    names = {technique.name: technique for technique in CATALOGUE}
+    found = {plain_name(known): technique for known, technique in names.items()}.get(plain_name(name))
+    if found is None:
+        hint = did_you_mean(name, names) or "ptfast techniques lists them"
+        raise ConfigError("C003", "no such technique", key=key or name, value=key and name, suggestion=hint)
+    return found

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from ptfast.config.checks.options import check_option
 from ptfast.config.files import paths
 from ptfast.config.files.lineage import lineage
-from ptfast.config.files.yaml_file import read_yaml
+from ptfast.config.files.yaml_file import YamlFile, read_yaml
 from ptfast.config.overrides import Argument
 from ptfast.core.errors import ConfigError
 
@@ -35,22 +35,27 @@ def expand(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str
         name = None
     if name is None:
         return list(arguments), {}
-    content = read_yaml(paths.options(paths.PRESETS)[name])
-    places = {key: content.places[key] for key in content.data if key not in taken}
+    file = content(name)
+    places = {key: file.places[key] for key in file.data if key not in taken}
     groups = paths.groups()
-    expanded = [_argument(key, content.data[key], content.places[key], groups) for key in places]
+    expanded = [_argument(key, file.data[key], file.places[key], groups) for key in places]
     return [*expanded, *arguments], places
+
+
+def content(name: str) -> YamlFile:
+    """The file of a preset, whose data holds what it chooses by group and by dotted key."""
+    return read_yaml(paths.options(paths.PRESETS)[name])
 
 
 def _of_recipe(recipe: Argument) -> tuple[str | None, set[str]]:
     """The preset that a recipe names, or one that it inherits, and what all of these set themselves."""
     file = paths.recipe_file(recipe.option)
     name, taken = None, set[str]()
-    for content in lineage(paths.RECIPES, file) if file else []:
-        if (own := content.data.get(paths.PRESETS)) is not None:
-            check_option(paths.PRESETS, own, [paths.PRESETS], content.places[paths.PRESETS])
+    for recipe_file in lineage(paths.RECIPES, file) if file else []:
+        if (own := recipe_file.data.get(paths.PRESETS)) is not None:
+            check_option(paths.PRESETS, own, [paths.PRESETS], recipe_file.places[paths.PRESETS])
             name = own
-        taken |= {*content.places, *_chosen_groups(content.defaults)}
+        taken |= {*recipe_file.places, *_chosen_groups(recipe_file.defaults)}
     return (name, taken) if name is not None else (None, set())
 
 

@@ -17,15 +17,17 @@ ORDER = (0, 1, 1, 0)
 
 @dataclass(frozen=True)
 class Arm:
-    """A variant of a config.
+    """A variant of a config; those of the same overrides are one.
 
     Args:
         name: as tables show it.
         overrides: `key=value` and `group=option` words over those of the user.
+        copy: tells apart two of the same overrides, each with a process of its own.
     """
 
-    name: str
+    name: str = field(compare=False)
     overrides: tuple[str, ...] = ()
+    copy: int = 0
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 from ptfast.config.files.frozen import redact
 from ptfast.core import run_directory
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.machine import usable_cores
 from ptfast.core.units import duration
 from ptfast.measure.trials.arm_pool import ArmPool
@@ -56,8 +56,10 @@ class Session:
         self.aa: Comparison | None = None
         self.comparisons: list[Comparison] = []
         """The family whose verdicts are controlled together."""
+        self.least_s = 0.0
+        """Seconds that a comparison takes at least, starting a process included."""
         self.pool = ArmPool(list(arguments), folder)
-        self._on_round, self._start_s = on_round, time.monotonic()
+        self.on_round, self._start_s = on_round, time.monotonic()
 
     def __enter__(self) -> Session:
         return self
@@ -81,18 +83,19 @@ class Session:
             ConfigError: C005 where the budget is too small for anything after that.
             PtfastError, ReportedError: whatever stops the run in its first steps.
         """
-        twin = Arm(f"{base.name} again", base.overrides)
+        twin = Arm(f"{base.name} again", base.overrides, copy=1)
         self.aa = comparison = Comparison(base, twin)
-        self._prepare(base, twin)
+        self.prepare(base, twin)
         self._raise_if_lost(twin)
         start_s = self._elapsed_s
         self._measure(comparison, self.left_s * AA_SHARE, AA_ROUNDS)
         self._raise_if_lost(twin)
+        rounds_s = (self._elapsed_s - start_s) / max(len(comparison.rounds), 1) * LEAST_ROUNDS
+        self.least_s = start_s + rounds_s
         effect = comparison.process_effect
-        if effect is None or self.left_s < start_s:
-            rounds_s = (self._elapsed_s - start_s) / max(len(comparison.rounds), 1) * LEAST_ROUNDS
+        if effect is None or self.left_s < self.least_s:
             what = f"too little: starting takes {duration(start_s)}, and a comparison {duration(rounds_s)}"
-            hint = f"Give {math.ceil(2 * start_s + rounds_s / AA_SHARE)}s or more"
+            hint = f"Give {math.ceil(2 * start_s + 2 * rounds_s / AA_SHARE)}s or more"
             raise ConfigError("C005", what, key="--budget", value=f"{self.budget_s:g}s", suggestion=hint)
         self.spread = ProcessSpread((effect,))
         self.pool.end(twin)
@@ -119,6 +122,15 @@ class Session:
             )
         return lines
 
+    def prepare(self, base: Arm, *arms: Arm) -> None:
+        """Start the processes of arms that are about to be compared: together, as starting takes seconds.
+
+        Raises:
+            PtfastError, ReportedError: what stops the base.
+        """
+        self.pool.prepare(base, *arms)
+        self._raise_if_lost(base)
+
     def compare(
         self, base: Arm, other: Arm, *, seconds: float | None = None, fresh: bool = False
     ) -> Comparison:
@@ -138,16 +150,24 @@ class Session:
             self.pool.end(base, other)
         comparison = Comparison(base, other, self.spread)
         self.comparisons.append(comparison)
-        if self._is_same(base, other):
+        if self.is_same(base, other):
             comparison.why = "changes nothing in this config"
         else:
-            self._prepare(base, other)
+            self.prepare(base, other)
             self._measure(comparison, end_s - self._elapsed_s, MOST_ROUNDS)
             self._raise_if_lost(base)
             if error := self.pool.lost.get(other):
                 comparison.why = reason(error).removesuffix(".")
         self._judge()
         return comparison
+
+    def is_same(self, base: Arm, other: Arm) -> bool:
+        """Return True if two arms mean the same config."""
+        try:
+            trees = [self.pool.config(arm)[0].tree for arm in (base, other)]
+        except PtfastError:
+            return False
+        return {**trees[0], "preset": None} == {**trees[1], "preset": None}
 
     def write_receipt(self, path: Path, command: Sequence[str], **facts: Any) -> None:
         """Write raw figures, machine, versions, verdicts and the command to repeat it, whole or not at all.
@@ -169,21 +189,9 @@ class Session:
             },
         )
 
-    def _prepare(self, *arms: Arm) -> None:
-        self.pool.prepare(*arms)
-        self._raise_if_lost(arms[0])
-
     def _raise_if_lost(self, arm: Arm) -> None:
         if error := self.pool.lost.get(arm):
             raise error
-
-    def _is_same(self, base: Arm, other: Arm) -> bool:
-        """Return True if two arms mean the same config."""
-        try:
-            trees = [self.pool.config(arm)[0].tree for arm in (base, other)]
-        except ConfigError:
-            return False
-        return {**trees[0], "preset": None} == {**trees[1], "preset": None}
 
     def _measure(self, comparison: Comparison, seconds: float, most_rounds: int) -> None:
         """Add rounds until the verdict is clear, or the time or the rounds are used up."""
@@ -202,7 +210,7 @@ class Session:
                 stretches.append({"arm": arm} | figures)
             comparison.rounds.append(stretches)
             round_s = self._elapsed_s - start_s
-            self._on_round(comparison)
+            self.on_round(comparison)
             if (effect := comparison.effect) is not None and comparison is not self.aa and effect.is_clear:
                 return
 

@@ -9,12 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptfast.core import run_directory
 from ptfast.core.machine import peak_memory_bytes
 from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Run
+from ptfast.core.sections.technique import Need
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.measure.trials.system_load import ProcessorTimes, wait_for_children
 from ptfast.measure.trials.train_timing import ENDLESS, mean_over_ranks
@@ -44,10 +45,11 @@ def time_stretch(trial: TrialRank, *, num_steps: int = 0, warm_s: float = 5.0) -
         num_steps: optimizer steps of the stretch; 0 to build or to warm up.
         warm_s: seconds after which the warm-up ends, steady or not.
 
-    Reports, of a built run: `environment`, `resolved` and `build_s`. Of a warm one: `first_step_s` (with
-    compiling), `step_s` and `losses` of its steps. Of a stretch: `steps`, `samples`, `tokens` without padding
-    (None for other data), `wall_s`, `processor_s` of this process and its workers, `peak_memory_bytes`,
-    `loss`, the share of time spent `waiting` for data, and `system`, what went on beside it.
+    Reports, of a built run: `environment`, `resolved`, `batch_size`, `build_s`, and the needs of techniques
+    that it `meets`. Of a warm one: `first_step_s` (with compiling), `step_s`, the `losses` of its first steps
+    and if it `compiles`. Of a stretch: `steps`, `samples`, `tokens` without padding (None for other data),
+    `wall_s`, `processor_s` of this process and its workers, `peak_memory_bytes`, `loss`, the share of time
+    spent `waiting` for data, and `system`, what went on beside it.
     """
     with trial.reporting_lack_of_memory({}):
         if "stretches" not in trial.kept:
@@ -78,6 +80,7 @@ class Stretches:
             "environment": run_directory.environment([]),
             "resolved": asdict(run.resolved),
             "batch_size": run.settings.batch_size,
+            "meets": _needs_met(run),
             "build_s": time.perf_counter() - start_s,
         }
 
@@ -173,6 +176,18 @@ class Stretches:
         if self.num_tokens is None:
             return None
         return int(sum_and_read([self.num_tokens], self.run.device, self.run.ranks)[0])
+
+
+def _needs_met(run: Run) -> list[Need]:
+    """Needs of techniques that depend on the model and the data, and are met here."""
+    kinds = [type(module) for module in run.model.modules()]
+    found: dict[Need, bool] = {
+        "images": run.info.kind == "image",
+        "sequences": run.info.kind in ("text", "tokens"),
+        "convolutions": any(issubclass(kind, nn.modules.conv._ConvNd) for kind in kinds),
+        "batchnorm": any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds),
+    }
+    return [need for need, is_met in found.items() if is_met]
 
 
 def _is_steady(times: list[float]) -> bool:

@@ -1,0 +1,39 @@
+"""`ptfast ablate`: reads what is asked for, and calls the measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ptfast.cli.flags import read_seconds
+from ptfast.config.catalogue import technique_named
+from ptfast.core.errors import ConfigError
+
+
+def ablate(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
+    """Measure what techniques are worth for the config that the arguments mean.
+
+    Args:
+        read_config: composes and validates `key=value` words.
+
+    Raises:
+        ConfigError: C003 for a technique that there is none of, C005 for a budget that makes no sense.
+        PtfastError: whatever is wrong with the config, or stops its first steps.
+    """
+    options: dict[str, Any] = {"compiles": "--compile" in flags}
+    options["budget_s"] = read_seconds(flags, "--budget", "10m")
+    if "--only" in flags:
+        options["only"] = [technique_named(name, "--only") for name in flags["--only"].split(",")]
+    if "--out" in flags:
+        options["out"] = Path(flags["--out"]).expanduser()
+    from ptfast.core.distributed import world
+
+    if world() is not None:
+        hint = "Start it without torchrun; parallel=ddp launches the ranks"
+        raise ConfigError("C014", "every rank would measure by itself", key="ablate", suggestion=hint)
+    composed, config = read_config(arguments)
+    with composed.naming_places():
+        from ptfast.measure.ablate.ablate_run import ablate as measure
+
+        return measure(composed, config, arguments, **options)

@@ -1,0 +1,1 @@
+"""`ptfast ablate`: what each technique is worth here."""

@@ -1,0 +1,155 @@
+"""`ptfast ablate`: what each technique is worth here, and the best config of them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ptfast.config.applicability import ThisMachine
+from ptfast.config.catalogue import Technique
+from ptfast.config.compose import Composed
+from ptfast.config.files.overlay import check_overlay
+from ptfast.config.overrides import merge
+from ptfast.config.schema import Config
+from ptfast.core import run_directory
+from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
+from ptfast.core.units import clock, duration
+from ptfast.measure.ablate.ablation import PLAIN, Ablation
+from ptfast.measure.ablate.ablation_table import bounds, ratio, show
+from ptfast.measure.ablate.candidates import choose
+from ptfast.measure.ablate.waterfall import draw
+from ptfast.measure.found import check_outputs, label, write_recipe
+from ptfast.measure.trials.comparison import Comparison
+from ptfast.measure.trials.session import RECEIPT, Session
+from ptfast.report.terminal.display import is_terminal, standard_output
+
+BEST, PICTURE = "best.yaml", "ablate.png"
+
+
+def ablate(
+    composed: Composed,
+    config: Config,
+    arguments: Sequence[str],
+    *,
+    budget_s: float,
+    only: Sequence[Technique] = (),
+    compiles: bool = False,
+    out: Path | None = None,
+) -> int:
+    """Measure techniques by paired trials, show them by worth, and write the best config as a recipe.
+
+    Args:
+        budget_s: seconds for everything; what it does not reach is named.
+        only: measure no others.
+        compiles: measure those that compile, too.
+        out: folder of receipt, picture and recipe; None for a new one under `run.root`.
+
+    Returns:
+        0, or 130 after Ctrl-C, with what was found by then shown and written.
+
+    Raises:
+        ConfigError: C005 where the budget is too small for one comparison.
+        PtfastError: whatever stops a plain run in its first steps.
+    """
+    check_outputs(out, None)
+    folder = out or run_directory.new_folder(Path(config.run.root), f"ablate-{label(config)}")
+    check_overlay(folder / BEST) if folder.is_dir() else None
+    code = EXIT_OK
+    with tempfile.TemporaryDirectory(prefix="ptfast-") as name, _live_line() as live:
+        with Session(arguments, budget_s=budget_s, folder=Path(name)) as session:
+
+            def on_round(comparison: Comparison) -> None:
+                what, rounds = comparison.other.name, len(comparison.rounds)
+                live(f"{what}: round {rounds}, {ratio(comparison)}  {clock(session.left_s)} left")
+
+            session.on_round = on_round
+            print(f"measuring for {duration(budget_s)}; a run starts first, and is compared with itself")
+            session.calibrate(PLAIN)
+            live("")
+            print("\n".join(session.describe_floor()))
+            meets = session.pool.warm[PLAIN]["meets"]
+            techniques, left_out = choose(meets, ThisMachine(), only=only, compiles=compiles)
+            print(f"{len(techniques)} techniques to measure")
+
+            def on_done(heading: str, comparison: Comparison) -> None:
+                live("")
+                _note(heading, comparison, session.left_s)
+
+            ablation = Ablation(session, techniques, on_done)
+            try:
+                ablation.run()
+            except KeyboardInterrupt:
+                live("")
+                print("interrupted: this is what was found by then")
+                code = EXIT_INTERRUPTED
+        show(ablation, left_out)
+        _write(ablation, folder, arguments, config, left_out, interrupted=code != EXIT_OK)
+    return code
+
+
+def _note(heading: str, comparison: Comparison, left_s: float) -> None:
+    """A line on a comparison that was made."""
+    found = comparison.why or f"{ratio(comparison)} [{bounds(comparison)}] {comparison.verdict}"
+    rounds = f", {len(comparison.rounds)} rounds" if comparison.rounds else ""
+    print(f"  {heading:<40} {found}{rounds}  {clock(left_s)} left", flush=True)
+
+
+def _write(
+    ablation: Ablation,
+    folder: Path,
+    arguments: Sequence[str],
+    config: Config,
+    left_out: dict[str, str],
+    *,
+    interrupted: bool,
+) -> None:
+    """Write the receipt, the picture and the best config."""
+    run_directory.create_folder(folder)
+    session, name, best = ablation.session, label(config), ablation.best
+    facts = {
+        "interrupted": interrupted,
+        "not_reached": [technique.name for technique in ablation.not_reached],
+        "left_out": left_out,
+        "stack": [technique.name for technique in ablation.stack],
+        "promised_speedup": ablation.promised,
+        "best": best.overrides,
+    }
+    command = ["ptfast", "ablate", *arguments, "--budget", f"{session.budget_s:g}s"]
+    session.write_receipt(folder / RECEIPT, command, **facts)
+    print(f"\nfigures: {folder}")
+    if ablation.stack:
+        draw(folder / PICTURE, ablation, f"{name}: what each technique adds")
+    elif best == PLAIN:
+        return
+    again = ablation.over_plain
+    worth = (
+        f"{ratio(again)} [{bounds(again)}] plain's speed" if again and again.effect else "not measured again"
+    )
+    comment = [
+        f"The best config of {name} on one machine, found by ptfast ablate: {worth}",
+        f"On: {', '.join(technique.name for technique in ablation.stack)}."
+        if best.overrides
+        else "As it was given, which was faster than all that was tried.",
+    ]
+    write_recipe(folder / BEST, merge(arguments, best.overrides), {}, comment)
+
+
+@contextlib.contextmanager
+def _live_line() -> Iterator[Callable[[str], None]]:
+    """A line that is written over again and again on a terminal; nothing elsewhere."""
+    stream = standard_output()
+    shows = is_terminal(stream)
+
+    def write(text: str) -> None:
+        if shows:
+            width = shutil.get_terminal_size().columns - 1
+            stream.write(f"\r{text[:width]}\x1b[K")
+            stream.flush()
+
+    try:
+        yield write
+    finally:
+        write("")
