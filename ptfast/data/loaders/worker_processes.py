@@ -24,6 +24,8 @@ from ptfast.core.tensors.trees import tensors_in
 
 RAISED = (Exception, SystemExit)
 """Exceptions of a data set: `sys.exit` in it must not end a run as if that were done."""
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that end a run, by which workers are not to end."""
 _END = object()
 _CLOSE_S = 2.0
 """How long a worker that is reading may take to notice that nobody wants any more."""
@@ -155,7 +157,8 @@ class WorkerPool:
                 # The default draws from the global generator: dropout would differ with and without workers.
                 generator=torch.Generator(),
             )
-            return iter(loader)
+            with _signals_held():
+                return iter(loader)
 
     def _died(self, iterator: Any) -> DataError:
         """The error for a worker that has ended."""
@@ -238,12 +241,23 @@ def _identity(raw: Any) -> Any:
 def _start_worker(threads: int, _: int) -> None:
     # The signals of a terminal reach the whole group: workers serve until the parent has saved and closes
     # them.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     # What the queue's own thread cannot send it would drop, and the parent wait for it for ever.
     Queue._on_queue_feeder_error = _send_failure  # pyright: ignore[reportAttributeAccessIssue]
     torch.set_num_threads(threads)
     die_with_parent()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold signals back, here and in processes that start inside: until they ignore them, one ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _send_failure(queue: Any, error: Exception, item: Any) -> None:
