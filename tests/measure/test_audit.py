@@ -245,3 +245,21 @@ def test_overrides_are_measured_and_written(
     assert "padding" in shown
     assert "2 ms a step [1 to 3]" in shown
     assert read_config([f"+recipe={file}"])[1].batching.padding == "longest"
+
+
+def test_an_interrupted_audit_shows_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: Any) -> list[Finding]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(audit_run, "price_here", interrupted)
+    assert command_line.run(["audit", *NET, *POINTS, *PLAIN, "model.defect=unused"]) == 130
+    assert "spare.weight" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_traced_is_audited_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line.run(["audit", *NET, *POINTS, *PLAIN, "model.defect=untraced", "--budget=0"]) == 0
+    assert "could not be traced: RuntimeError: not under a mode" in capsys.readouterr().out

@@ -63,17 +63,12 @@ def _table(title: str, findings: Sequence[Finding]) -> None:
 
     priced = any(finding.price is not None for finding in findings)
     look = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
-    table = Table(title=f"{len(findings)} {title}", title_style="bold", **look)  # type: ignore[arg-type]
-    table.add_column("area")
+    ruled = Table(title=f"{len(findings)} {title}", title_style="bold", **look)  # type: ignore[arg-type]
+    ruled.add_column("area")
     if priced:
-        table.add_column("price", justify="right")
-    table.add_column("finding, place, fix", overflow="fold")
-    area = None
+        ruled.add_column("price", justify="right")
+    ruled.add_column("finding, place, fix", overflow="fold")
     for finding in findings:
         text = Text.assemble((finding.what, "bold"), "\n", (finding.where, "cyan"), "\n", fix(finding))
-        if area not in (None, finding.area):
-            table.add_section()
-        name = "" if area == finding.area else finding.area
-        area = finding.area
-        table.add_row(name, *([price(finding)] if priced else []), text)
-    Console(highlight=False, markup=False, emoji=False).print(table)
+        ruled.add_row(finding.area, *([price(finding)] if priced else []), text)
+    Console(highlight=False, markup=False, emoji=False).print(ruled)

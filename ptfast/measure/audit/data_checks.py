@@ -80,9 +80,8 @@ def arrays_copied(examined: Examined) -> Iterator[Finding]:
     if examined.samples is None:
         return
     for place, calls in examined.samples.calls.copied.items():
-        each = calls.count / examined.samples.num_samples
         yield Finding(
-            f"torch.tensor copies an array, {each:g} times a sample",
+            "torch.tensor copies an array of each sample",
             place,
             "torch.from_numpy(array), or torch.as_tensor(array)",
             price=Price(calls.seconds / examined.samples.num_samples * examined.run.settings.batch_size),

@@ -46,12 +46,10 @@ class Trial:
     """A measurement of what a finding costs.
 
     Args:
-        make: returns what is done as it is, and mended; called when it is measured.
-        per_step: how often a step does it.
+        make: returns what a step does as it is, and mended; called when it is measured.
     """
 
     make: Callable[[], tuple[Callable[[], object], Callable[[], object]]]
-    per_step: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from ptfast.measure.audit.examined import Examined
 from ptfast.measure.audit.finding import Finding, Trial
-from ptfast.measure.audit.operator_trace import Gelus, Shapes
+from ptfast.measure.audit.operator_trace import AttentionShape, GeluShape
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
 
 TILE = 8
@@ -84,26 +85,27 @@ def widths_beside_tensor_cores(examined: Examined) -> Iterator[Finding]:
 
 def attention_by_hand(examined: Examined) -> Iterator[Finding]:
     """softmax(QK^T)V by operators of their own, whose weights nothing else reads."""
-    for attention in examined.operators.attentions:
+    for place, calls in examined.operators.attentions.items():
+        modules = dict.fromkeys(module for module, _ in calls if module)
         yield Finding(
-            f"attention by {_counted(attention.count, 'softmax', 'softmaxes')} between two products",
-            _where(attention.place, attention.module),
+            f"attention by a softmax between two products, {_times(len(calls))} a step",
+            f"{place} ({_listed(modules)})" if modules else place,
             "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)",
             kind="reordered",
-            trial=Trial(partial(_attentions, attention.shapes, examined.run.device), attention.count),
+            trial=_trial(_attention, [shape for _, shape in calls], examined.run.device),
         )
 
 
 def gelu_by_hand(examined: Examined) -> Iterator[Finding]:
     """GELU written out with erf or tanh, which is told by its values."""
-    for place, gelus in examined.operators.gelus.items():
-        tanh = gelus.approximate == "tanh"
+    for place, calls in examined.operators.gelus.items():
+        tanh = calls[0].approximate == "tanh"
         yield Finding(
-            f"GELU in single operators, {_counted(gelus.count, 'time')} a step",
+            f"GELU in single operators, {_times(len(calls))} a step",
             place,
             'F.gelu(x, approximate="tanh")' if tanh else "F.gelu(x)",
             kind="reordered",
-            trial=Trial(partial(_gelus, gelus, examined.run.device), gelus.count),
+            trial=_trial(_gelu, calls, examined.run.device),
         )
 
 
@@ -180,14 +182,35 @@ def deep_without_normalisation(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _attentions(shapes: Shapes, device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Attention of random tensors of such shapes, forward and backward: in single operators, and in one."""
-    lengths = (shapes.queries, shapes.depth), (shapes.keys, shapes.depth), (shapes.keys, shapes.values)
-    make = partial(torch.randn, device=device, dtype=shapes.dtype, requires_grad=True)
-    queries, keys, values = (make(1, shapes.batch, *each) for each in lengths)
+_Sides = tuple[Callable[[], object], Callable[[], object]]
+
+
+def _trial(
+    build: Callable[[Any, torch.device], _Sides], shapes: Sequence[Any], device: torch.device
+) -> Trial:
+    """All calls of a step, by hand and by one operator each, on random tensors."""
+
+    def make() -> _Sides:
+        sides = [(build(shape, device), count) for shape, count in Counter(shapes).items()]
+
+        def call(side: int) -> None:
+            for functions, count in sides:
+                for _ in range(count):
+                    functions[side]()
+
+        return partial(call, 0), partial(call, 1)
+
+    return Trial(make)
+
+
+def _attention(shape: AttentionShape, device: torch.device) -> _Sides:
+    """Attention forward and backward, without mask and dropout: in single operators, and in one."""
+    lengths = (shape.queries, shape.depth), (shape.keys, shape.depth), (shape.keys, shape.values)
+    make = partial(torch.randn, device=device, dtype=shape.dtype, requires_grad=True)
+    queries, keys, values = (make(1, shape.batch, *each) for each in lengths)
 
     def by_hand() -> Tensor:
-        return (queries @ keys.transpose(-1, -2) / math.sqrt(shapes.depth)).softmax(-1) @ values
+        return (queries @ keys.transpose(-1, -2) / math.sqrt(shape.depth)).softmax(-1) @ values
 
     def fused() -> Tensor:
         return F.scaled_dot_product_attention(queries, keys, values)
@@ -196,17 +219,17 @@ def _attentions(shapes: Shapes, device: torch.device) -> tuple[Callable[[], obje
     return partial(_there_and_back, by_hand, inputs), partial(_there_and_back, fused, inputs)
 
 
-def _gelus(gelus: Gelus, device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
-    """GELU of a random tensor of such a shape, forward and backward: in single operators, and in one."""
-    inputs = torch.randn(gelus.shape, device=device, dtype=gelus.dtype, requires_grad=True)
+def _gelu(shape: GeluShape, device: torch.device) -> _Sides:
+    """GELU forward and backward: in single operators, and in one."""
+    inputs = torch.randn(shape.shape, device=device, dtype=shape.dtype, requires_grad=True)
 
     def by_hand() -> Tensor:
-        if gelus.approximate == "none":
+        if shape.approximate == "none":
             return 0.5 * inputs * (1 + torch.erf(inputs / math.sqrt(2)))
         return 0.5 * inputs * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inputs + 0.044715 * inputs**3)))
 
     def fused() -> Tensor:
-        return F.gelu(inputs, approximate=gelus.approximate)
+        return F.gelu(inputs, approximate=shape.approximate)
 
     return partial(_there_and_back, by_hand, (inputs,)), partial(_there_and_back, fused, (inputs,))
 
@@ -230,8 +253,8 @@ def _replaced(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             setattr(parent, name, module)
 
 
-def _where(place: str, module: str) -> str:
-    return f"{place} ({module})" if module else place
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _counted(count: int, one: str, several: str = "") -> str:

@@ -33,18 +33,8 @@ _SAMPLED = 4096
 """Values by which a formula is told from others."""
 
 
-@dataclass
-class Attention:
-    """Products of queries and keys, their softmax, and its product with values, by an operator each."""
-
-    place: str
-    module: str
-    shapes: Shapes
-    count: int = 0
-
-
-class Shapes(NamedTuple):
-    """Of queries, keys and values in one call of attention, heads being part of the batch."""
+class AttentionShape(NamedTuple):
+    """One call of attention, heads being part of the batch."""
 
     batch: int
     queries: int
@@ -54,15 +44,13 @@ class Shapes(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass
-class Gelus:
-    """GELU in single operators at one place."""
+class GeluShape(NamedTuple):
+    """One call of GELU."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     approximate: str
     """`tanh` or `none`, as `F.gelu` takes it."""
-    count: int = 0
 
 
 class _Scores(NamedTuple):
@@ -77,10 +65,11 @@ class _Weights:
 
     place: str
     module: str
-    shapes: Shapes
+    depth: int
+    shape: AttentionShape | None = None
+    """Once it was multiplied with values."""
     elsewhere: bool = False
     """Something but a product with values has read it."""
-    multiplied: bool = False
 
 
 class OperatorTrace(TorchDispatchMode):
@@ -108,8 +97,8 @@ class OperatorTrace(TorchDispatchMode):
         self._softmaxes: list[_Weights] = []
         self.recording = False
         """Whether the forward pass is at work."""
-        self.gelus: dict[str, Gelus] = {}
-        """By place."""
+        self.gelus: defaultdict[str, list[GeluShape]] = defaultdict(list)
+        """Calls of GELU by hand, by place."""
         self.doubles: defaultdict[str, int] = defaultdict(int)
         """Operators with a float64 tensor for a result, by place."""
         self.normalises = False
@@ -117,14 +106,13 @@ class OperatorTrace(TorchDispatchMode):
         """Products and convolutions with a parameter."""
 
     @property
-    def attentions(self) -> list[Attention]:
-        """Attention by hand, of which nobody else reads the weights, by place and module."""
-        found: dict[tuple[str, str], Attention] = {}
+    def attentions(self) -> dict[str, list[tuple[str, AttentionShape]]]:
+        """Calls of attention by hand of which nothing else reads the weights, with their module, by place."""
+        found: defaultdict[str, list[tuple[str, AttentionShape]]] = defaultdict(list)
         for weights in self._softmaxes:
-            if weights.multiplied and not weights.elsewhere:
-                key = weights.place, weights.module
-                found.setdefault(key, Attention(*key, weights.shapes)).count += 1
-        return [*found.values()]
+            if weights.shape is not None and not weights.elsewhere:
+                found[weights.place].append((weights.module, weights.shape))
+        return found
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
@@ -188,21 +176,17 @@ class OperatorTrace(TorchDispatchMode):
         weights = next((role for role in roles if isinstance(role, _Weights)), None)
         if name in _PRODUCTS:
             if weights is not None:
-                if roles[0] is weights and roles[1] != "parameter" and not weights.multiplied:
-                    weights.multiplied = True
+                if roles[0] is weights and roles[1] != "parameter" and weights.shape is None:
                     batch, queries, keys = args[0].shape
-                    sizes = batch, queries, keys, weights.shapes.depth, args[1].shape[-1]
-                    weights.shapes = Shapes(*sizes, args[0].dtype)
+                    values, dtype = args[1].shape[-1], args[0].dtype
+                    weights.shape = AttentionShape(batch, queries, keys, weights.depth, values, dtype)
                 else:
                     weights.elsewhere = True
                 return None
             return None if name == "mm" or "parameter" in roles else _Scores(args[0].shape[-1])
         if name == "_softmax" and isinstance(roles[0], _Scores) and args[1] in (-1, args[0].dim() - 1):
-            found = _Weights(
-                code_place() or "",
-                self._stack[-1] if self._stack else "",
-                Shapes(0, 0, 0, roles[0].depth, 0, args[0].dtype),
-            )
+            module = self._stack[-1] if self._stack else ""
+            found = _Weights(code_place() or "", module, roles[0].depth)
             self._softmaxes.append(found)
             return found
         if name in _MOVES or name in _ELEMENTWISE:
@@ -230,8 +214,7 @@ class OperatorTrace(TorchDispatchMode):
         if others[0].shape == result.shape and (place := code_place()) is not None:
             approximate = _approximation(others[0], result)
             if approximate is not None:
-                found = Gelus(tuple(result.shape), result.dtype, approximate)
-                self.gelus.setdefault(place, found).count += 1
+                self.gelus[place].append(GeluShape(tuple(result.shape), result.dtype, approximate))
         return None
 
 

@@ -87,4 +87,4 @@ def _measure(trial: Trial | None, seconds: float, device_type: str) -> tuple[Eff
             return None, 0.0
         rounds.append([stretch(sides[side], count) for side in ORDER])
     ratios = [(math.log(a) + math.log(d) - math.log(b) - math.log(c)) / 2 for a, b, c, d in rounds]
-    return estimate(ratios), trial.per_step * statistics.median((a + d) / 2 for a, _, _, d in rounds)
+    return estimate(ratios), statistics.median((a + d) / 2 for a, _, _, d in rounds)
