@@ -136,7 +136,7 @@ def _train_stretch(
         loss = trainer.window.read()
         steps = progress.step - start
         if start == first_step and steps:
-            trainer.first_look.look_at_evaluation()
+            trainer.first_look.check_evaluation()
     trainer.first_look.switches.look()
     if aside is None:
         progress.timed_steps += steps

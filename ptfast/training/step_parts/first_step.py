@@ -129,7 +129,7 @@ class FirstStep:
         self._note_finite("loss", given[0])
         return given
 
-    def look_at_evaluation(self) -> None:
+    def check_evaluation(self) -> None:
         """Evaluate the first batch with a model that may do otherwise then, once the first step is taken.
 
         Raises:
