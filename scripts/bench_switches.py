@@ -6,6 +6,7 @@
 Each row is a run in a process of its own, so that what it sets for the whole process stays there. In every
 round all of them train the same number of samples, one after the other, each round beginning with another;
 loading the batches counts, start-up, evaluation and saving do not. A row is a preset followed by overrides.
+Processor time and page faults are of a step of the last round; they hardly depend on what else is running.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -80,15 +82,17 @@ def child(words: list[str]) -> None:
                 # The memory was given back after the last round: this step takes it again.
                 trainer.train(batches, run.progress.step + 1)
                 trainer.window.read()
-            start_s = time.perf_counter()
+            before, start_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
             trainer.train(batches, run.progress.step + int(line))
             loss = trainer.window.read()
-            seconds = time.perf_counter() - start_s
+            seconds, used = time.perf_counter() - start_s, resource.getrusage(resource.RUSAGE_SELF)
             if on_gpu:
                 torch.cuda.empty_cache()
             facts = {
                 "seconds": seconds,
                 "loss": loss,
+                "processor_s": used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
+                "page_faults": used.ru_minflt - before.ru_minflt,
                 "peak_memory_bytes": peak_memory_bytes(run.device.type),
                 "batch_size": run.settings.batch_size,
                 "resolved": asdict(run.resolved),
@@ -111,7 +115,10 @@ def start(name: str, words: list[str]) -> Contender:
 def table(rows: list[Contender], num_steps: int) -> None:
     """Print the rows as markdown."""
     first = rows[0]
-    print(f"| switches | samples/s [min-max] | times {first.name} [95 %] | peak memory |\n|---|--:|--:|--:|")
+    print(
+        f"| switches | samples/s [min-max] | times {first.name} [95 %] | processor | page faults | memory |"
+    )
+    print("|---|--:|--:|--:|--:|--:|")
     for row in rows:
         samples = num_steps * row.facts["batch_size"]
         rates = sorted(samples / seconds for seconds in row.seconds)
@@ -120,7 +127,9 @@ def table(rows: list[Contender], num_steps: int) -> None:
         speed = f"{statistics.median(rates):,.0f} [{rates[0]:,.0f}-{rates[-1]:,.0f}]"
         gain = f"{statistics.median(ratios):.2f} [{low:.2f}-{high:.2f}]"
         memory = f"{row.facts['peak_memory_bytes'] / 2**20:,.0f} MiB"
-        print(f"| `{row.name}` | {speed} | {gain} | {memory} |")
+        processor = f"{1000 * row.facts['processor_s'] / num_steps:,.0f} ms"
+        faults = f"{row.facts['page_faults'] / num_steps:,.0f}"
+        print(f"| `{row.name}` | {speed} | {gain} | {processor} | {faults} | {memory} |")
 
 
 def main() -> int:
