@@ -224,6 +224,12 @@ def _audit(flags: dict[str, Any], arguments: list[str]) -> int:
     return audit(flags, arguments, _read_config)
 
 
+def _race(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.race_command import race
+
+    return race(flags, arguments)
+
+
 def _eject(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.cli.eject_command import eject
 
@@ -361,6 +367,12 @@ COMMANDS: dict[str, Command] = {
         "find what costs speed in a model, its data, its loop and this machine",
         _audit,
         {"--budget": True, "--fix": True, "--strict": False},
+    ),
+    "race": Command(
+        "[+recipe=NAME] key=a,b --target METRIC:VALUE",
+        "train variants with the same seeds: which reaches a target first",
+        _race,
+        {"--target": True, "--seeds": True, "--arms": True, "--tune-lr": False, "--out": True},
     ),
     "eject": Command(
         "[+recipe=NAME] [key=value ...] --out FILE",

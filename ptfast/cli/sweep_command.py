@@ -16,7 +16,7 @@ from ptfast.config.compose import Composed, compose
 from ptfast.config.files.frozen import redact
 from ptfast.config.multirun import JobResult, sample_points
 from ptfast.config.multirun import sweep as run_sweep
-from ptfast.config.overrides import parse
+from ptfast.config.overrides import parse, quoted
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, ConfigError, PtfastError
 from ptfast.core.machine import die_with_parent
@@ -122,12 +122,6 @@ def _root(arguments: list[str]) -> Path:
     """`run.root` of the sweep's first point."""
     tree = compose(next(sample_points(parse(arguments, sweep=True)))).tree
     return Path(tree["run"]["root"] or "runs")
-
-
-def quoted(path: Path) -> str:
-    """`path` as a value on the command line, whatever characters it holds."""
-    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def exit_code_of(result: JobResult) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -100,6 +101,12 @@ def merge(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
         return word.partition("=")[0].lstrip("+")
 
     return [*{key(word): word for word in (*arguments, *overrides)}.values()]
+
+
+def quoted(path: Path) -> str:
+    """`path` as a value on the command line, whatever characters it holds."""
+    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argument:

@@ -108,7 +108,7 @@ def test_fifty_steps_of_every_recipe(recipe, files, tmp_path, monkeypatch, capsy
         (["ema=ema"], "ema.decay=0.999"),
         (["compile=model"], "compile.mode=model"),
         (["optimizer=lamb"], "optimizer._target_=ptfast.optim.lamb.Lamb"),
-        (["schedule=cyclic"], "schedule=cyclic"),
+        (["schedule=wsd"], "schedule._target_=ptfast.techniques.schedule.wsd.Wsd"),
         (["augment=mixup"], "augment.mixup=0.2"),
         (["parallel=ddp"], "parallel.strategy=ddp"),
     ],

@@ -193,9 +193,9 @@ def _of_tables(config: Config) -> dict[str, Any]:
 def _of_schedule(config: Config, run: Run) -> dict[str, Any]:
     """Constants of the schedule, its durations in steps."""
     target, plan = config.schedule.target, run.train_loader.plan
-    known = vars(lr_schedules)
-    if target.resolve() not in known.values():
-        raise refused("schedule._target_", target.path, "Choose one of ptfast's schedules")
+    if target.resolve() not in _FIGURES:
+        hint = "Scripts follow constant, step, multistep, linear, cosine, polynomial and onecycle"
+        raise refused("schedule._target_", target.path, hint)
     shape: Shape = target.build()
     warmup_steps = Span(run.total_steps, plan).steps(config.schedule.warmup)
     delay_steps = warmup_steps if shape.spans_run else 0
@@ -214,10 +214,7 @@ def _of_schedule(config: Config, run: Run) -> dict[str, Any]:
         "PHASE_FACTORS": (),
         "PHASE_MOMENTA": (),
     }
-    extras: Callable[[Any, Span], dict[str, Any]] | None = _EXTRAS.get(type(shape), _none)
-    if extras is None:
-        raise refused("schedule", found["SCHEDULE"], "Choose another schedule")
-    found |= extras(shape, span)
+    found |= _FIGURES[type(shape)](shape, span)
     if run.resolved.momentum != "cycled":
         found["PHASE_MOMENTA"] = ()
     return found
@@ -251,12 +248,16 @@ def _onecycle(shape: lr_schedules.OneCycle, span: Span) -> dict[str, Any]:
     }
 
 
-_EXTRAS: dict[type[Shape], Any] = {
+_FIGURES: dict[type[Shape], Callable[[Any, Span], dict[str, Any]]] = {
+    lr_schedules.Constant: _none,
     lr_schedules.Step: _step,
     lr_schedules.MultiStep: _multistep,
+    lr_schedules.Linear: _none,
+    lr_schedules.Cosine: _none,
+    lr_schedules.Polynomial: _none,
     lr_schedules.OneCycle: _onecycle,
-    lr_schedules.Cyclic: None,
 }
+"""Schedules that scripts follow, and what each has beside the common figures."""
 
 
 def refused(key: str, value: Any, hint: str) -> ConfigError:

@@ -1,0 +1,47 @@
+"""`ptfast race`: reads what is asked for, and has it raced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ptfast.core.durations import read_number
+from ptfast.core.errors import COMMAND_LINE, ConfigError
+
+
+def race(flags: dict[str, Any], arguments: list[str]) -> int:
+    """Race the arms that the arguments mean.
+
+    Raises:
+        ConfigError: C016 without a target or a second arm, C005 for a target or a number of seeds that is
+            none, C014 under torchrun; whatever is wrong with the config of an arm.
+    """
+    from ptfast.core.distributed import world
+    from ptfast.measure.race.race_arms import build_arms
+    from ptfast.measure.race.race_results import Target
+
+    if "--target" not in flags:
+        hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy:0.9"
+        raise ConfigError("C016", "an argument is missing", key="--target", suggestion=hint)
+    target = Target.parse(flags["--target"])
+    seeds = str(flags.get("--seeds", "5"))
+    num_seeds = read_number(seeds)
+    if not isinstance(num_seeds, int) or num_seeds < 1:
+        raise ConfigError(
+            "C005", "not a whole number above 0", key="--seeds", value=seeds, place=COMMAND_LINE
+        )
+    if world() is not None:
+        hint = "Start it without torchrun; parallel=ddp launches the ranks of each run"
+        raise ConfigError("C014", "every rank would race by itself", key="race", suggestion=hint)
+    arms = build_arms(arguments, flags.get("--arms"))
+    from ptfast.measure.race.racer import race
+
+    given = [name if value is True else f"{name}={value}" for name, value in flags.items()]
+    return race(
+        arms,
+        target,
+        num_seeds=num_seeds,
+        command=["ptfast", "race", *arguments, *given],
+        tunes="--tune-lr" in flags,
+        out=Path(flags["--out"]).expanduser() if "--out" in flags else None,
+    )

@@ -1,0 +1,1 @@
+"""`ptfast race`: which of several ways to train reaches a target first."""

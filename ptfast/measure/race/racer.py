@@ -1,0 +1,277 @@
+"""`ptfast race`: runs of every arm with the same seeds, in turns, and who reaches a target first."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ptfast.config.files.frozen import redact
+from ptfast.config.overrides import quoted
+from ptfast.core import run_directory
+from ptfast.core.errors import (
+    EXIT_FINDINGS,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    MachineError,
+    NumericsError,
+    ReportedError,
+)
+from ptfast.core.units import clock, duration
+from ptfast.launch.rank_main import STARTED_VARIABLE, die_with_parent
+from ptfast.measure.found import check_outputs, make_folder
+from ptfast.measure.race.race_arms import Arm, describe_rates
+from ptfast.measure.race.race_plot import draw
+from ptfast.measure.race.race_results import Finish, Lead, Target, lead, read_finish
+from ptfast.measure.trials.session import RECEIPT
+from ptfast.measure.trials.verdicts import judge
+from ptfast.report.terminal.display import is_terminal, standard_output, table
+
+PICTURE = "race.png"
+_WORDS = {"faster": "sooner", "slower": "later"}
+
+
+class Race:
+    """Trains every arm with every seed, each run in a process and a run directory of its own, to its end.
+
+    Args:
+        folder: of the runs, receipt and picture.
+        num_seeds: seeds 0 up to it, the same for every arm.
+    """
+
+    def __init__(self, arms: Sequence[Arm], target: Target, num_seeds: int, folder: Path) -> None:
+        self.arms, self.target, self.num_seeds, self.folder = list(arms), target, num_seeds, folder
+        self.finishes: list[Finish] = []
+        self._wall_s: dict[int, list[float]] = {}
+
+    def run(self) -> None:
+        """Train, seed by seed, and say of each run how it ended.
+
+        Raises:
+            ConfigError: C005 for a figure that there is not.
+            ReportedError: what stops a run, other than a loss that diverges.
+        """
+        for seed in range(self.num_seeds):
+            for number, arm in enumerate(self.arms):
+                start_s = time.monotonic()
+                finish = self._train(number, arm, seed)
+                self._wall_s.setdefault(number, []).append(time.monotonic() - start_s)
+                self.finishes.append(finish)
+                self._say(arm, finish)
+
+    def leads(self, figure: str) -> list[Lead | None]:
+        """Each further arm against the first, by `train_s` or `steps`."""
+        by_arm = [
+            [getattr(finish, figure) for finish in self.finishes if finish.arm == number]
+            for number in range(len(self.arms))
+        ]
+        # What was cut short has more runs of the first arms.
+        return [lead(by_arm[0][: len(other)], other[: len(by_arm[0])]) for other in by_arm[1:]]
+
+    def _train(self, number: int, arm: Arm, seed: int) -> Finish:
+        run_dir = self.folder / f"arm{number + 1}-seed{seed}"
+        words = [*arm.words, f"seed={seed}", f"stop.metric={self.target.metric}", "stop.patience=null"]
+        code = _ptfast(
+            ["train", *words, f"run.dir={quoted(run_dir.absolute())}"], run_dir.with_suffix(".log")
+        )
+        if code == NumericsError.exit_code:
+            return read_finish(run_dir, self.target, number, seed, "diverged")
+        if code:
+            self._raise(run_dir, code)
+        finish = read_finish(run_dir, self.target, number, seed)
+        if finish.best is None:
+            what, hint = "the runs evaluate no validation split", "Leave out data.val=0"
+            raise ConfigError("C011", what, key="--target", value=self.target.metric, suggestion=hint)
+        return finish
+
+    def _raise(self, run_dir: Path, code: int) -> None:
+        log = run_dir.with_suffix(".log")
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        line = next((line for line in reversed(lines) if "error[" in line), "")
+        if "stop.metric=" in line and "no such figure" in line:
+            hint = line.partition("no such figure. ")[2].rstrip(".")
+            raise ConfigError(
+                "C005", "no such figure", key="--target", value=self.target.metric, suggestion=hint
+            )
+        raise ReportedError(line or f"ptfast: {run_dir.name} left with {code}; see {log}", max(code, 1))
+
+    def _say(self, arm: Arm, finish: Finish) -> None:
+        done, total = len(self.finishes), len(self.arms) * self.num_seeds
+        if finish.steps is not None and finish.train_s is not None:
+            how = f"{self.target} after {finish.steps:,} steps, {duration(finish.train_s)}"
+        else:
+            best = "" if finish.best is None else f", best {finish.best:.4g}"
+            how = f"{'diverged' if finish.ended == 'diverged' else 'missed it'}{best}"
+        known_s = [statistics.fmean(times) for times in self._wall_s.values()]
+        left_s = sum(
+            (self.num_seeds - len(self._wall_s.get(number, []))) * self._typical_s(number, known_s)
+            for number in range(len(self.arms))
+        )
+        eta = f"  eta {clock(left_s)}" if done < total else ""
+        print(f"{done}/{total}  seed {finish.seed}  {arm.name}: {how}{eta}", flush=True)
+
+    def _typical_s(self, number: int, known_s: list[float]) -> float:
+        return statistics.fmean(self._wall_s.get(number) or known_s)
+
+
+def race(
+    arms: Sequence[Arm],
+    target: Target,
+    *,
+    num_seeds: int,
+    command: Sequence[str],
+    tunes: bool = False,
+    out: Path | None = None,
+) -> int:
+    """Race the arms, and show and write who reaches the target first.
+
+    Args:
+        command: with which it is repeated.
+        tunes: give each arm its own learning rate first.
+        out: folder of runs, receipt and picture; None for a new one under `run.root`.
+
+    Returns:
+        0, or 8 where no run reached the target, or 130 after Ctrl-C.
+
+    Raises:
+        PtfastError, ReportedError: what stops a run or a search for a learning rate.
+    """
+    check_outputs(out, None)
+    if out is not None and out.exists() and any(out.iterdir()):
+        what, hint = "is not empty", "Choose a new one"
+        raise MachineError("E001", what, key="--out", value=out, suggestion=hint)
+    folder = make_folder(arms[0].config, "race", out)
+    print(f"{len(arms)} arms, {num_seeds} seeds, {len(arms) * num_seeds} runs to {target}, in {folder}")
+    interrupted = False
+    racing = Race(arms, target, num_seeds, folder)
+    try:
+        if tunes:
+            racing.arms = [_tuned(arm, folder / f"lr{number}") for number, arm in enumerate(arms, 1)]
+        racing.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    if racing.finishes:
+        _show(racing, "" if tunes else describe_rates(arms))
+        _write(racing, command, tunes)
+        name = arms[0].config.recipe or "train"
+        draw(folder / PICTURE, [a.name for a in racing.arms], racing.finishes, f"{name}: {target}")
+        _say_folder(folder)
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_OK if any(finish.steps is not None for finish in racing.finishes) else EXIT_FINDINGS
+
+
+def _tuned(arm: Arm, folder: Path) -> Arm:
+    """The arm at the learning rate that `find lr` chooses for it."""
+    code = _ptfast(["find", "lr", *arm.words, "--out", str(folder)], folder.with_suffix(".log"))
+    found = run_directory.read_json(folder / "lr.json")
+    if code or found.get("chosen") is None:
+        lines = folder.with_suffix(".log").read_text(errors="replace").splitlines()
+        raise ReportedError(lines[-1] if lines else f"ptfast: find lr left with {code}", max(code, 1))
+    lr = float(f"{found['chosen'] / found['lr_scale']:.3g}")
+    print(f"{arm.name}: learning rate {lr:g} by find lr", flush=True)
+    return arm.at_rate(lr)
+
+
+def _ptfast(words: Sequence[str], log: Path) -> int:
+    """Run a command of ptfast, what it says in a file, and return its exit code.
+
+    Ctrl-C reaches it as well: it is waited for, so that it can save and leave.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ptfast", *words],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent,
+        )
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+
+
+def _show(racing: Race, note: str) -> None:
+    target, finishes = racing.target, racing.finishes
+    print()
+    by_time, by_steps = racing.leads("train_s"), racing.leads("steps")
+    verdicts = judge([each.effect if each is not None else None for each in by_time])
+    rows = []
+    for number, arm in enumerate(racing.arms):
+        runs = [finish for finish in finishes if finish.arm == number]
+        reached = [run for run in runs if run.steps is not None]
+        row = [arm.name, f"{len(reached)} of {len(runs)}"]
+        steps, times = [run.steps or 0 for run in reached], [run.train_s or 0.0 for run in reached]
+        row += (
+            [f"{statistics.median(steps):,.0f}", duration(statistics.median(times))] if reached else ["", ""]
+        )
+        if number:
+            word = verdicts[number - 1]
+            row += [_ratio(by_steps[number - 1]), _ratio(by_time[number - 1]), _WORDS.get(word, word)]
+        else:
+            row += ["1.00x", "1.00x", ""]
+        rows.append(row)
+    table(["arm", "reached", "steps", "time", "by steps", "by time", "verdict"], rows)
+    if all(finish.steps is None for finish in finishes):
+        bests = [finish.best for finish in finishes if finish.best is not None]
+        best = max(bests) if target.better(1, 0) else min(bests) if bests else math.nan
+        print(f"no run reached {target}; best seen {best:.4g}")
+    print(f"by steps, by time: how many times sooner than {racing.arms[0].name}, with its 95 % interval")
+    if (missed := sum(finish.steps is None for finish in finishes)) and missed < len(finishes):
+        print(f"{missed} of {len(finishes)} runs missed it and count as later than any that did not")
+    if diverged := sum(finish.ended == "diverged" for finish in finishes):
+        print(f"{diverged} of {len(finishes)} runs diverged")
+    if racing.num_seeds == 1:
+        print("one seed gives no interval: another may turn the order around; --seeds 5 says")
+    if note:
+        print(note)
+
+
+def _ratio(found: Lead | None) -> str:
+    if found is None:
+        return "-"
+    text = "never" if not found.ratio else f"{_short(found.ratio)}x"
+    if found.low is None or found.high is None:
+        return text
+    return f"{text} [{_short(found.low)}-{_short(found.high)}]"
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 99 else "99+"
+
+
+def _write(racing: Race, command: Sequence[str], tuned: bool) -> None:
+    """Write the receipt: every run, the ratios, machine, versions and the command to repeat it."""
+    first = racing.folder / "arm1-seed0" / run_directory.ENVIRONMENT
+    ratios = {name: racing.leads(name) for name in ("train_s", "steps")}
+    run_directory.write_json(
+        racing.folder / RECEIPT,
+        {
+            "command": redact(command),
+            "environment": run_directory.read_json(first),
+            "target": asdict(racing.target),
+            "seeds": racing.num_seeds,
+            "rates_tuned": tuned,
+            "arms": [{"name": arm.name, "overrides": redact(arm.words), "lr": arm.lr} for arm in racing.arms],
+            "runs": [asdict(finish) for finish in racing.finishes],
+            "sooner": {
+                name: [each.receipt() if each is not None else None for each in found]
+                for name, found in ratios.items()
+            },
+        },
+    )
+
+
+def _say_folder(folder: Path) -> None:
+    stream = standard_output()
+    print(f"picture and figures: {folder}" if is_terminal(stream) else f"folder {folder}", file=stream)
