@@ -24,8 +24,9 @@ from ptfast.core.errors import (
     NumericsError,
     ReportedError,
 )
+from ptfast.core.machine import die_with_parent
 from ptfast.core.units import clock, duration
-from ptfast.launch.rank_main import STARTED_VARIABLE, die_with_parent
+from ptfast.launch.rank_main import STARTED_VARIABLE
 from ptfast.measure.found import check_outputs, make_folder
 from ptfast.measure.race.race_arms import Arm, describe_rates
 from ptfast.measure.race.race_plot import draw
