@@ -8,7 +8,7 @@ from typing import Any
 
 from ptfast.cli.flags import read_seconds
 from ptfast.config.catalogue import technique_named
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import COMMAND_LINE, ConfigError
 
 
 def ablate(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
@@ -32,6 +32,13 @@ def ablate(flags: dict[str, Any], arguments: list[str], read_config: Callable[[l
     if world() is not None:
         hint = "Start it without torchrun; parallel=ddp launches the ranks"
         raise ConfigError("C014", "every rank would measure by itself", key="ablate", suggestion=hint)
+    if "--claims" in flags:
+        from ptfast.measure.claims.hold_claims import hold_claims
+
+        if other := [*arguments, *(flag for flag in ("--only", "--compile") if flag in flags)]:
+            what, hint = "claims bring their own models and data", "Leave it out, or leave out --claims"
+            raise ConfigError("C011", what, key=other[0], place=COMMAND_LINE, suggestion=hint)
+        return hold_claims(budget_s=options["budget_s"], out=options.get("out"))
     composed, config = read_config(arguments)
     with composed.naming_places():
         from ptfast.measure.ablate.ablate_run import ablate as measure

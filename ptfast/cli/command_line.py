@@ -354,7 +354,7 @@ COMMANDS: dict[str, Command] = {
         "[+recipe=NAME] [key=value ...]",
         "measure what each technique is worth here; write the best recipe",
         _ablate,
-        {"--budget": True, "--only": True, "--compile": False, "--out": True},
+        {"--budget": True, "--only": True, "--compile": False, "--claims": False, "--out": True},
     ),
     "tune": Command(
         "[+recipe=NAME] [key=value ...]",

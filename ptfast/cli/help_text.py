@@ -32,6 +32,7 @@ FLAG_HELP = {
     "--only": "techniques to measure, by name: NAME,NAME",
     "--write": "recipe to write with what was found",
     "--budget": "time to measure for, such as 10m; for audit 0 measures no prices",
+    "--claims": "hold what guides and papers promise against this machine",
     "--compile": "also try compiling, which takes long to begin",
     "--fix": "recipe to write with the overrides that mend findings",
     "--strict": "exit with 8 where something is found",

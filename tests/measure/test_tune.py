@@ -30,6 +30,8 @@ WORTH = {"precision=amp": 2.0, "rewrites.channels_last=false": 0.8, "optimizer.f
 class Measured:
     """A session whose measurements are computed."""
 
+    least_s = 6.0
+
     def __init__(self, arguments: Sequence[str], *, budget_s: float, folder: Path) -> None:
         self.left_s, self.comparisons = budget_s, list[Comparison]()
         self.again = 1.0

@@ -88,6 +88,15 @@ class Comparison:
         return other - base
 
     @property
+    def memory_ratio(self) -> float:
+        """How many times the memory that training takes above a built run, the base's over the other's."""
+        base, other = (
+            max(each["peak_memory_bytes"] for each in self._stretches(arm)) - self.warm[arm]["built_bytes"]
+            for arm in (0, 1)
+        )
+        return base / max(other, 1)
+
+    @property
     def loss_drift(self) -> float | None:
         """Relative difference of the mean loss over the first steps, which both took on the same batches."""
         losses = [warm.get("losses", []) for warm in self.warm]

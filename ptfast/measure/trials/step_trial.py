@@ -45,11 +45,12 @@ def time_stretch(trial: TrialRank, *, num_steps: int = 0, warm_s: float = 5.0) -
         num_steps: optimizer steps of the stretch; 0 to build or to warm up.
         warm_s: seconds after which the warm-up ends, steady or not.
 
-    Reports, of a built run: `environment`, `resolved`, `batch_size`, `build_s`, and the needs of techniques
-    that it `meets`. Of a warm one: `first_step_s` (with compiling), `step_s`, the `losses` of its first steps
-    and if it `compiles`. Of a stretch: `steps`, `samples`, `tokens` without padding (None for other data),
-    `wall_s`, `processor_s` of this process and its workers, `peak_memory_bytes`, `loss`, the share of time
-    spent `waiting` for data, and `system`, what went on beside it.
+    Reports, of a built run: `environment`, `resolved`, `batch_size`, `build_s`, `built_bytes` of memory,
+    and the needs of techniques that it `meets`. Of a warm one: `first_step_s` (with compiling), `step_s`,
+    the `losses` of its first steps and if it `compiles`. Of a stretch: `steps`, `samples`, `tokens`
+    without padding (None for other data), `wall_s`, `processor_s` of this process and its workers,
+    `peak_memory_bytes`, `loss`, the share of time spent `waiting` for data, and `system`, what went on
+    beside it.
     """
     with trial.reporting_lack_of_memory({}):
         if "stretches" not in trial.kept:
@@ -82,6 +83,7 @@ class Stretches:
             "batch_size": run.settings.batch_size,
             "meets": _needs_met(run),
             "build_s": time.perf_counter() - start_s,
+            "built_bytes": peak_memory_bytes(run.device.type),
         }
 
     def warm_up(self, most_s: float) -> dict[str, Any]:

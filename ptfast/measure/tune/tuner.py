@@ -107,8 +107,6 @@ class Tuner:
         self.display = build_display()
         self.session = Session(arguments, budget_s=budget_s, folder=scratch)
         self.start = Arm("as it is")
-        self.least_s = 0.0
-        """Seconds without which a comparison shows nothing."""
         self.not_reached: list[Arm] = []
         self.measured: dict[Arm, Comparison] = {}
         """The last comparison of each set of settings with the start."""
@@ -116,11 +114,8 @@ class Tuner:
     def run(self) -> Arm | None:
         """The settings that came out fastest; None where none did."""
         session = self.session
-        begin_s = session.left_s
         with self.display.status("measuring the noise"):
             session.calibrate(self.start)
-        # Starting one process and a few rounds take about half of starting two and many rounds.
-        self.least_s = (begin_s - session.left_s) / 2
         print("\n".join(session.describe_floor()))
         warm = session.pool.warm[self.start]
         resolved = Resolved(**warm["resolved"])
@@ -185,10 +180,10 @@ class Tuner:
         """Compare each with the start, within a part of the time that is left."""
         end_s = self.session.left_s * (1 - share)
         for number, arm in enumerate(arms):
-            if self.session.left_s < end_s + self.least_s:
+            if self.session.left_s < end_s + self.session.least_s:
                 self.not_reached += [arm for arm in arms[number:] if arm not in self.measured]
                 return
-            seconds = max(self.least_s, (self.session.left_s - end_s) / (len(arms) - number))
+            seconds = max(self.session.least_s, (self.session.left_s - end_s) / (len(arms) - number))
             left = duration(self.session.left_s)
             with self.display.status(f"{arm.name} ({number + 1} of {len(arms)}, {left} left)"):
                 comparison = self.session.compare(self.start, arm, seconds=seconds)

@@ -1,0 +1,1 @@
+"""What the sources of the techniques promise, held against this machine."""

@@ -1,0 +1,129 @@
+"""`ptfast ablate --claims`: what the sources of the techniques promise, beside what this machine shows."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.applicability import ThisMachine
+from ptfast.config.files.overlay import check_out
+from ptfast.config.overrides import merge
+from ptfast.core import run_directory
+from ptfast.core.errors import EXIT_OK
+from ptfast.core.units import duration
+from ptfast.measure.claims.claim import CLAIMS, Claim, Finding, Words, judge
+from ptfast.measure.claims.claim_data import filled_in
+from ptfast.measure.trials.comparison import Arm, Comparison
+from ptfast.measure.trials.session import RECEIPT, Session
+from ptfast.report.terminal.display import build_display, table
+
+COMMON: Words = ("preset=plain",)
+"""What every trial begins with: the ways of a blog post before its tips."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A claim and what was found."""
+
+    claim: Claim
+    finding: Finding
+    ratio: str = ""
+    why: str = ""
+
+
+def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
+    """Hold every claim that can be tried here against paired trials on data made for it.
+
+    Args:
+        budget_s: seconds for all of them, shared out evenly.
+        out: folder of the receipt; None for a new one under `runs`.
+
+    Returns:
+        0, whatever is confirmed or refuted.
+
+    Raises:
+        ConfigError: C005 for a budget in which nothing can be measured.
+    """
+    check_out(out)
+    folder = out or run_directory.new_folder(Path("runs"), "claims")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="ptfast-") as scratch:
+        session = Session([*COMMON], budget_s=budget_s, folder=Path(scratch))
+        with session:
+            try:
+                _measure(session, Path(scratch), rows)
+            finally:
+                if rows:
+                    _show(rows)
+                    run_directory.create_folder(folder)
+                    command = ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"]
+                    session.write_receipt(folder / RECEIPT, command, claims=[_facts(row) for row in rows])
+                    print(f"figures: {folder}")
+    return EXIT_OK
+
+
+def _measure(session: Session, scratch: Path, rows: list[Row]) -> None:
+    """Add a row for each claim, as it is found."""
+    display, machine = build_display(), ThisMachine()
+    lacks = [claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "") for claim in CLAIMS]
+    num_left = lacks.count("")
+    for claim, lack in zip(CLAIMS, lacks, strict=True):
+        if lack:
+            rows.append(Row(claim, "not testable here", why=lack))
+            continue
+        if session.aa is not None and session.left_s < session.least_s:
+            rows.append(Row(claim, "cannot tell", why="not reached: give a longer --budget"))
+            continue
+        data = filled_in(claim.workload, scratch)
+        without = Arm(" ".join(claim.without), tuple(merge([*data], claim.without)))
+        with_it = Arm(" ".join(claim.with_it), tuple(merge([*data], claim.with_it)))
+        if session.aa is None:
+            with display.status("measuring the noise"):
+                session.calibrate(without)
+            print("\n".join(session.describe_floor()))
+        with display.status(f"{claim.technique} ({num_left} to go, {duration(session.left_s)} left)"):
+            seconds = max(session.least_s, session.left_s / num_left)
+            comparison = session.compare(without, with_it, seconds=seconds)
+        session.pool.end(with_it)
+        num_left -= 1
+        rows.append(_found(claim, comparison))
+
+
+def _found(claim: Claim, comparison: Comparison) -> Row:
+    effect = comparison.effect
+    if comparison.why or effect is None:
+        return Row(claim, "cannot tell", why=comparison.why or "the budget was too short")
+    if claim.quantity == "memory":
+        ratio = comparison.memory_ratio
+        return Row(claim, judge(claim, ratio, ratio), f"{ratio:.2f}x")
+    low, high = effect.interval()
+    return Row(claim, judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]")
+
+
+def _facts(row: Row) -> dict[str, Any]:
+    claim = row.claim
+    return {
+        "technique": claim.technique,
+        "says": claim.says,
+        "source": claim.source,
+        "range": [claim.least, claim.most],
+        "finding": row.finding,
+        "measured": row.ratio,
+        "why": row.why,
+    }
+
+
+def _show(rows: list[Row]) -> None:
+    cells = [
+        [
+            row.claim.technique,
+            row.claim.says,
+            row.claim.against or " ".join(row.claim.without),
+            row.ratio or row.why,
+            row.finding,
+        ]
+        for row in rows
+    ]
+    table(["technique", "claim", "against", "here", "finding"], cells)

@@ -1,0 +1,74 @@
+"""Claims of the techniques' sources: what is compared, on what data, and what comes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import cross_entropy
+
+from ptfast.config.applicability import ThisMachine
+from ptfast.config.overrides import merge
+from ptfast.config.read import read_config
+from ptfast.measure.claims import claim_data
+from ptfast.measure.claims.claim import CLAIMS, Claim, judge
+from ptfast.measure.claims.claim_data import filled_in
+from ptfast.measure.claims.zeroed_gradients import ZeroedResNet
+from ptfast.models.resnet_cifar import ResNetCifar
+
+TRIED = [claim for claim in CLAIMS if not claim.takes and not any(map(ThisMachine().lacks, claim.needs))]
+
+
+@pytest.mark.parametrize("claim", TRIED, ids=lambda claim: f"{claim.technique} {claim.says}")
+def test_both_runs_of_a_claim_can_be_composed(claim: Claim) -> None:
+    workload = [word.replace("{", "").replace("}", "") for word in claim.workload]
+    for own in (claim.without, claim.with_it):
+        read_config(merge(workload, own))
+
+
+def test_a_finding_needs_the_whole_interval() -> None:
+    claim = Claim("amp", "1.5 to 5.5", "a post", least=1.5, most=5.5)
+    assert judge(claim, 1.6, 2.0) == "confirmed"
+    assert judge(claim, 1.0, 1.4) == "refuted"
+    assert judge(claim, 5.6, 6.0) == "refuted"
+    assert judge(claim, 1.4, 1.6) == "cannot tell"
+
+
+def test_data_is_made_once_and_only_what_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NUM_IMAGES", "NUM_FILES", "NUM_TEXTS"):
+        monkeypatch.setattr(claim_data, name, 20)
+    (words,) = filled_in(("data.path={texts}",), tmp_path)
+    texts = Path(words.partition("=")[2])
+    assert [*tmp_path.iterdir()] == [texts]
+    lengths = [len(line) for line in texts.read_text().splitlines()]
+    assert len(lengths) == 20
+    assert min(lengths) < max(lengths) <= 256
+    assert filled_in(("data.path={texts}",), tmp_path) == (words,)
+    images, files = filled_in(("data.path={images}", "data.root={files}"), tmp_path)
+    with np.load(images.partition("=")[2]) as arrays:
+        assert arrays["train_x"].shape == (20, 32, 32, 3)
+    first = next(Path(files.partition("=")[2]).rglob("*.jpg"))
+    with Image.open(first) as image:
+        assert image.size == (256, 256)
+
+
+def test_zeroed_gradients_are_those_of_none() -> None:
+    torch.manual_seed(0)
+    zeroed, plain = ZeroedResNet(3, depth=8, width=4), ResNetCifar(3, depth=8, width=4)
+    plain.load_state_dict(zeroed.state_dict())
+    images, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
+    for _ in range(2):
+        for model in (zeroed, plain):
+            for parameter in model.parameters():
+                parameter.grad = None
+            cross_entropy(model(images), labels).backward()
+        pairs = zip(zeroed.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)
+    kept = [parameter.grad for parameter in zeroed.parameters()]
+    cross_entropy(zeroed(images), labels).backward()
+    assert all(mine.grad is one for mine, one in zip(zeroed.parameters(), kept, strict=True))
