@@ -115,6 +115,6 @@ def is_refused(words: Words) -> bool:
         refusal = error
     else:
         return False
-    assert refusal.code == "E005"
+    assert refusal.code in ("E004", "E005")
     assert refusal.suggestion
     return True

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -85,6 +86,8 @@ def marked(technique: Technique) -> Any:
         marks.append(pytest.mark.gpu)
     if SLOW & {*technique.needs}:
         marks.append(pytest.mark.slow)
+    if "schedulefree" in technique.needs:
+        marks.append(pytest.mark.skipif(find_spec("schedulefree") is None, reason="needs schedulefree"))
     if "compiler" in technique.needs:
         # The compiler looks at every tensor's gradient, and hides torch's warning only once it is given.
         marks.append(pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"))

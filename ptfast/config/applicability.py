@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 from ptfast.config.catalogue import Need, Technique
@@ -84,6 +85,8 @@ class ThisMachine:
             return None if self.num_gpus > 1 else f"it takes several GPUs or machines, and here is {here}"
         if need == "cores":
             return None if spare_cores() > 1 else "no core is to spare"
+        if need == "schedulefree":
+            return None if find_spec(need) else f"the package {need} is not installed"
         return None
 
     @property

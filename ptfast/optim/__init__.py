@@ -16,6 +16,7 @@ from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section, TargetSection
 from ptfast.core.sections.targets import Target, keywords
 from ptfast.core.sections.technique import Technique
+from ptfast.techniques.ema import Ema
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel
 from ptfast.techniques.schedule import Schedule
@@ -146,7 +147,28 @@ def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[
         yield Problem("C011", what, key="optimizer.groups", suggestion=hint)
 
 
+def no_schedule_beside_schedule_free(
+    optimizer: Optimizer, schedule: Schedule, ema: Ema, parallel: Parallel
+) -> Iterator[Problem]:
+    """Refuse what a schedule-free optimizer takes the place of, and ranks with parts of the weights."""
+    if not optimizer.target.path.startswith("schedulefree."):
+        return
+    path = schedule.target.path
+    if not path.endswith(".Constant"):
+        what = "a schedule-free optimizer averages its weights in place of a schedule"
+        hint = "Use schedule=constant, with schedule.warmup=5%"
+        yield Problem("C011", what, key="schedule", value=path.rpartition(".")[2], suggestion=hint)
+    if ema.decay is not None or ema.swa_start is not None:
+        what = "a schedule-free optimizer keeps an average of its own"
+        yield Problem("C011", what, key="ema", suggestion="Use ema=none")
+    if parallel.strategy == "fsdp":
+        what = "moves whole weights between two points, of which each rank has a part under parallel=fsdp"
+        key, hint = "optimizer", "Use parallel=ddp"
+        yield Problem("C011", what, key=key, value=optimizer.target.path, suggestion=hint)
+
+
 RULES = (
+    no_schedule_beside_schedule_free,
     one_way_of_clipping_groups,
     momentum_of_nesterov,
     momentum_to_cycle,
@@ -257,6 +279,39 @@ TECHNIQUES: tuple[Technique, ...] = (
         options=("optimizer/adamw",),
         alternatives="optimizer",
         trial=("optimizer.lr=0.01",),
+    ),
+    Technique(
+        name="schedule-free adamw",
+        family="optimizer",
+        kind="training",
+        on=("optimizer=adamw_schedulefree", "schedule=constant"),
+        off=("optimizer=adamw", "schedule=constant"),
+        why="An average of the weights takes the place of a falling rate, so that a run is about as good at "
+        "every step as one that was planned to end there.",
+        claim="As good as schedules from convex problems to large models; it won the self-tuning track of "
+        "AlgoPerf in 2024.",
+        source="Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.",
+        avoid="A recipe whose schedule is tuned for its length.",
+        audit="A cosine in a run that is stopped early, or prolonged.",
+        options=("optimizer/adamw_schedulefree",),
+        alternatives="optimizer",
+        needs=("schedulefree",),
+        trial=("optimizer.lr=0.01",),
+    ),
+    Technique(
+        name="schedule-free sgd",
+        family="optimizer",
+        kind="training",
+        on=("optimizer=sgd_schedulefree", "schedule=constant"),
+        off=("optimizer=sgd", "schedule=constant"),
+        why="The same for SGD, whose rate is higher than with momentum.",
+        claim="As good as SGD under a schedule for image classification, and often better.",
+        source="Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.",
+        avoid="A recipe whose schedule is tuned for its length.",
+        audit="SGD with steps at milestones in a run that is stopped early, or prolonged.",
+        options=("optimizer/sgd_schedulefree",),
+        alternatives="optimizer",
+        needs=("schedulefree",),
     ),
     Technique(
         name="cautious weight decay",

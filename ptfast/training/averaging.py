@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import nn
 
 from ptfast.core.errors import ConfigError
@@ -10,7 +11,7 @@ from ptfast.core.protocols import EvalLoader, Task, Watched
 from ptfast.data.build_data import Data, build_eval_loader
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.techniques.ema.weight_averages import Average, Ema, Swa
+from ptfast.techniques.ema.weight_averages import Average, Ema, ScheduleFree, Swa
 from ptfast.training.course import Course
 from ptfast.training.prepare_data import evaluated_at_once
 from ptfast.training.prepare_machine import BuildContext
@@ -20,11 +21,18 @@ STATISTICS_SAMPLES = 4096
 
 
 def build_average(
-    context: BuildContext, model: nn.Module, data: Data, task: Task, course: Course, loading: Loading
+    context: BuildContext,
+    model: nn.Module,
+    data: Data,
+    task: Task,
+    course: Course,
+    loading: Loading,
+    optimizer: torch.optim.Optimizer,
 ) -> Average | None:
     """The average that is evaluated in place of the weights, or None.
 
     Args:
+        optimizer: one with methods `eval` and `train` keeps an average of its own.
 
     Raises:
         ConfigError: C011 when SWA would find no weights to average.
@@ -32,15 +40,9 @@ def build_average(
     section = context.config.ema
     if section.decay is not None:
         return Ema(model, section.decay)
-    if section.swa_start is None:
+    by_optimizer = hasattr(optimizer, "eval") and hasattr(optimizer, "train")
+    if section.swa_start is None and not by_optimizer:
         return None
-    start_step = course.steps("ema.swa_start", section.swa_start)
-    steps = [step for step in course.every("ema.swa_every", section.swa_every) if step >= start_step]
-    if not steps:
-        span = f"from {start_step:,} to {course.total_steps:,}"
-        what = f"no step {span} is averaged by ema.swa_every={section.swa_every}"
-        hint = "Start earlier, or average more often, such as ema.swa_every=10steps"
-        raise ConfigError("C011", what, key="ema.swa_start", value=section.swa_start, suggestion=hint)
     samples = _build_statistics_loader(
         data,
         loading,
@@ -56,10 +58,20 @@ def build_average(
             for inputs, _ in watched(iter(samples)):
                 task.loss(model, inputs)
 
+    measure = forward if samples is not None else None
+    if section.swa_start is None:
+        return ScheduleFree(model, optimizer, measure, ranks=context.ranks)
+    start_step = course.steps("ema.swa_start", section.swa_start)
+    steps = [step for step in course.every("ema.swa_every", section.swa_every) if step >= start_step]
+    if not steps:
+        span = f"from {start_step:,} to {course.total_steps:,}"
+        what = f"no step {span} is averaged by ema.swa_every={section.swa_every}"
+        hint = "Start earlier, or average more often, such as ema.swa_every=10steps"
+        raise ConfigError("C011", what, key="ema.swa_start", value=section.swa_start, suggestion=hint)
     return Swa(
         model,
         steps,
-        forward if samples is not None else None,
+        measure,
         ranks=context.ranks,
         extendable="percent" not in (section.swa_start.unit, section.swa_every.unit),
     )

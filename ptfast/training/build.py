@@ -92,7 +92,7 @@ def build(
     schedule = _build_schedule(context, course, optimizer)
     callbacks = _build_callbacks(config)
     freezing = shaped.grouping.freezing(course.steps, course.total_steps)
-    average = build_average(context, model, data, task, course, loaders.loading)
+    average = build_average(context, model, data, task, course, loaders.loading, optimizer)
     run = Run(
         settings=_settings(context, data, task, course, callbacks, freezing),
         resolved=context.resolved,

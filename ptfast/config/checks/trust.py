@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any
 
 from ptfast.core.sections.problem import Problem
-from ptfast.core.sections.targets import locate
+from ptfast.core.sections.targets import EXTRAS, locate
 
-ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast")
+ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast", *EXTRAS)
 # Of the functions in these packages only those that build models are called for a stranger's file:
 # torchvision also has functions that download and unpack.
 _FUNCTION_ROOTS = ("torchvision.models", "ptfast.models")
@@ -22,6 +22,7 @@ _CLASS_ROOTS = (
         "ptfast.optim",
         "ptfast.tasks",
         "ptfast.techniques.schedule.lr_schedules",
+        "ptfast.techniques.schedule.wsd",
         "ptfast.report.loggers",
     ),
     "torchvision.transforms",

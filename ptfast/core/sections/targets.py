@@ -143,6 +143,10 @@ def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
     return found
 
 
+EXTRAS = ("schedulefree",)
+"""Packages that built-in options name, each of which the extra of its name installs."""
+
+
 def _import(module: str, parent: ModuleType | None = None) -> ModuleType:
     try:
         return importlib.import_module(module)
@@ -152,6 +156,9 @@ def _import(module: str, parent: ModuleType | None = None) -> ModuleType:
         before, _, name = module.rpartition(".")
         if parent is not None:
             raise _does_not_exist(parent, before, name) from None
+        if module in EXTRAS:
+            hint = f"Install it with pip install 'ptfast[{module}]'"
+            raise Problem("E004", f"needs the package {module}", suggestion=hint) from None
         hint = f"Is {module} installed, or in the current folder?"
         raise Problem("C009", f"there is no module {module}", suggestion=hint) from None
     except Exception as error:

@@ -21,6 +21,7 @@ Need = Literal[
     "batchnorm",
     "cores",
     "pack",
+    "schedulefree",
 ]
 
 PROMISES: dict[Kind, str] = {

@@ -246,6 +246,57 @@ class Swa(Average):
         return f"{how}, BatchNorm {'measured' if self._forward is not None else 'averaged'}"
 
 
+class ScheduleFree(Swa):
+    """The average that a schedule-free optimizer keeps between the lines: it trains at one point, and its
+    result is another.
+
+    The optimizer's own methods go from the one to the other and back by arithmetic that rounds. Here the
+    point of training is kept, so that evaluating and saving change no bit of what follows.
+
+    Args:
+        model: the plain model.
+        optimizer: with methods `eval`, which puts the average into the model, and `train`.
+        forward: as for `Swa`.
+        ranks: that train together.
+
+    Cost: two passes over the weights, and a forward pass over some thousand samples where there is a
+    BatchNorm, per evaluation. Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024,
+    arXiv:2405.15682.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        forward: Callable[[Watched], None] | None = None,
+        *,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(model, (), forward, ranks=ranks)
+        self._optimizer = optimizer
+        optimizer.train()
+
+    def update(self, step: int, skipped: Tensor | None = None) -> None:
+        self._updates += 1
+        self._stale = True
+
+    def settle(self, watched: Watched = lambda batches: batches) -> None:
+        if not self._stale:
+            return
+        with torch.no_grad():
+            copies = [weight.clone() for weight in self._weights]
+            self._optimizer.eval()
+            torch._foreach_copy_(self._averages, self._weights)
+            self._optimizer.train()
+            torch._foreach_copy_(self._weights, copies)
+        super().settle(watched)
+        self._stale = False
+
+    def describe(self) -> str:
+        measured = ", BatchNorm measured" if self._norms and self._forward is not None else ""
+        return f"schedule-free, by the optimizer{measured}"
+
+
 @contextmanager
 def _measuring(model: nn.Module, norms: list[Any]) -> Iterator[None]:
     """Have BatchNorm take its statistics over all samples that pass, the rest of the model evaluating."""
