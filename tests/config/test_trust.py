@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from config_trees import HERE, tree, typed
 
 from ptfast.config.checks.trust import Trust
 from ptfast.config.checks.validate import validate
+from ptfast.config.files import paths
 from ptfast.core.errors import ConfigError
 
 UNTRUSTED = [
@@ -49,6 +52,17 @@ def test_what_a_file_from_elsewhere_may_not_name(path: str) -> None:
 )
 def test_what_it_may_name(path: str) -> None:
     assert callable(Trust().locate(path))
+
+
+def test_what_built_in_options_name_is_trusted() -> None:
+    """A run with any of them can be evaluated elsewhere."""
+    files = "".join(path.read_text() for path in paths.builtin_root().conf.glob("*/*.yaml"))
+    named = set(re.findall(r"^_target_: (\w+\.\S+)$", files, re.MULTILINE))
+    assert {"ptfast.techniques.schedule.wsd.Wsd", "schedulefree.AdamWScheduleFree"} < named
+    for path in named:
+        Trust().check_path(path)
+        if find_spec(path.partition(".")[0]):
+            assert callable(Trust().locate(path)), path
 
 
 def test_the_check_comes_before_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
