@@ -212,10 +212,12 @@ def test_what_mends_a_finding_in_this_process_is_measured(
     monkeypatch.setattr(prices, "STRETCH_S", 0.0)
     config = read_config([*NET, *POINTS, *PLAIN, "model.defect=anomaly"])[1]
     with examining(config, tmp_path, Display()) as examined:
-        (found,) = price_here([*run_checks(examined, ("loop",))], 1.0, "cpu")
-        assert found.price is not None
-        assert found.price.low_s is not None
-        assert found.price.low_s <= found.price.seconds <= (found.price.high_s or 0)
+        found = [*run_checks(examined, ("loop",))]
+        price_here(found, 1.0, "cpu")
+        (finding,) = found
+        assert finding.price is not None
+        assert finding.price.low_s is not None
+        assert finding.price.low_s <= finding.price.seconds <= (finding.price.high_s or 0)
         assert not torch.is_anomaly_enabled()
 
 
@@ -233,8 +235,8 @@ def test_a_formula_is_measured_beside_its_kernel(tmp_path: Path, defect: str) ->
 def test_overrides_are_measured_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def priced(findings: list[Finding], *others: Any) -> list[Finding]:
-        return [replace(found, price=Price(0.002, 0.001, 0.003, "faster")) for found in findings]
+    def priced(findings: list[Finding], *others: Any) -> None:
+        findings[:] = [replace(found, price=Price(0.002, 0.001, 0.003, "faster")) for found in findings]
 
     monkeypatch.setattr(audit_run, "price_by_override", priced)
     file = tmp_path / "mended.yaml"
@@ -250,7 +252,7 @@ def test_overrides_are_measured_and_written(
 def test_an_interrupted_audit_shows_what_was_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*arguments: Any) -> list[Finding]:
+    def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(audit_run, "price_here", interrupted)

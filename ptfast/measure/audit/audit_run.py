@@ -64,7 +64,10 @@ def audit(
             result.examine(config, folder / "run", display, budget_s)
             result.price_overrides(arguments, folder, display, budget_s)
     except KeyboardInterrupt:
-        show(result.findings, [*result.notes, "interrupted: this is what was found so far"])
+        if result.findings:
+            show(result.findings, [*result.notes, "interrupted: this is what was found so far"])
+        else:
+            print("interrupted before anything was found")
         return EXIT_INTERRUPTED
     finally:
         display.close()
@@ -96,7 +99,7 @@ class Audit:
                     self.notes.append(f"operators could not be traced: {examined.untraced}")
                 if budget_s:
                     with display.status("measuring what findings cost"):
-                        self.findings = price_here(self.findings, budget_s, examined.device_type)
+                        price_here(self.findings, budget_s, examined.device_type)
         except Exception as error:
             if not is_memory_error(error):
                 raise
@@ -110,7 +113,7 @@ class Audit:
             return
         try:
             with display.status(f"measuring what overrides gain, for up to {duration(budget_s)}"):
-                self.findings = price_by_override(self.findings, arguments, budget_s, folder)
+                price_by_override(self.findings, arguments, budget_s, folder)
         except ConfigError as error:
             if error.key != "--budget":
                 raise

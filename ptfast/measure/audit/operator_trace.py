@@ -64,8 +64,8 @@ class _Weights:
     """What became of the result of one softmax of products."""
 
     place: str
-    module: str
     depth: int
+    module: str = ""
     shape: AttentionShape | None = None
     """Once it was multiplied with values."""
     elsewhere: bool = False
@@ -179,14 +179,14 @@ class OperatorTrace(TorchDispatchMode):
                 if roles[0] is weights and roles[1] != "parameter" and weights.shape is None:
                     batch, queries, keys = args[0].shape
                     values, dtype = args[1].shape[-1], args[0].dtype
+                    weights.module = self._stack[-1] if self._stack else ""
                     weights.shape = AttentionShape(batch, queries, keys, weights.depth, values, dtype)
                 else:
                     weights.elsewhere = True
                 return None
             return None if name == "mm" or "parameter" in roles else _Scores(args[0].shape[-1])
         if name == "_softmax" and isinstance(roles[0], _Scores) and args[1] in (-1, args[0].dim() - 1):
-            module = self._stack[-1] if self._stack else ""
-            found = _Weights(code_place() or "", module, roles[0].depth)
+            found = _Weights(code_place() or "", roles[0].depth)
             self._softmaxes.append(found)
             return found
         if name in _MOVES or name in _ELEMENTWISE:

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from ptfast.measure.audit.finding import Finding, Price, Trial
-from ptfast.measure.trials.comparison import ORDER, Arm
+from ptfast.measure.trials.comparison import ORDER, Arm, Comparison
 from ptfast.measure.trials.session import Session
-from ptfast.measure.trials.verdicts import LEAST_ROUNDS, Effect, estimate, judge
+from ptfast.measure.trials.verdicts import LEAST_ROUNDS, Effect, Word, estimate, judge
 
 STRETCH_S = 0.1
 """Least time of a stretch, next to which what begins and ends it counts for nothing."""
@@ -23,45 +23,54 @@ SHARE = 0.2
 MOST_ROUNDS = 20
 
 
-def price_here(findings: Sequence[Finding], budget_s: float, device_type: str) -> list[Finding]:
-    """Measure in this process what findings with a trial cost, and return all of them.
+def price_here(findings: list[Finding], budget_s: float, device_type: str) -> None:
+    """Measure in this process what findings with a trial cost, and put the prices into `findings`.
 
     Both sides of a trial have the same process with its memory and threads, so that no A/A run is needed.
     """
     tried = [number for number, finding in enumerate(findings) if finding.trial is not None]
     seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
-    results = [_measure(findings[number].trial, seconds, device_type) for number in tried]
-    priced = list(findings)
-    for number, (effect, cost_s), verdict in zip(tried, results, judge([e for e, _ in results]), strict=True):
-        if effect is not None:
-            priced[number] = replace(priced[number], price=Price.of(effect, cost_s, verdict))
-    return priced
+    results: list[tuple[Effect | None, float]] = []
+    for number in tried:
+        results.append(_measure(findings[number].trial, seconds, device_type))
+        _put(findings, tried, results, judge([effect for effect, _ in results]))
 
 
 def price_by_override(
-    findings: Sequence[Finding], arguments: Sequence[str], budget_s: float, folder: Path
-) -> list[Finding]:
-    """Measure in other processes what the overrides of findings gain, and return all findings.
+    findings: list[Finding], arguments: Sequence[str], budget_s: float, folder: Path
+) -> None:
+    """Measure in other processes what overrides gain, and put the prices into `findings`.
 
     Raises:
         ConfigError: C005 for a budget that is too small for that.
         PtfastError, ReportedError: whatever stops the run.
     """
     tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
-    priced = list(findings)
-    if not tried:
-        return priced
     base = Arm("as it is")
     with Session(arguments, budget_s=budget_s, folder=folder) as session:
         session.calibrate(base)
         for position, number in enumerate(tried):
             other = Arm(findings[number].check, findings[number].overrides)
             session.compare(base, other, seconds=session.left_s / (len(tried) - position))
-        for number, comparison in zip(tried, session.comparisons, strict=True):
-            if (effect := comparison.effect) is not None:
-                step_s = comparison.median(0, "wall_s") / comparison.median(0, "steps")
-                priced[number] = replace(priced[number], price=Price.of(effect, step_s, comparison.verdict))
-    return priced
+            results = [(each.effect, _step_s(each)) for each in session.comparisons]
+            _put(findings, tried, results, [each.verdict for each in session.comparisons])
+
+
+def _step_s(comparison: Comparison) -> float:
+    """Seconds of a step of the base; 0 where nothing was measured."""
+    return comparison.median(0, "wall_s") / comparison.median(0, "steps") if comparison.rounds else 0.0
+
+
+def _put(
+    findings: list[Finding],
+    tried: Sequence[int],
+    results: Sequence[tuple[Effect | None, float]],
+    verdicts: Sequence[Word],
+) -> None:
+    """Note what trials have shown so far; each may change the verdicts on those before it."""
+    for number, (effect, step_s), verdict in zip(tried, results, verdicts, strict=False):
+        if effect is not None:
+            findings[number] = replace(findings[number], price=Price.of(effect, step_s, verdict))
 
 
 def _measure(trial: Trial | None, seconds: float, device_type: str) -> tuple[Effect | None, float]:
