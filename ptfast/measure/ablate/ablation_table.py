@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Iterator, Mapping
 
 from ptfast.config.catalogue import Technique
+from ptfast.core.errors import name_some
 from ptfast.core.units import num_bytes
 from ptfast.measure.ablate.ablation import NOT_REACHED, Ablation
 from ptfast.measure.trials.comparison import Comparison
-from ptfast.report.terminal.display import standard_output, table
+from ptfast.report.terminal.display import is_terminal, standard_output, table
 
-HEADERS = ("technique", "class", "alone", "95 %", "verdict", "in the stack", "memory", "loss")
+HEADERS = ("technique", "class", "alone", "95 %", "verdict", "stack", "memory", "loss")
 PER_STEP = ("reduced", "training")
 """Classes of which a faster step is not yet the same loss sooner."""
 
@@ -22,8 +25,10 @@ def show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
     print()
     if rows:
         table(HEADERS, rows, stream=standard_output())
+    columns = shutil.get_terminal_size().columns
+    wraps = is_terminal(standard_output())
     for line in [*_remarks(ablation), *_unmeasured(ablation, left_out), "", *_stack(ablation)]:
-        print(line)
+        print(textwrap.fill(line, columns - 1, subsequent_indent="  ") if wraps else line)
 
 
 def verdict(comparison: Comparison, technique: Technique) -> str:
@@ -39,9 +44,9 @@ def ratio(comparison: Comparison | None) -> str:
 
 
 def bounds(comparison: Comparison) -> str:
-    """The interval of a speed-up: `1.15 to 1.25`."""
+    """The interval of a speed-up: `1.15-1.25`."""
     effect = comparison.effect
-    return "-" if effect is None else "{:.2f} to {:.2f}".format(*effect.interval())
+    return "-" if effect is None else "{:.2f}-{:.2f}".format(*effect.interval())
 
 
 def _row(technique: Technique, ablation: Ablation) -> list[str]:
@@ -85,7 +90,7 @@ def _unmeasured(ablation: Ablation, left_out: Mapping[str, str]) -> Iterator[str
     for name, why in {**{t.name: NOT_REACHED for t in ablation.not_reached}, **left_out}.items():
         reasons.setdefault(why, []).append(name)
     for why, names in reasons.items():
-        yield f"not measured ({why}): {', '.join(names)}"
+        yield f"not measured ({why}): {name_some(names)}"
 
 
 def _stack(ablation: Ablation) -> Iterator[str]:

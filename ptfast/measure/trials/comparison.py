@@ -140,7 +140,7 @@ class Comparison:
             **figures,
             "interference": self.disturbed(),
             "order": ["base" if arm == 0 else "other" for arm in ORDER],
-            "warm_up": self.warm,
+            "warm_up": [{k: v for k, v in warm.items() if k != "environment"} for warm in self.warm],
             "rounds": self.rounds,
         }
 

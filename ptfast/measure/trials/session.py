@@ -20,9 +20,10 @@ from ptfast.measure.trials.trial_process import reason
 from ptfast.measure.trials.verdicts import LEAST_ROUNDS, ProcessSpread, judge, round_sd
 
 RECEIPT = "measure.json"
-STRETCH_S = 0.5
+STRETCH_S, STRETCHES = 0.5, 100
+"""Seconds of a stretch, or less where the budget would not have so many of them."""
 MOST_ROUNDS = 40
-AA_SHARE = 0.3
+AA_SHARE = 0.4
 """Part of what is left of the budget after starting up that the A/A run may take."""
 AA_ROUNDS = 8
 
@@ -38,7 +39,7 @@ class Session:
         arguments: the user's words, over which those of an arm are laid.
         budget_s: seconds from now on.
         folder: for the files of the processes.
-        stretch_s: seconds of a stretch; a step at least.
+        stretch_s: seconds of a stretch, which is a step at least; by the budget if not given.
         on_round: called after each round of a comparison.
     """
 
@@ -48,10 +49,10 @@ class Session:
         *,
         budget_s: float,
         folder: Path,
-        stretch_s: float = STRETCH_S,
+        stretch_s: float | None = None,
         on_round: Callable[[Comparison], None] = lambda _: None,
     ) -> None:
-        self.budget_s, self.stretch_s = budget_s, stretch_s
+        self.budget_s, self.stretch_s = budget_s, stretch_s or min(STRETCH_S, budget_s / STRETCHES)
         self.spread = ProcessSpread()
         self.aa: Comparison | None = None
         self.comparisons: list[Comparison] = []
@@ -150,7 +151,7 @@ class Session:
             self.pool.end(base, other)
         comparison = Comparison(base, other, self.spread)
         self.comparisons.append(comparison)
-        if self.is_same(base, other):
+        if base.copy == other.copy and self.is_same(base, other):
             comparison.why = "changes nothing in this config"
         else:
             self.prepare(base, other)
