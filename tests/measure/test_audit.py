@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import planted
@@ -16,7 +17,7 @@ from toys import callback
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core import devices
-from ptfast.measure.audit import audit_run, data_checks, machine_checks, prices
+from ptfast.measure.audit import audit_run, data_checks, loop_checks, machine_checks, prices
 from ptfast.measure.audit import examined as examination
 from ptfast.measure.audit.audit_run import run_checks
 from ptfast.measure.audit.examined import Examined, examining
@@ -265,3 +266,19 @@ def test_a_model_that_cannot_be_traced_is_audited_without(
 ) -> None:
     assert command_line.run(["audit", *NET, *POINTS, *PLAIN, "model.defect=untraced", "--budget=0"]) == 0
     assert "could not be traced: RuntimeError: not under a mode" in capsys.readouterr().out
+
+
+def test_graphs_that_are_compiled_again_are_found(
+    examined: Examined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for report, num_found in (({"recompiled": 9, "advice": "pad"}, 1), ({"recompiled": 1}, 0)):
+        monkeypatch.setattr(examined.run, "compilation", SimpleNamespace(report=lambda report=report: report))
+        assert len([*loop_checks.compiled_again(examined)]) == num_found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_break_of_the_compiled_graph_is_found(tmp_path: Path) -> None:
+    found = findings(tmp_path, "model.defect=broken", "compile=model")
+    assert places(found) == [("graph breaks", "compile")]
+    assert findings(tmp_path, "model.defect=", "compile=model") == []

@@ -109,6 +109,10 @@ class Net(nn.Module):
         with torch.enable_grad():
             return hidden * 1  # planted
 
+    def _broken(self, hidden: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return hidden
+
     def _untraced(self, hidden: Tensor) -> Tensor:
         if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
             raise RuntimeError("not under a mode")

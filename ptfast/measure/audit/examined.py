@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -87,7 +88,7 @@ class Examined:
     """Of a batch that is evaluated."""
     aids: dict[str, list[str]]
     """Debugging aids of torch that were on, and where they were turned on."""
-    graph_breaks: dict[str, int]
+    graph_breaks: Mapping[str, int]
     """By reason; none where nothing is compiled."""
     untraced: str | None
     """Why operators could not be traced; None where they were."""
@@ -127,6 +128,7 @@ def examining(config: Config, folder: Path, display: Display) -> Iterator[Examin
 
 def _examine(config: Config, run: Run, source: Source) -> Examined:
     run.settings.total_steps = ENDLESS
+    breaks_before = _graph_breaks() if run.compilation is not None else Counter[str]()
     run.call_back("on_start")
     trainer = Trainer(run)
     aids = trainer.first_look.switches.found
@@ -140,7 +142,7 @@ def _examine(config: Config, run: Run, source: Source) -> Examined:
         trainer.window.read()
         trainer.first_look.switches.look()
     steps = _time_steps(run, trainer, batches, seen)
-    breaks = _graph_breaks() if run.compilation is not None else {}
+    breaks = _graph_breaks() - breaks_before if run.compilation is not None else {}
     trained: set[str] = set()
     with _noting_gradients(run.model, trained), run.uncompiled():
         calls, syncs = _trace_calls(run, trainer, batches)
@@ -278,10 +280,11 @@ def _noting_gradchecks(aids: dict[str, list[str]]) -> Iterator[None]:
         yield
 
 
-def _graph_breaks() -> dict[str, int]:
-    """Places at which compiling was broken off, by torch's reason in a line."""
+def _graph_breaks() -> Counter[str]:
+    """How often compiling was broken off in this process, by torch's reason in a line."""
     dynamo: Any = sys.modules["torch._dynamo.utils"]
-    return {one_line(str(reason)): count for reason, count in dynamo.counters["graph_break"].items()}
+    breaks = dynamo.counters["graph_break"].items()
+    return Counter({str(reason).splitlines()[0]: count for reason, count in breaks})
 
 
 def _throttle_counts() -> int:
