@@ -16,7 +16,6 @@ from ptfast.config.files.frozen import redact
 from ptfast.config.overrides import quoted
 from ptfast.core import run_directory
 from ptfast.core.errors import (
-    EXIT_FINDINGS,
     EXIT_INTERRUPTED,
     EXIT_OK,
     ConfigError,
@@ -139,7 +138,7 @@ def race(
         out: folder of runs, receipt and picture; None for a new one under `run.root`.
 
     Returns:
-        0, or 8 where no run reached the target, or 130 after Ctrl-C.
+        0, or 130 after Ctrl-C.
 
     Raises:
         PtfastError, ReportedError: what stops a run or a search for a learning rate.
@@ -164,9 +163,7 @@ def race(
         name = arms[0].config.recipe or "train"
         draw(folder / PICTURE, [a.name for a in racing.arms], racing.finishes, f"{name}: {target}")
         _say_folder(folder)
-    if interrupted:
-        return EXIT_INTERRUPTED
-    return EXIT_OK if any(finish.steps is not None for finish in racing.finishes) else EXIT_FINDINGS
+    return EXIT_INTERRUPTED if interrupted else EXIT_OK
 
 
 def _tuned(arm: Arm, folder: Path) -> Arm:
