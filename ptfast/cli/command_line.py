@@ -358,13 +358,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "tune": Command(
         "[+recipe=NAME] [key=value ...]",
-        "search for the fastest settings here, and write them as a recipe",
+        "find the fastest settings for this machine; write them as a recipe",
         _tune,
         {"--budget": True, "--compile": False, "--write": True, "--out": True},
     ),
     "audit": Command(
         "[+recipe=NAME] [key=value ...]",
-        "find what costs speed in a model, its data, its loop and this machine",
+        "find what costs speed in the model, data, loop and machine",
         _audit,
         {"--budget": True, "--fix": True, "--strict": False},
     ),
