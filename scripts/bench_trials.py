@@ -37,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from bench_tools import machine, version_of  # noqa: E402
 
+from ptfast.core.errors import PtfastError, ReportedError  # noqa: E402
 from ptfast.measure.trials.comparison import Arm  # noqa: E402
 from ptfast.measure.trials.session import Session  # noqa: E402
 from ptfast.models.resnet_cifar import ResNetCifar  # noqa: E402
@@ -118,7 +119,7 @@ def run_session(check: Check, words: tuple[str, ...], budget_s: float) -> dict[s
         tempfile.TemporaryDirectory() as folder,
         Session(words, budget_s=budget_s, folder=Path(folder)) as session,
     ):
-        aa = session.calibrate(base)
+        aa = session.calibrate(base, check.other)
         comparison = session.compare(base, check.other)
         took_s = budget_s - session.left_s
     effect = comparison.effect
@@ -222,8 +223,12 @@ def main() -> int:
     # In turns, so that what a machine goes through concerns both.
     missing = [name for turn in range(max(left.values())) for name in names if turn < left[name]]
     for number, name in enumerate(missing[: args.sessions], 1):
-        with neighbour(args.check == "neighbour"):
-            result = run_session(CHECKS[name], words, args.budget)
+        try:
+            with neighbour(args.check == "neighbour"):
+                result = run_session(CHECKS[name], words, args.budget)
+        except (PtfastError, ReportedError) as error:
+            print(error, file=sys.stderr)
+            return 1
         with args.file.open("a") as file:
             file.write(json.dumps(key | {"name": name} | result) + "\n")
         print(

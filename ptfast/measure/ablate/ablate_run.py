@@ -72,7 +72,7 @@ def ablate(
             print("\n".join(session.describe_floor()))
             meets = session.pool.warm[PLAIN]["meets"]
             techniques, left_out = choose(meets, ThisMachine(), only=only, compiles=compiles)
-            print(f"{len(techniques)} techniques to measure")
+            print(f"techniques to measure: {len(techniques)}")
 
             def on_done(heading: str, comparison: Comparison) -> None:
                 live("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class ArmPool:
         self.warm: dict[Arm, dict[str, Any]] = {}
         """What building and warming up has reported."""
         self.step_s: dict[Arm, float] = {}
-        """Seconds of a step, as last seen."""
+        """Seconds of a step, of which the latest stretch counts half."""
         self.lost: dict[Arm, Exception] = {}
         """What ended the others."""
         self._configs: dict[Arm, tuple[Composed, Config]] = {}
@@ -70,7 +71,7 @@ class ArmPool:
     def train(self, arm: Arm, num_steps: int) -> dict[str, Any] | None:
         """Train a stretch; returns its figures, or None where the arm is lost."""
         if figures := self._ask(arm, {"num_steps": num_steps}):
-            self.step_s[arm] = figures["wall_s"] / num_steps
+            self.step_s[arm] = math.sqrt(self.step_s[arm] * figures["wall_s"] / num_steps)
         return figures
 
     def end(self, *arms: Arm) -> None:

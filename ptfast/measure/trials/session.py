@@ -77,8 +77,11 @@ class Session:
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._start_s
 
-    def calibrate(self, base: Arm) -> Comparison:
+    def calibrate(self, base: Arm, *others: Arm) -> Comparison:
         """Measure two processes of one arm against each other: the noise that every verdict has to exceed.
+
+        Args:
+            others: that are compared first, and started together with it: a small budget is mostly starting.
 
         Raises:
             ConfigError: C005 where the budget is too small for anything after that.
@@ -86,7 +89,7 @@ class Session:
         """
         twin = Arm(f"{base.name} again", base.overrides, copy=1)
         self.aa = comparison = Comparison(base, twin)
-        self.prepare(base, twin)
+        self.prepare(base, twin, *others)
         self._raise_if_lost(twin)
         start_s = self._elapsed_s
         self._measure(comparison, self.left_s * AA_SHARE, AA_ROUNDS)
@@ -94,7 +97,7 @@ class Session:
         rounds_s = (self._elapsed_s - start_s) / max(len(comparison.rounds), 1) * LEAST_ROUNDS
         self.least_s = start_s + rounds_s
         effect = comparison.process_effect
-        if effect is None or self.left_s < self.least_s:
+        if effect is None or self.left_s < (rounds_s if others else self.least_s):
             what = f"too little: starting takes {duration(start_s)}, and a comparison {duration(rounds_s)}"
             hint = f"Give {math.ceil(2 * start_s + 2 * rounds_s / AA_SHARE)}s or more"
             raise ConfigError("C005", what, key="--budget", value=f"{self.budget_s:g}s", suggestion=hint)
