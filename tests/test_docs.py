@@ -14,8 +14,8 @@ from conftest import ROOT
 from shown import COMMANDS_SHOWN, FENCE, OWN_PARTS, PAGES, TRAINING, Shown, fences, spans, users_folder
 
 from ptfast.cli.command_line import COMMANDS, run
-from ptfast.cli.find_command import SEARCHES
 from ptfast.cli.flags import read_flags
+from ptfast.cli.measuring.find_command import SEARCHES
 from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.editors.json_schema import schema
 from ptfast.config.files import paths

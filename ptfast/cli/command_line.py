@@ -63,7 +63,7 @@ def _dispatch(words: list[str]) -> int:
         return EXIT_OK
     name, *rest = words
     if name == "__complete":
-        from ptfast.cli.find_command import SEARCHES
+        from ptfast.cli.measuring.find_command import SEARCHES
         from ptfast.config.editors.completion import complete
 
         flags = {name: sorted(command.flags) for name, command in COMMANDS.items()}
@@ -207,37 +207,37 @@ def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _find(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.find_command import find
+    from ptfast.cli.measuring.find_command import find
 
     return find(flags, arguments, _read_config)
 
 
 def _tune(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.tune_command import tune
+    from ptfast.cli.measuring.tune_command import tune
 
     return tune(flags, arguments, _read_config)
 
 
 def _audit(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.audit_command import audit
+    from ptfast.cli.measuring.audit_command import audit
 
     return audit(flags, arguments, _read_config)
 
 
 def _race(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.race_command import race
+    from ptfast.cli.measuring.race_command import race
 
     return race(flags, arguments)
 
 
 def _eject(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.eject_command import eject
+    from ptfast.cli.measuring.eject_command import eject
 
     return eject(flags, arguments, _read_config)
 
 
 def _ablate(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.ablate_command import ablate
+    from ptfast.cli.measuring.ablate_command import ablate
 
     return ablate(flags, arguments, _read_config)
 

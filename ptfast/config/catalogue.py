@@ -16,7 +16,7 @@ from ptfast.core.sections.nearest_name import did_you_mean
 from ptfast.core.sections.technique import PROMISES, Kind, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.data.loaders import transfer_records
-from ptfast.optim import parameter_records
+from ptfast.optim.parameters import parameter_records
 from ptfast.techniques import (
     backend,
     checkpointing,

@@ -13,9 +13,9 @@ from torch import nn
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.tensors.dtensors import is_sharded, shard_like
 from ptfast.optim.fused_steps import build_step, keep_compiler_unimported
-from ptfast.optim.groups import Grouping, reference_lr, scale_for_batch
 from ptfast.optim.layer_batches import laid_out_as
 from ptfast.optim.layerwise import LayerwiseOptimizer
+from ptfast.optim.parameters.groups import Grouping, reference_lr, scale_for_batch
 
 if TYPE_CHECKING:
     from ptfast.core.sections.targets import Target

@@ -220,10 +220,11 @@ def test_a_full_disk_ends_the_run_and_keeps_the_state_before(
 def test_figures_that_cannot_be_written_fail_the_run(
     in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ptfast.report.loggers import JsonlLogger, _cannot_write
+    from ptfast.core.errors import cannot_write
+    from ptfast.report.loggers import JsonlLogger
 
     def full(self: JsonlLogger, record: Any) -> None:
-        raise _cannot_write(self.path, OSError(28, "No space left on device"))
+        raise cannot_write(OSError(28, "No space left on device"), str(self.path))
 
     monkeypatch.setattr(JsonlLogger, "log", full)
     assert train(*BASE, "run.dir=a", "epochs=1") == 4

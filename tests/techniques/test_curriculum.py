@@ -288,4 +288,4 @@ def test_a_part_of_the_run_forbids_another_length(in_tmp: Path, capsys: pytest.C
     words = (*MLP, *BATCHES, "schedule=constant", "run.dir=run", "run.resume=auto", "log_every=50")
     assert train(*words, "steps=6", "curriculum.over=50%") == 0
     assert train(*words, "steps=8", "curriculum.over=50%") == 6
-    assert "schedule or curriculum spans the run" in capsys.readouterr().err
+    assert "schedule or curriculum depends on the length" in capsys.readouterr().err

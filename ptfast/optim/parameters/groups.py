@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.optim.cautious_adamw import CautiousAdamW
-from ptfast.optim.freezing import Freezing, Window
-from ptfast.optim.layer_depth import layer_depths
 from ptfast.optim.muon import Muon
 from ptfast.optim.novograd import Novograd
+from ptfast.optim.parameters.freezing import Freezing, Window
+from ptfast.optim.parameters.layer_depth import layer_depths
 
 if TYPE_CHECKING:
     from ptfast.optim import Optimizer, ParameterGroup

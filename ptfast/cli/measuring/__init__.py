@@ -1,0 +1,1 @@
+"""The commands that measure: flags and arguments of each, read before torch is imported."""

@@ -1,0 +1,1 @@
+"""Which parameters train, and with what settings each."""
