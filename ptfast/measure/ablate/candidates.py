@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from ptfast.config.applicability import OF_THE_RUN, ThisMachine, verdict
@@ -25,7 +26,8 @@ def choose(
     """The techniques to measure, the most promising first, and why each of the others is left out.
 
     Those that the preset `fast` decides about come first, then others that leave the result nearly as it is,
-    then those that change the training and may make its steps cheaper.
+    then those that change the training and may make its steps cheaper; within each of these one technique of
+    every family, then a second one, so that a short budget reaches all families.
 
     Args:
         meets: needs on the model and the data that the run meets.
@@ -44,7 +46,13 @@ def choose(
             switches[technique.on] = technique.name
             chosen.append(technique)
     preset = content("fast").data.keys()
-    return sorted(chosen, key=lambda technique: _rank(technique, preset)), left_out
+    turns: Counter[tuple[int, str]] = Counter()
+    keys: dict[str, tuple[int, int]] = {}
+    for technique in chosen:
+        rank = _rank(technique, preset)
+        keys[technique.name] = rank, turns[rank, technique.family]
+        turns[rank, technique.family] += 1
+    return sorted(chosen, key=lambda technique: keys[technique.name]), left_out
 
 
 def _unfit(

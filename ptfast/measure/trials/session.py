@@ -215,8 +215,15 @@ class Session:
             comparison.rounds.append(stretches)
             round_s = self._elapsed_s - start_s
             self.on_round(comparison)
-            if (effect := comparison.effect) is not None and comparison is not self.aa and effect.is_clear:
+            if comparison is not self.aa and self._is_settled(comparison):
                 return
+
+    def _is_settled(self, comparison: Comparison) -> bool:
+        """Return True if more rounds would hardly change what two processes show."""
+        within, effect = comparison.process_effect, comparison.effect
+        if within is None or effect is None:
+            return False
+        return effect.is_clear or self.spread.hides(within)
 
     def _num_steps(self, arms: Sequence[Arm]) -> list[int]:
         """Steps of a stretch of each of two: as many where batches are as large, else for as many samples."""

@@ -17,6 +17,8 @@ EQUAL = 0.02
 ALPHA, INTERIM_ALPHA = 0.05, 0.001
 """Error of a family of verdicts; that at which a comparison may end before its time."""
 POWER = 0.8
+FUTILE = 0.25
+"""Part of the variance between processes at which that of the rounds widens an interval by a tenth."""
 LEAST_ROUNDS = 4
 """Fewer rounds give no verdict."""
 PRIOR_SD, PRIOR_PAIRS = 0.005, 4
@@ -102,6 +104,10 @@ class ProcessSpread:
         variance = effect.se**2 + self.variance
         dof = variance**2 / (effect.se**4 / effect.dof + self.variance**2 / self.dof)
         return Effect(effect.log_ratio, math.sqrt(variance), dof)
+
+    def hides(self, effect: Effect) -> bool:
+        """Return True if more rounds of two processes would hardly narrow the interval of `effect`."""
+        return effect.se**2 < self.variance * FUTILE
 
     def smallest_effect(self, round_sd: float, num_rounds: int) -> float:
         """The difference, as a part, that so many rounds find in 80 % of cases.
