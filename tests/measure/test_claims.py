@@ -30,7 +30,7 @@ def test_both_runs_of_a_claim_can_be_composed(claim: Claim) -> None:
 
 
 def test_a_finding_needs_the_whole_interval() -> None:
-    claim = Claim("amp", "1.5 to 5.5", "a post", least=1.5, most=5.5)
+    claim = Claim("checkpointing", "1.5 to 5.5", "a post", least=1.5, most=5.5)
     assert judge(claim, 1.6, 2.0) == "confirmed"
     assert judge(claim, 1.0, 1.4) == "refuted"
     assert judge(claim, 5.6, 6.0) == "refuted"

@@ -172,7 +172,7 @@ class Ablation:
     def best(self) -> Arm:
         """The faster of the stack and the config as given; plain where nothing is known to be faster."""
         if self.over_start is not None and (effect := self.over_start.effect) is not None:
-            return START if effect.interval()[1] < 1 else self._arm(self.stack)
+            return START if effect.log_ratio < 0 else self._arm(self.stack)
         return self._arm(self.stack)
 
     def _arm(self, techniques: Iterable[Technique], name: str = "") -> Arm:

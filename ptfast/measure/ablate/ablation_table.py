@@ -75,7 +75,7 @@ def _remarks(ablation: Ablation) -> Iterator[str]:
         elif (steps := comparison.pays_after_steps) is not None and comparison.warm[1]["compiles"]:
             yield f"{technique.name}: has paid for compiling after {steps:,} steps"
     if any(verdict(comparison, technique).endswith("per step") for technique, comparison in measured):
-        yield "faster per step: if the same loss is reached sooner, ptfast race tells"
+        yield "faster per step: ptfast race measures if the same loss is reached sooner"
     if any(comparison.unit == "tokens" and comparison.rounds for _, comparison in measured):
         yield "speed is that of tokens without padding"
     every = ablation.session.comparisons

@@ -88,7 +88,7 @@ def tune(
         return EXIT_OK
     comment = [
         f"{label(config)}, tuned for {machine_name(config.device)}",
-        f"{effect.ratio:.2f} times [{low:.2f}-{high:.2f}] as fast as untuned, measured afresh:",
+        f"{effect.ratio:.2f} times [{low:.2f}-{high:.2f}] as fast as untuned; each by itself:",
         *(f"  {line}" for line in search.lines(winner)),
     ]
     words = merge(list(arguments), winner.overrides)
@@ -159,7 +159,9 @@ class Tuner:
     def lines(self, winner: Arm) -> list[str]:
         """What each setting of the winner was worth by itself, for a comment."""
         singles = [arm for arm in self.measured if set(arm.overrides) <= set(winner.overrides)]
-        return [f"{arm.name}: {self.worth(arm):.2f}x" for arm in singles if arm != winner]
+        return [
+            f"{arm.name}: {self.worth(arm):.2f}x" for arm in singles if arm != winner or len(singles) == 1
+        ]
 
     def _gains(self, arm: Arm) -> bool:
         """Return True if it is worth trying together with others."""
