@@ -95,6 +95,9 @@ def _unmeasured(ablation: Ablation, left_out: Mapping[str, str]) -> Iterator[str
 
 def _stack(ablation: Ablation) -> Iterator[str]:
     """The stack step by step, and the promise against what was measured afresh."""
+    if not any(comparison.effect for comparison in ablation.added.values()):
+        yield "no technique was measured: give a longer --budget"
+        return
     yield "the stack, from plain:" if ablation.stack else "nothing is known to be faster than plain"
     for step in ablation.steps:
         name = f"{step.technique.name}{f', for {step.replaces.name}' if step.replaces else ''}"
@@ -103,7 +106,7 @@ def _stack(ablation: Ablation) -> Iterator[str]:
     if (again := ablation.over_plain) is not None:
         measured = f"{ratio(again)} [{bounds(again)}]" if again.effect else "not measured (too few rounds)"
         yield f"promised {ablation.promised:.2f}x over plain, measured again in new processes: {measured}"
-    if (start := ablation.over_start) is not None:
+    if (start := ablation.over_start) is not None and (start.why or start.effect):
         name = "the stack" if ablation.stack else "plain"
         found = start.why or f"{ratio(start)} [{bounds(start)}], {start.verdict}"
         yield f"{name} over the config as given: {found}"
