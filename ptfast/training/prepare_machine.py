@@ -66,7 +66,7 @@ def prepare_machine(
     if trains and before.num_ranks != ranks.num_ranks:
         # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
         before = replace(before, threads=0, workers=0)
-    if trains and config.tuned_for not in (None, here := machine_name(config.device)):
+    if trains and config.tuned_for and config.tuned_for != (here := machine_name(config.device)):
         display.warn(f"tuned for {config.tuned_for}, and this is {here}: measure anew with ptfast tune")
     backend = config.backend if trains else config.backend.model_copy(update={"cudnn_benchmark": False})
     switches = apply_backend(backend, device=device, num_local_ranks=ranks.num_local_ranks, before=before)

@@ -14,6 +14,7 @@ from ptfast.measure.trials import system_load
 from ptfast.measure.trials.comparison import Arm, Comparison
 from ptfast.measure.trials.session import Session
 from ptfast.measure.trials.system_load import ProcessorTimes, interference
+from ptfast.measure.trials.verdicts import Effect, ProcessSpread
 
 SMALL = ("model=mlp", "model.hidden=[8]", "device=cpu", "dataloader=memory")
 BASE, LARGE = Arm("base"), Arm("large", ("model.hidden=[1500,1500]",))
@@ -86,6 +87,16 @@ def test_time_is_held_against_what_was_processed() -> None:
     comparison.rounds = tokens
     assert comparison.unit == "tokens"
     assert comparison.process_effect.ratio == pytest.approx(0.625)
+
+
+def test_rounds_end_once_processes_differ_by_more_than_they_do(tmp_path: Path) -> None:
+    session = Session(SMALL, budget_s=1.0, folder=tmp_path)
+    walls = (1.0, 1.02, 0.98, 1.01, 0.97)
+    rounds = [[stretch(0, 1.0), *[stretch(1, wall)] * 2, stretch(0, 1.0)] for wall in walls]
+    assert not session._is_settled(Comparison(BASE, LARGE, session.spread, rounds))
+    session.spread = ProcessSpread((Effect(0.2, 0.01, 7),))
+    assert session._is_settled(Comparison(BASE, LARGE, session.spread, rounds))
+    assert not session._is_settled(Comparison(BASE, LARGE, session.spread, rounds[:3]))
 
 
 def test_compiling_pays_after_some_steps() -> None:
