@@ -6,8 +6,6 @@ arXiv:2510.12402, Algorithm 1.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ptfast.optim.layer_batches import Group, LayerBatch, Tensors, multiplied
@@ -44,11 +42,6 @@ class CautiousAdamW(LayerwiseOptimizer):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, defaults_of(locals()))
-        self._buffers: dict[torch.dtype, Tensors] = {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._buffers = {}
-        super().__setstate__(state)
 
     def _update(self, group: Group, batch: LayerBatch) -> None:
         (steps,) = batch.scalars

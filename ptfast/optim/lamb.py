@@ -6,8 +6,6 @@ Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.0
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ptfast.optim.layer_batches import Group, LayerBatch, Tensors, multiplied
@@ -54,11 +52,6 @@ class Lamb(LayerwiseOptimizer):
         exclude_1d: bool = True,
     ) -> None:
         super().__init__(params, defaults_of(locals()))
-        self._buffers: dict[torch.dtype, Tensors] = {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._buffers = {}
-        super().__setstate__(state)
 
     def _update(self, group: Group, batch: LayerBatch) -> None:
         (steps,) = batch.scalars

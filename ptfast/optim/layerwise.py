@@ -43,6 +43,8 @@ class LayerwiseOptimizer(Optimizer):
             if not 0 <= beta < 1:
                 raise ValueError(f"betas and momentum must be in [0, 1), not {beta}")
         self._plans: dict[int, list[_Planned]] = {}
+        self._buffers: dict[torch.dtype, Tensors] = {}
+        """For what a step computes on the way, by the type of the weights."""
         super().__init__(params, defaults)
 
     def _update(self, group: Group, batch: LayerBatch) -> None:
@@ -108,7 +110,7 @@ class LayerwiseOptimizer(Optimizer):
                 self.state[layer][name] = value.to(layer.device, copy=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._plans = {}
+        self._plans, self._buffers = {}, {}
         super().__setstate__(state)
 
     def _useful_factor(self, device: torch.device) -> Tensor | None:

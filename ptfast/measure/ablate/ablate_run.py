@@ -128,12 +128,11 @@ def _write(
     worth = (
         f"{ratio(again)} [{bounds(again)}] plain's speed" if again and again.effect else "not measured again"
     )
-    comment = [
-        f"The best config of {name} on one machine, found by ptfast ablate: {worth}",
-        f"On: {', '.join(technique.name for technique in ablation.stack)}."
-        if best.overrides
-        else "As it was given, which was faster than all that was tried.",
-    ]
+    comment = [f"The best config of {name} on one machine, found by ptfast ablate"]
+    if best.overrides:
+        comment.append(f"On: {', '.join(technique.name for technique in ablation.stack)}; {worth}.")
+    else:
+        comment.append("As it was given, which was faster than all that was tried.")
     write_recipe(folder / BEST, merge(arguments, best.overrides), {}, comment)
 
 

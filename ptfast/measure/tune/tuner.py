@@ -62,7 +62,6 @@ def tune(
     """
     check_overlay(write)
     check_out(out)
-    folder = make_folder(config, "tune", out)
     command = ["ptfast", "tune", *arguments, "--budget", f"{budget_s:g}s", "--write", str(write)]
     with tempfile.TemporaryDirectory(prefix="ptfast-") as scratch:
         search = Tuner(config, arguments, budget_s, Path(scratch), compiles=compiles)
@@ -75,6 +74,7 @@ def tune(
                 raise
             finally:
                 if search.session.comparisons:
+                    folder = make_folder(config, "tune", out)
                     search.session.write_receipt(folder / RECEIPT, command)
                     print(f"figures: {folder}")
     if winner is None or final is None or (effect := final.effect) is None:
