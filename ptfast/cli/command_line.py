@@ -87,6 +87,12 @@ def _dispatch(words: list[str]) -> int:
     if command.max_arguments is not None and others[command.max_arguments :]:
         hint = f"Usage: ptfast {name} {command.usage}".rstrip()
         raise ConfigError("C001", "one argument too many", key=others[command.max_arguments], suggestion=hint)
+    if command.alone:
+        from ptfast.core.distributed import world
+
+        if world() is not None:
+            hint = "Start it without torchrun; parallel=ddp launches the ranks"
+            raise ConfigError("C014", "every rank would measure by itself", key=name, suggestion=hint)
     return command.run(flags, others)
 
 
@@ -349,30 +355,35 @@ COMMANDS: dict[str, Command] = {
         _find,
         dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
         | {"--noise": False, "--checkpointing": False},
+        alone=True,
     ),
     "ablate": Command(
         "[+recipe=NAME] [key=value ...]",
         "measure what each technique is worth here; write the best recipe",
         _ablate,
         {"--budget": True, "--only": True, "--compile": False, "--claims": False, "--out": True},
+        alone=True,
     ),
     "tune": Command(
         "[+recipe=NAME] [key=value ...]",
         "find the fastest settings for this machine; write them as a recipe",
         _tune,
         {"--budget": True, "--compile": False, "--write": True, "--out": True},
+        alone=True,
     ),
     "audit": Command(
         "[+recipe=NAME] [key=value ...]",
         "find what costs speed in the model, data, loop and machine",
         _audit,
         {"--budget": True, "--fix": True, "--strict": False},
+        alone=True,
     ),
     "race": Command(
         "[+recipe=NAME] key=a,b --target METRIC:VALUE",
         "train variants with the same seeds: which reaches a target first",
         _race,
         {"--target": True, "--seeds": True, "--arms": True, "--tune-lr": False, "--out": True},
+        alone=True,
     ),
     "eject": Command(
         "[+recipe=NAME] [key=value ...] --out FILE",

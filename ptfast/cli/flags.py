@@ -18,6 +18,7 @@ class Command:
         summary: one line.
         run: takes the flags given and the other arguments; returns the exit code.
         flags: what may be given with dashes, and whether it takes a value.
+        alone: it starts what ranks it needs by itself, and is refused under a user's own torchrun.
         max_arguments: how many other arguments it reads; None for any number.
     """
 
@@ -26,6 +27,7 @@ class Command:
     run: Callable[[dict[str, Any], list[str]], int]
     flags: dict[str, bool]
     max_arguments: int | None = None
+    alone: bool = False
 
 
 def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, Any], list[str]]:

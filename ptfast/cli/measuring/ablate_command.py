@@ -27,11 +27,6 @@ def ablate(flags: dict[str, Any], arguments: list[str], read_config: Callable[[l
         options["only"] = [technique_named(name, "--only") for name in flags["--only"].split(",")]
     if "--out" in flags:
         options["out"] = Path(flags["--out"]).expanduser()
-    from ptfast.core.distributed import world
-
-    if world() is not None:
-        hint = "Start it without torchrun; parallel=ddp launches the ranks"
-        raise ConfigError("C014", "every rank would measure by itself", key="ablate", suggestion=hint)
     if "--claims" in flags:
         from ptfast.measure.claims.hold_claims import hold_claims
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.cli.flags import read_seconds
-from ptfast.core.errors import ConfigError
 
 
 def audit(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
@@ -19,11 +18,6 @@ def audit(flags: dict[str, Any], arguments: list[str], read_config: Callable[[li
     Raises:
         PtfastError: whatever is wrong with the config, or stops its first steps.
     """
-    from ptfast.core.distributed import world
-
-    if world() is not None:
-        hint = "Start it without torchrun; one process is examined"
-        raise ConfigError("C014", "every rank would audit by itself", key="audit", suggestion=hint)
     budget_s = 0.0 if flags.get("--budget") == "0" else read_seconds(flags, "--budget", "2m")
     composed, config = read_config(arguments)
     with composed.naming_places():

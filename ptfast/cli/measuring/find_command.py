@@ -65,11 +65,6 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
     for flag, name in {"--out": "out", "--write": "write"}.items():
         if flag in flags:
             options[name] = Path(flags[flag]).expanduser()
-    from ptfast.core.distributed import world
-
-    if world() is not None:
-        hint = "Start it without torchrun; parallel=ddp launches the ranks"
-        raise ConfigError("C014", "every rank would search by itself", key="find", suggestion=hint)
     composed, config = read_config(words)
     with composed.naming_places():
         if what == "lr":

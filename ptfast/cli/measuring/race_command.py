@@ -16,7 +16,6 @@ def race(flags: dict[str, Any], arguments: list[str]) -> int:
         ConfigError: C016 without a target or a second arm, C005 for a target or a number of seeds that is
             none, C014 under torchrun; whatever is wrong with the config of an arm.
     """
-    from ptfast.core.distributed import world
     from ptfast.measure.race.race_arms import build_arms
     from ptfast.measure.race.race_results import Target
 
@@ -30,9 +29,6 @@ def race(flags: dict[str, Any], arguments: list[str]) -> int:
         raise ConfigError(
             "C005", "not a whole number above 0", key="--seeds", value=seeds, place=COMMAND_LINE
         )
-    if world() is not None:
-        hint = "Start it without torchrun; parallel=ddp launches the ranks of each run"
-        raise ConfigError("C014", "every rank would race by itself", key="race", suggestion=hint)
     arms = build_arms(arguments, flags.get("--arms"))
     from ptfast.measure.race.racer import race
 
