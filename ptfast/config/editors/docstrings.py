@@ -8,7 +8,7 @@ import inspect
 import re
 from typing import Any
 
-_SECTION = re.compile(r"^Args:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+_SECTION = re.compile(r"^Arg(?:uments|s):\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*)(?: \([^)]*\))?: *(.*?)(?=^    \S|\Z)", re.MULTILINE | re.DOTALL)
 
 
