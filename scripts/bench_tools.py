@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import io
+import json
 import logging
 import os
 import platform
@@ -14,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def interval(ratios: Sequence[float], draws: int = 10_000) -> tuple[float, float]:
@@ -59,3 +61,15 @@ def cpu_name() -> str:
 def machine() -> str:
     """Python, processor and cores, for the line under a table."""
     return f"Python {platform.python_version()}, {cpu_name()}, {os.cpu_count()} cores"
+
+
+def read_results(file: Path, key: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results in a file of JSON lines that hold all of `key`; none where there is no file yet."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line for line in map(json.loads, lines) if key.items() <= line.items()]
+
+
+def add_result(file: Path, result: dict[str, Any]) -> None:
+    """Add a result to such a file."""
+    with file.open("a") as stream:
+        stream.write(json.dumps(result) + "\n")

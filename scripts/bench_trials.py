@@ -14,7 +14,6 @@ what was interrupted is resumed by the same command, and --sessions 5 runs no mo
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -35,7 +34,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from bench_tools import machine, version_of  # noqa: E402
+from bench_tools import add_result, machine, read_results, version_of  # noqa: E402
 
 from ptfast.core.errors import PtfastError, ReportedError  # noqa: E402
 from ptfast.measure.trials.comparison import Arm  # noqa: E402
@@ -215,9 +214,7 @@ def main() -> int:
     key = {"check": args.check, "budget_s": args.budget, "words": list(words)}
 
     def found(name: str) -> list[dict[str, Any]]:
-        lines = args.file.read_text().splitlines() if args.file.exists() else []
-        mine = key | {"name": name}
-        return [line for line in map(json.loads, lines) if mine.items() <= line.items()]
+        return read_results(args.file, key | {"name": name})
 
     left = {name: CHECKS[name].sessions - len(found(name)) for name in names}
     # In turns, so that what a machine goes through concerns both.
@@ -229,8 +226,7 @@ def main() -> int:
         except (PtfastError, ReportedError) as error:
             print(error, file=sys.stderr)
             return 1
-        with args.file.open("a") as file:
-            file.write(json.dumps(key | {"name": name} | result) + "\n")
+        add_result(args.file, key | {"name": name} | result)
         print(
             f"{name} {number}/{len(missing[: args.sessions])}: {result['verdict']} {result['speedup']:.3f}"
             f" [{result['low']:.3f}-{result['high']:.3f}] in {result['took_s']:.0f} s",

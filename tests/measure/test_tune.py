@@ -34,8 +34,7 @@ class Measured:
 
     def __init__(self, arguments: Sequence[str], *, budget_s: float, folder: Path) -> None:
         self.left_s, self.comparisons = budget_s, list[Comparison]()
-        self.again = 1.0
-        self.pool = self
+        self.pool, self.alive = self, set[Arm]()
 
     @property
     def warm(self) -> dict[Arm, Any]:
@@ -49,6 +48,9 @@ class Measured:
 
     def calibrate(self, base: Arm) -> None:
         self.left_s -= 10
+
+    def prepare(self, base: Arm, *arms: Arm) -> None:
+        self.alive |= {base, *arms}
 
     def describe_floor(self) -> list[str]:
         return []

@@ -26,6 +26,8 @@ SINGLES_SHARE, TOGETHER_SHARE = 0.6, 0.6
 """Parts of what is left of the budget: for settings one by one, and then for several together."""
 MOST_TOGETHER = 16
 """Sets of settings that the first round of the halving takes."""
+AT_ONCE = 2
+"""Processes that are started together."""
 LEAST_GAIN = 0.005
 """A setting that gains less by its estimate is not tried together with others."""
 
@@ -179,15 +181,17 @@ class Tuner:
         return arms
 
     def _measure(self, arms: Sequence[Arm], share: float) -> None:
-        """Compare each with the start, within a part of the time that is left."""
-        end_s = self.session.left_s * (1 - share)
+        """Compare each with the start, within a part of the time that is left but for measuring one again."""
+        end_s = self.session.left_s - share * (self.session.left_s - self.session.least_s)
         for number, arm in enumerate(arms):
             if self.session.left_s < end_s + self.session.least_s:
                 self.not_reached += [arm for arm in arms[number:] if arm not in self.measured]
                 return
-            seconds = max(self.session.least_s, (self.session.left_s - end_s) / (len(arms) - number))
             left = duration(self.session.left_s)
             with self.display.status(f"{arm.name} ({number + 1} of {len(arms)}, {left} left)"):
+                if arm not in self.session.pool.alive:
+                    self.session.prepare(self.start, *arms[number : number + AT_ONCE])
+                seconds = max(self.session.least_s, (self.session.left_s - end_s) / (len(arms) - number))
                 comparison = self.session.compare(self.start, arm, seconds=seconds)
             if comparison.effect is not None or arm not in self.measured:
                 self.measured[arm] = comparison
