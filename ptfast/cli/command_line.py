@@ -98,7 +98,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _train(flags: dict[str, Any], arguments: list[str]) -> int:
     _check_pairs(flags)
-    file = Path(flags["--config"]) if "--config" in flags else None
+    file = _config_file(flags["--config"]) if "--config" in flags else None
     if "--info" in flags or "--cfg" in flags:
         from ptfast.config.multirun import show_config, show_info
 
@@ -140,6 +140,14 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
 
     with composed.naming_places():
         return start(composed, config)
+
+
+def _config_file(path: str) -> Path:
+    """The file that `--config` names, by itself or by its run directory."""
+    from ptfast.core.run_directory import CONFIG
+
+    given = Path(path)
+    return given / CONFIG if given.is_dir() else given
 
 
 def _check_pairs(flags: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ WIDTH, INDENT = 80, 24
 FLAG_HELP = {
     "--multirun": "(-m) sweep: train one run per combination of key=a,b",
     "--dry-run": "take a few steps without saving; print memory, time and disk of the run",
-    "--config": "train from a run's config.yaml",
+    "--config": "train from a run directory or its config.yaml",
     "--cfg": "(-c) print the composed config: job, hydra or all",
     "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
     "--split": "evaluate one split: val or test",

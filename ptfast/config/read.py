@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ptfast.config.checks.trust import is_own
 from ptfast.config.checks.validate import validate
 from ptfast.config.compose import Composed, compose
 from ptfast.config.files.frozen import load
@@ -36,8 +37,9 @@ def load_config(
     """The config in a whole file, such as a run directory's, with arguments laid over it.
 
     Args:
-        trusted: the file is this run's own, or names nothing that will be imported. Otherwise its targets
-            must lie in known packages, or in one that the arguments trust (`trust=[my_package]`).
+        trusted: the file is this run's own, or names nothing that will be imported. Otherwise, and unless
+            it is of a run that this user made here, its targets must lie in known packages, or in one that
+            the arguments trust (`trust=[my_package]`).
         trains: False for what comes after training, of which the data that the arguments name need not lie
             as that of training does.
 
@@ -50,6 +52,7 @@ def load_config(
         loader["kind"] = "auto"
     named = composed.tree.get("trust") if composed.places.get("trust") == COMMAND_LINE else None
     extra_trust = named if isinstance(named, list) else []
+    trusted = trusted or is_own(path)
     return composed, validate(composed.tree, composed.place, trusted=trusted, extra_trust=extra_trust)
 
 

@@ -13,6 +13,8 @@ from ptfast.core.sections.targets import Target
 class Eval(Section):
     """When the held-out splits are evaluated."""
 
+    test: bool = True
+    """Evaluate `test` once, at the end of a run."""
     every: Every = Duration(1, "epochs")
     """How often `val` is evaluated, such as `1epochs` or `500steps`."""
     batch_size: Count | None = None

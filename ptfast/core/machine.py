@@ -15,6 +15,8 @@ from ptfast.core.errors import EXIT_BUG
 ROOT = Path("/")
 """Root of the system's files."""
 _NO_MEMORY = ("can't allocate memory", "out of memory", "cannot allocate memory", "std::bad_alloc")
+_NETWORK = ("urllib", "http", "socket", "ssl", "requests", "urllib3", "httpx", "httpcore", "huggingface_hub")
+"""Packages whose errors come from fetching files."""
 _UNKNOWN_MEMORY = 4 * 2**30
 
 
@@ -137,6 +139,16 @@ def is_memory_error(error: BaseException) -> bool:
     return known or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY))
 
 
+def network_error(error: BaseException | None) -> BaseException | None:
+    """The innermost of `error` and those behind it that says that something could not be fetched, or None."""
+    found = None
+    while error is not None:
+        if isinstance(error, (ConnectionError, TimeoutError)) or _package(error) in _NETWORK:
+            found = error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return found
+
+
 def process_age_s() -> float:
     """Seconds since this program was started, to a hundredth; 0 where the system does not say.
 
@@ -167,6 +179,10 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(EXIT_BUG)
+
+
+def _package(error: BaseException) -> str:
+    return type(error).__module__.partition(".")[0]
 
 
 def _num_local_ranks() -> int:

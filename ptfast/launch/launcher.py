@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.config.checks.rules import check_batch
+from ptfast.config.checks.trust import remember
 from ptfast.config.compose import Composed
 from ptfast.config.files.frozen import check_no_secrets, freeze, redact
 from ptfast.config.read import load_config
@@ -149,6 +150,7 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
                     (place.folder / name).unlink(missing_ok=True)
             for warning in freeze(composed, place.folder / run_directory.CONFIG):
                 print(f"ptfast: warning: {warning}", file=sys.stderr)
+            remember(place.folder / run_directory.CONFIG)
             command_line = ["ptfast", "train", *redact(composed.arguments)]
             environment = run_directory.environment(command_line)
             run_directory.write_json(place.folder / run_directory.ENVIRONMENT, environment)

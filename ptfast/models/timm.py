@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ptfast.core.errors import ConfigError, MachineError, import_extra
+from ptfast.core.errors import ConfigError, import_extra
 from ptfast.core.sections.nearest_name import did_you_mean
 
 
@@ -23,7 +23,7 @@ def build(
         kwargs: further keywords of `timm.create_model`, such as `img_size` or `drop_path_rate`.
 
     Raises:
-        MachineError: timm is not installed (E004), or the weights cannot be downloaded (E005).
+        MachineError: timm is not installed (E004).
         ConfigError: there is no such model (C003) or keyword (C002).
     """
     timm = import_extra("timm", "timm", "model")
@@ -36,7 +36,3 @@ def build(
         )
     except TypeError as error:
         raise ConfigError("C002", f"timm's {name} does not take this ({error})", key="model") from error
-    except OSError as error:
-        hint = "Download them elsewhere and set model.weights to the file"
-        what = f"the weights of {name} cannot be downloaded ({error})"
-        raise MachineError("E005", what, key="model.weights", value="pretrained", suggestion=hint) from error

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.errors import ConfigError
 from ptfast.core.sections.nearest_name import did_you_mean
 
 
@@ -29,7 +29,7 @@ def build(
 
     Raises:
         ConfigError: there is no such model (C003) or keyword (C002), or a keyword does not fit (C005).
-        MachineError: the published weights cannot be downloaded (E005).
+        ConnectionError: the published weights cannot be downloaded.
     """
     models: Any = importlib.import_module("torchvision.models")
     names = models.list_models(module=models)
@@ -70,13 +70,7 @@ def _load_published(model: nn.Module, models: Any, name: str) -> None:
     try:
         published = weights.get_state_dict(progress=False, check_hash=True)
     except OSError as error:
-        raise MachineError(
-            "E005",
-            f"the weights of {name} cannot be downloaded ({error})",
-            key="model.weights",
-            value="pretrained",
-            suggestion=f"Download {weights.url} elsewhere and set model.weights to the file",
-        ) from error
+        raise ConnectionError(f"{weights.url}: {error}") from None
     own = model.state_dict()
     fitting = {key: value for key, value in published.items() if key in own and value.shape == own[key].shape}
     model.load_state_dict(fitting, strict=False)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, MachineError, import_extra
+from ptfast.core.machine import network_error
 
 HEADS = {
     "classification": "AutoModelForSequenceClassification",
@@ -96,6 +97,8 @@ def build(
         try:
             model = head.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
         except OSError as error:
+            if network_error(error):
+                raise
             raise _unreachable(name, error) from error
     else:
         model = head.from_config(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -241,7 +241,8 @@ def build_loaders(
     )
     side = open_side_stream(context.device) if loader.side_stream else None
     train_loader = _build_train_loader(context, data, task, course, loading, side, mark)
-    eval_loaders = build_eval_loaders(context, data, loading, side)
+    evaluated = data if config.eval.test else replace(data, test=None)
+    eval_loaders = build_eval_loaders(context, evaluated, loading, side)
     resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
     resolved.workers = train_loader.workers
     resolved.worker_threads = config.backend.worker_threads

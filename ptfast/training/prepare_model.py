@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 from torch import nn
 
 from ptfast.core.distributed import broadcast_buffers, on_first_rank
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import ConfigError, MachineError, PtfastError, shorten
+from ptfast.core.machine import network_error
 from ptfast.core.protocols import DataInfo, Task
-from ptfast.core.sections.targets import check_constructs
+from ptfast.core.sections.coerce import EMPTY
+from ptfast.core.sections.problem import shown
+from ptfast.core.sections.targets import check_constructs, keywords
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Data
 from ptfast.data.streams.iterable import IterableSource
+from ptfast.models import Model
 from ptfast.models.build_model import build_model
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.build_optimizer import Grouping
@@ -34,6 +39,8 @@ from ptfast.training.user_code import constructing
 
 NUM_INIT_SAMPLES = 5000
 """Training samples that a model may compute its first weights from."""
+_ASK_FOR_WEIGHTS = ("weights", "pretrained", "weights_backbone", "pretrained_backbone")
+"""Keys of `model` that make a constructor download weights."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,42 @@ class Shaped:
 def build_plain_model(context: BuildContext, info: DataInfo) -> nn.Module:
     """The model as its own code makes it, on the CPU, with the weights that a new run starts from."""
     target, section, fresh = context.config.model.target, context.config.model, context.state is None
-    check_constructs(target, asdict(info))
-    with context.display.status("building the model"), constructing("model", target.path):
+    status = context.display.status("building the model")
+    with status, constructing("model", target.path), _fetching(section):
+        check_constructs(target, asdict(info))
         model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
     if fresh and section.weights and section.weights != "pretrained":
         for note in load_weights(model, section.weights, replace_head=section.replace_head):
             context.display.note(note)
     return model
+
+
+@contextlib.contextmanager
+def _fetching(section: Model) -> Iterator[None]:
+    """Have weights that cannot be downloaded inside be an error of the key that asks for them.
+
+    Raises:
+        MachineError: E005.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PtfastError) or (cause := network_error(error)) is None:
+            raise
+        asked = {name: keyword.default for name, keyword in keywords(section.target.resolve()).items()}
+        asked |= section.target.kwargs | {"weights": section.weights}
+        name = next((name for name in _ASK_FOR_WEIGHTS if asked.get(name) not in (None, False, EMPTY)), None)
+        off = "null" if name is None or asked[name] is not True else "false"
+        hint = "Download them elsewhere and set model.weights to the file"
+        if name:
+            hint += f", or set model.{name}={off} for random ones"
+        raise MachineError(
+            "E005",
+            f"its weights cannot be downloaded ({type(cause).__name__}: {shorten(cause, 200)})",
+            key=f"model.{name or '_target_'}",
+            value=shown(asked[name]) if name else section.target.path,
+            suggestion=hint,
+        ) from error
 
 
 def place_model(

@@ -196,12 +196,18 @@ def test_code_of_ones_own(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert train(*words, "data._target_=own_code.Stream", "steps=12", "run.dir=stream") == 0
     assert summary(Path("stream"))["samples"] == 120
     capsys.readouterr()
-    # A run directory names code: it is imported once the user says so.
-    assert run(["eval", "points"]) == 2
-    assert "trust" in capsys.readouterr().err
-    assert run(["eval", "points", "trust=[own_code]"]) == 0
+    # A run directory names code: what the user has run here is theirs, wherever it lies by now.
+    Path("points").rename("moved")
+    assert run(["eval", "moved"]) == 0
     (figures,) = lines(capsys.readouterr().out)
-    assert figures["loss"] == summary(Path("points"))["val"]["loss"]
+    assert figures["loss"] == summary(Path("moved"))["val"]["loss"]
+    assert run(["train", "--config", "moved/", "--cfg", "job"]) == 0
+    # Of one that is not, it is imported once the user says so.
+    with Path("moved/config.yaml").open("a") as config:
+        config.write("# edited\n")
+    assert run(["eval", "moved"]) == 2
+    assert "trust" in capsys.readouterr().err
+    assert run(["eval", "moved", "trust=[own_code]"]) == 0
 
 
 def test_weights_of_a_run_start_another(in_tmp: Path) -> None:
@@ -221,6 +227,9 @@ def test_the_test_split_is_evaluated_once_at_the_end(in_tmp: Path) -> None:
     lines_of = [line["split"] for line in records(Path("a"))]
     assert (lines_of.count("val"), lines_of.count("test"), lines_of[-1]) == (2, 1, "test")
     assert set(summary(Path("a"))["test"]) == {"loss", "accuracy"}
+    assert train(*words, "run.dir=b", "epochs=1", "eval.test=false") == 0
+    assert "test" not in summary(Path("b"))
+    assert run(["eval", "b", "--split", "test"]) == 0
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

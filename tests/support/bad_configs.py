@@ -172,6 +172,19 @@ CASES: dict[str, Case] = {
         (f"compile=model {TYPED} compiling needs a C++ compiler", "Install g++, or use compile=none"),
         patches={"shutil.which": lambda name: None},
     ),
+    "18 weights out of reach": train(
+        "model=custom model._target_=misfits.published model.weights=pretrained",
+        "E005",
+        f"model.weights=pretrained {TYPED} its weights cannot be downloaded (URLError: ",
+        "no route to host",
+        "set model.weights to the file",
+    ),
+    "18 weights of a library out of reach": train(
+        "model=custom model._target_=misfits.published model.pretrained=true",
+        "E005",
+        f"model.pretrained=true {TYPED} its weights",
+        "set model.pretrained=false for random ones",
+    ),
     "19 decay": train("ema=ema ema.decay=1.5", "C005", f"ema.decay=1.5 {TYPED} must be above 0 and below 1"),
     "20 warm-up in epochs": train(
         "schedule.warmup=20epochs", "C011", f"schedule.warmup=20epochs {TYPED}", "longer"
@@ -336,7 +349,9 @@ HURRIED: dict[str, Case] = {
     "a launcher that is not there": train(
         "-m hydra/launcher=nope seed=1,2", "C003", "hydra/launcher=nope", "Options of hydra/launcher"
     ),
-    "a config that is a folder": Case("train --config .", "C007", (".: cannot be read: Is a directory",)),
+    "a config that is a folder": Case(
+        "train --config .", "C007", ("config.yaml: cannot be read: No such file",)
+    ),
     "a config that is not there": Case(
         "train --config x.yaml", "C007", ("x.yaml: cannot be read: No such file",)
     ),

@@ -177,5 +177,4 @@ def test_a_sweep_goes_over_names_and_options() -> None:
 def test_training_with_a_loss_of_ones_own(in_tmp: Path) -> None:
     words = ("steps=3", "model.hidden=[4]", "run.dir=run", f"task.loss._target_={HERE}.half_loss")
     assert train(*words) == 0
-    assert run(["eval", "run"]) == 2
-    assert run(["eval", "run", f"trust=[{HERE}]"]) == 0
+    assert run(["eval", "run"]) == 0

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import inspect
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ptfast.core.machine import cache_folder
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.targets import EXTRAS, locate
 
@@ -83,6 +88,32 @@ class Trust:
             fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
         if not fits:
             raise _untrusted("it is no model, data set, optimizer or other part of a run")
+
+
+def remember(config_file: Path) -> None:
+    """Note that this user has made the run of a frozen config here, in the cache folder and by its digest.
+
+    Does nothing where the cache folder cannot be written: `trust` is then asked for.
+    """
+    marker = _marker(config_file)
+    with contextlib.suppress(OSError):
+        marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marker.touch(mode=0o600)
+
+
+def is_own(config_file: Path) -> bool:
+    """Return True if `remember` was called on this very text, whatever folder it lies in by now."""
+    try:
+        marker = _marker(config_file)
+        # In a cache folder that users share, nobody's word counts but one's own.
+        return marker.is_file() and marker.parent.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _marker(config_file: Path) -> Path:
+    digest = hashlib.sha256(config_file.read_bytes()).hexdigest()
+    return cache_folder() / f"own-runs-{os.getuid()}" / digest
 
 
 def _is_part_of_training(found: type) -> bool:
