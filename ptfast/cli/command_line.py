@@ -118,7 +118,7 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
         if ranks is not None:
             hint = "Start it without torchrun; parallel=ddp launches the ranks of each job"
             raise ConfigError("C014", "every rank would run the whole sweep", key="-m", suggestion=hint)
-        return sweep(arguments)
+        return sweep(arguments, run)
 
     def read() -> Any:
         return _read_config(arguments, file)

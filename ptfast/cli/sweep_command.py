@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
 from ptfast.config.checks.validate import validate
 from ptfast.config.compose import Composed, compose
 from ptfast.config.files.frozen import redact
-from ptfast.config.multirun import JobResult, sample_points
+from ptfast.config.multirun import JobResult, Objective, sample_points
 from ptfast.config.multirun import sweep as run_sweep
-from ptfast.config.overrides import parse, quoted
+from ptfast.config.overrides import Argument, parse, quoted
+from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, ConfigError, PtfastError
-from ptfast.core.machine import die_with_parent
-from ptfast.launch.rank_main import STARTED_VARIABLE
+from ptfast.core.errors import (
+    COMMAND_LINE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    ConfigError,
+    PtfastError,
+)
+from ptfast.core.machine import usable_cores
+from ptfast.launch.warm_process import start_process, warm_process
 
 ENDINGS = {-signal.SIGKILL: "killed (out of memory?)", -signal.SIGSEGV: "crashed"}
+OUTPUT = "output.log"
+"""What a job prints, where several run at a time."""
 
 
 class Terminated(BaseException):
-    """SIGTERM has reached the sweep: the job that runs is to save, and no other to start."""
+    """SIGTERM has reached the sweep: the jobs that run are to save, and no other to start."""
 
 
 class JobError(Exception):
@@ -39,89 +53,166 @@ class JobError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """Trains one point of a sweep in a process of its own, so that one that dies takes no other along.
+    """Trains points of a sweep, each in a process of its own, so that one that dies takes no other along.
 
     Args:
-        folder: the sweep's; the job's run directory is `<folder>/<number>`.
+        run: the command line: takes its words and returns the exit code.
+        folder: the sweep's; a job's run directory is `<folder>/<number>`.
+        num_parallel: how many train at a time.
+        gpus: of which each of those trains on one of its own, as `CUDA_VISIBLE_DEVICES` names them; none
+            leaves every job all.
     """
 
+    run: Callable[[list[str]], int]
     folder: Path
+    num_parallel: int = 1
+    gpus: Sequence[str] = ()
+    _running: dict[int, tuple[Path, BaseProcess]] = field(default_factory=dict)
+    """Run directories and processes by the slot that they take up."""
 
-    def __call__(self, composed: Composed, number: int) -> float | None:
-        """Train and return the objective: the sweep's metric, on the split that holds it.
+    def __call__(self, composed: Composed, number: int) -> Objective:
+        """Start to train as soon as fewer than `num_parallel` jobs do.
 
-        Raises:
-            JobError: the run failed; its own process has printed why.
+        Returns:
+            What waits for the run and returns the objective: the sweep's metric, on the split that holds it.
+            It raises a JobError where the run failed, whose own process has printed why.
         """
+        while len(self._running) == self.num_parallel:
+            self._wait()
         run_dir = self.folder / str(number)
         # A directory that the job finds stays, whatever becomes of it: the ranking reads why it failed.
         run_dir.mkdir(parents=True, exist_ok=True)
+        slot = min({*range(self.num_parallel)} - {*self._running})
         points = [word for word in composed.arguments if not word.startswith("hydra")]
         print(f"\njob {number}: {' '.join(redact(points)) or 'defaults'}", flush=True)
-        command = [sys.executable, "-m", "ptfast", "train", *points, f"run.dir={quoted(run_dir)}"]
-        environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
-        process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
-        try:
-            code = process.wait()
-        except Terminated:
-            process.terminate()
-            process.wait()
-            raise
-        except KeyboardInterrupt:
-            # The terminal has sent Ctrl-C to the job as well: let it save and leave.
-            process.wait()
-            raise
-        summary = run_directory.read_json(run_dir / run_directory.SUMMARY)
-        if code != EXIT_OK:
-            reason = summary.get("error") or ENDINGS.get(code) or f"exit code {code}"
-            record_failure(run_dir, composed, code, str(reason))
-            raise JobError(code if code > 0 else 1, str(reason))
+        process = warm_process(
+            self.run,
+            ["train", *points, f"run.dir={quoted(run_dir)}"],
+            # Its decoder reads JPEG files.
+            modules=["torchvision"] if re.search("torchvision|'decoder'", str(composed.tree)) else [],
+            environment=self._share(slot),
+            output=run_dir / OUTPUT if self.num_parallel > 1 else None,
+        )
+        self._running[slot] = run_dir, process
+        start_process(process)
+        return partial(self._objective, composed, run_dir, process)
+
+    def _wait(self) -> None:
+        """Wait for a job to end."""
+        wait([process.sentinel for _, process in self._running.values()])
+        for slot, (run_dir, process) in list(self._running.items()):
+            if process.exitcode is not None:
+                del self._running[slot]
+                if self.num_parallel > 1:
+                    print(f"job {run_dir.name}: {_ending(run_dir, process.exitcode)}", flush=True)
+
+    def _share(self, slot: int) -> dict[str, str]:
+        """The environment that gives a job its share of the machine; none where it has all of it."""
+        if self.num_parallel == 1:
+            return {}
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // self.num_parallel))
+        share = {"OMP_NUM_THREADS": threads, "LOCAL_WORLD_SIZE": str(self.num_parallel)}
+        if self.gpus:
+            share["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
+        return share
+
+    def _objective(self, composed: Composed, run_dir: Path, process: BaseProcess) -> float | None:
+        while (run_dir, process) in self._running.values():
+            self._wait()
+        if code := process.exitcode:
+            reason = _ending(run_dir, code)
+            record_failure(run_dir, composed, code, reason)
+            raise JobError(code if code > 0 else 1, reason)
         config = validate(composed.tree, composed.place)
-        return objective(summary, config.sweep.metric)
+        return objective(run_directory.read_json(run_dir / run_directory.SUMMARY), config.sweep.metric)
 
 
-def sweep(arguments: list[str]) -> int:
+def _ending(run_dir: Path, code: int) -> str:
+    """How a job has ended: as its summary says, or by its exit code where it had no time to write one."""
+    summary = run_directory.read_json(run_dir / run_directory.SUMMARY)
+    status = summary.get("status") if code == EXIT_OK else None
+    return str(summary.get("error") or status or ENDINGS.get(code) or f"exit code {code}")
+
+
+def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     """Run a sweep and print its ranking; returns the exit code of the first job that failed.
+
+    Args:
+        run: see `Job`.
 
     Raises:
         ConfigError: C002 to C014 for a point that could not be trained, before any is.
     """
     from ptfast.cli.compare_command import print_ranking
 
-    first: list[Composed] = []
-
-    def check(composed: Composed) -> None:
-        first.append(composed)
-        validate(composed.tree, composed.place)
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    folder = run_directory.new_folder(_root(arguments), "sweeps")
+    given = parse(arguments, sweep=True)
+    first = compose(next(sample_points(given)))
+    config = validate(first.tree, first.place)
+    num_parallel, gpus = _resolve_parallel(config, given)
+    folder = run_directory.new_folder(Path(config.run.root), "sweeps")
     start_s = time.monotonic()
     results: list[JobResult] = []
     ended_by: BaseException | None = None
-    previous = signal.signal(signal.SIGTERM, terminate)
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        results = run_sweep(arguments, Job(folder.absolute()), folder, check)
+        job = Job(run, folder.absolute(), num_parallel, gpus)
+        results = run_sweep(arguments, job, folder, lambda composed: validate(composed.tree, composed.place))
     except (KeyboardInterrupt, Terminated) as error:
         ended_by = error
+        _end_jobs(tell=isinstance(error, Terminated))
     finally:
         signal.signal(signal.SIGTERM, previous)
     runs = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
     if runs:
-        config = validate(first[0].tree, first[0].place)
-        print(f"\n{len(runs)} jobs in {time.monotonic() - start_s:,.0f} s, in {folder}")
+        summaries = [run_directory.read_json(run_dir / run_directory.SUMMARY) for run_dir in runs]
+        num_finished = sum(summary.get("exit_code") == EXIT_OK for summary in summaries)
+        finished = "" if num_finished == len(runs) else f", {num_finished} of them finished,"
+        print(f"\n{len(runs)} jobs{finished} in {time.monotonic() - start_s:,.0f} s, in {folder}")
         print_ranking(runs, config.sweep.metric, config.sweep.mode)
     if ended_by is not None:
         return EXIT_PREEMPTED if isinstance(ended_by, Terminated) else EXIT_INTERRUPTED
     return next((exit_code_of(result) for result in results if result.error is not None), EXIT_OK)
 
 
-def _root(arguments: list[str]) -> Path:
-    """`run.root` of the sweep's first point."""
-    tree = compose(next(sample_points(parse(arguments, sweep=True)))).tree
-    return Path(tree["run"]["root"] or "runs")
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise Terminated
+
+
+def _end_jobs(*, tell: bool) -> None:
+    """Wait for the jobs that run to save and leave.
+
+    Args:
+        tell: send them SIGTERM; Ctrl-C has reached them, too.
+    """
+    running = multiprocessing.active_children()
+    for process in running if tell else ():
+        process.terminate()
+    for process in running:
+        process.join()
+
+
+def _resolve_parallel(config: Config, given: Sequence[Argument]) -> tuple[int, list[str]]:
+    """How many jobs train at a time, and the GPUs to share out among them.
+
+    Raises:
+        ConfigError: C011 beside a launcher, which decides on that.
+    """
+    parallel = config.sweep.parallel
+    if parallel == 1:
+        return 1, []
+    if launcher := next((argument for argument in given if argument.key == "hydra/launcher"), None):
+        what = f"{launcher.text} decides how many jobs run at a time"
+        raise ConfigError(
+            "C011", what, key="sweep.parallel", value=parallel, place=COMMAND_LINE, suggestion="Leave one out"
+        )
+    gpus: list[str] = []
+    if config.parallel.strategy == "single" and config.device in ("auto", "cuda"):
+        import torch
+
+        named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        gpus = (named or list(map(str, range(torch.cuda.device_count()))))[: torch.cuda.device_count()]
+    return max(1, len(gpus)) if parallel == "auto" else parallel, gpus
 
 
 def exit_code_of(result: JobResult) -> int:

@@ -7,11 +7,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -22,7 +24,7 @@ from ptfast.config.compose import Composed, Loader, compose, translate
 from ptfast.config.files import presets
 from ptfast.config.files.frozen import frozen_tree, load
 from ptfast.config.files.search_path import PRIMARY
-from ptfast.config.hydra_internals import Hydra
+from ptfast.config.hydra_internals import BasicLauncher, Hydra
 from ptfast.config.overrides import Argument, parse
 from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
@@ -32,7 +34,10 @@ from ptfast.core.units import better_mode
 _QUIET = ("hydra.mode=MULTIRUN", "hydra.output_subdir=null", "hydra.sweep.subdir=.")
 _QUIET_LOGS = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 
-Job = Callable[[Composed, int], float | None]
+Objective = Callable[[], float | None]
+"""Waits for a run and returns what a sweep optimises."""
+Job = Callable[[Composed, int], Objective]
+"""Starts the run of a config, of this number from 0."""
 
 
 class JobFailure(float):
@@ -66,11 +71,37 @@ class _Task:
     job: Job
 
     def __call__(self, config: DictConfig) -> float | None:
+        return _wait(self.start(config))
+
+    def start(self, config: DictConfig) -> Objective:
         hydra = HydraConfig.get()
         try:
             return self.job(compose(list(hydra.overrides.task)), int(hydra.job.num))
         except Exception as error:
-            return JobFailure(error)
+            return partial(JobFailure, error)
+
+
+def _wait(objective: Objective) -> float | None:
+    try:
+        return objective()
+    except Exception as error:
+        return JobFailure(error)
+
+
+class _Launcher(BasicLauncher):
+    """Hydra's own launcher, but one that starts a batch of jobs before it waits for the first of them.
+
+    How many run at a time is theirs to say.
+    """
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        super().setup(hydra_context=hydra_context, task_function=task_function.start, config=config)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        started = super().launch(job_overrides, initial_job_idx)
+        for one in started:
+            one.return_value = _wait(one.return_value)
+        return started
 
 
 def sweep(
@@ -80,8 +111,9 @@ def sweep(
 
     Args:
         arguments: as typed, such as `optimizer=sgd,adamw` and `hydra/launcher=joblib`.
-        job: called with a point's config and its number from 0; returns its objective. Launchers that start
-            processes pickle it. What it raises is kept as the job's result and does not stop the sweep.
+        job: called with a point's config and its number from 0. Launchers that start processes pickle it.
+            What it raises, or what waits for its objective, is kept as the job's result and does not stop
+            the sweep.
         sweep_dir: folder of the sweep; made if need be.
         check: called, before the first job, with the config of every value that is swept over.
 
@@ -104,6 +136,8 @@ def sweep(
         loader = Loader()
         overrides += _direction(loader, overrides, points[0])
         hydra = Hydra(task_name="ptfast", config_loader=loader)
+    # Hydra knows of a launcher outside its own packages by a package named hydra_plugins alone.
+    Plugins.instance().class_name_to_class[f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"] = _Launcher
     with _without_multirun_file(sweep_dir), _translated():
         returned = hydra.multirun(config_name=PRIMARY, task_function=_Task(job), overrides=overrides)
     return [_result(number, one) for number, one in enumerate(_flat(returned))]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from ptfast.core.durations import Duration
 from ptfast.core.sections.coerce import NOT_NEGATIVE
-from ptfast.core.sections.section import Count, Every, Section, WallTime
+from ptfast.core.sections.section import Count, Every, OrAuto, Section, WallTime
 from ptfast.core.sections.targets import Target
 
 
@@ -54,12 +54,14 @@ class RunOptions(Section):
 
 
 class Sweep(Section):
-    """The figure by which the runs of a sweep are ranked."""
+    """The figure by which the runs of a sweep are ranked, and how many run at a time."""
 
     metric: str = "auto"
     """The figure that runs are ranked by, such as `val.loss`; `auto` for what `best` follows."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Which way it is better; `auto` goes by its name."""
+    parallel: Count | OrAuto = 1
+    """Runs at a time, each on a GPU of its own where there are several; `auto` for one per GPU."""
 
 
 class Saving(Section):

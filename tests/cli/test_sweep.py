@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import RunPtfast
-from running import WITH_TESTS
+from running import WITH_TESTS, same_bits, summary, train, weights
 from torch import Tensor, nn
 
 from ptfast.cli import sweep_command
@@ -39,7 +39,7 @@ class Sometimes(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.slow:
-            Path("slow").write_text(str(os.getpid()))
+            Path(f"slow-{os.getpid()}").touch()
             time.sleep(0.05)
         return self.layers(inputs)
 
@@ -47,14 +47,18 @@ class Sometimes(nn.Module):
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the jobs of a sweep here: what a process of its own adds is for another test."""
 
-    class Popen:
-        def __init__(self, command: list[str], **options: Any) -> None:
-            self.code = run_cli(command[3:])
+    class Process:
+        sentinel = exitcode = None
 
-        def wait(self) -> int:
-            return self.code
+        def __init__(self, act: Callable[..., int], words: list[str], **options: Any) -> None:
+            self.act, self.words = act, words
 
-    monkeypatch.setattr(sweep_command, "subprocess", SimpleNamespace(Popen=Popen))
+        def start(self) -> None:
+            self.exitcode = self.act(self.words)
+
+    monkeypatch.setattr(sweep_command, "warm_process", Process)
+    monkeypatch.setattr(sweep_command, "start_process", Process.start)
+    monkeypatch.setattr(sweep_command, "wait", lambda sentinels: None)
 
 
 def test_a_sweep_prints_one_ranked_table(
@@ -86,6 +90,8 @@ def test_a_failed_job_takes_no_other_along(in_tmp: Path, run_ptfast: RunPtfast) 
     assert "killed" in summaries[0]["error"]
     table = done.out[done.out.index("2 runs by") :]
     assert "failed" in table
+    train(*words[:-1], "+model.ending=fine", "run.dir=alone")
+    assert same_bits(weights(folder / "1"), weights(Path("alone")))
 
 
 def test_the_exit_code_is_that_of_the_first_failure(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,14 +129,15 @@ def test_a_sweep_without_a_validation_split_ranks_by_the_training_loss(
     assert "2 runs by train.loss, lowest first" in capsys.readouterr().out
 
 
-def test_a_signal_lets_the_job_save_and_starts_no_other(in_tmp: Path) -> None:
-    words = ("model=custom", "model._target_=test_sweep.Sometimes", "+model.ending=slow", "seed=0,1")
+def test_a_signal_lets_the_jobs_save_and_starts_no_other(in_tmp: Path) -> None:
+    words = ("model=custom", "model._target_=test_sweep.Sometimes", "+model.ending=slow", "seed=0,1,2")
     command = [sys.executable, "-m", "ptfast", "train", "-m", *words, "steps=2000", "log_every=1000"]
+    command += ["sweep.parallel=2"]
     process = subprocess.Popen(
         command, env={**os.environ, **WITH_TESTS}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     end = time.monotonic() + 60
-    while not Path("slow").exists():
+    while len(list(in_tmp.glob("slow-*"))) < 2:
         assert time.monotonic() < end
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -138,10 +145,12 @@ def test_a_signal_lets_the_job_save_and_starts_no_other(in_tmp: Path) -> None:
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75
     (folder,) = Path("runs/sweeps").iterdir()
-    assert [path.name for path in folder.iterdir()] == ["0"]
-    assert json.loads((folder / "0/summary.json").read_text())["status"] == "preempted"
-    assert (folder / "0/saved/last").exists()
-    assert "1 jobs" in out
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
+    for run_dir in folder.iterdir():
+        assert summary(run_dir)["status"] == "preempted"
+        assert (run_dir / "saved/last").exists()
+        assert "stopping after this step" in (run_dir / sweep_command.OUTPUT).read_text()
+    assert "2 jobs, 0 of them finished," in out
 
 
 def test_a_failed_job_leaves_no_secret_behind(in_tmp: Path) -> None:

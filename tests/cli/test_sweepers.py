@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +48,18 @@ def told(_seeker: None, in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
     ],
 )
 def test_a_sweeper_that_optimises_is_told_which_way(words: str, direction: str, told: list[str]) -> None:
-    multirun.sweep(["hydra/sweeper=seeker", *words.split(), "seed=0,1"], lambda c, n: 0.0, Path("s"))
+    multirun.sweep(["hydra/sweeper=seeker", *words.split(), "seed=0,1"], lambda c, n: lambda: 0.0, Path("s"))
     assert [word for word in told if "direction" in word] == [f"hydra.sweeper.direction={direction}"]
 
 
 def test_what_the_user_says_of_the_direction_stands(told: list[str]) -> None:
     words = ["hydra/sweeper=seeker", "hydra.sweeper.direction=minimize", "sweep.mode=max", "seed=0,1"]
-    multirun.sweep(words, lambda c, n: 0.0, Path("s"))
+    multirun.sweep(words, lambda c, n: lambda: 0.0, Path("s"))
     assert [word for word in told if "direction" in word] == ["hydra.sweeper.direction=minimize"]
 
 
 def test_other_sweepers_are_told_nothing(told: list[str]) -> None:
-    multirun.sweep(["seed=0,1", "sweep.mode=max"], lambda c, n: 0.0, Path("s"))
+    multirun.sweep(["seed=0,1", "sweep.mode=max"], lambda c, n: lambda: 0.0, Path("s"))
     assert not [word for word in told if "direction" in word]
 
 
@@ -75,7 +76,7 @@ def test_what_no_sweep_can_do_is_refused_before_its_first_job(
     words: str, key: str, told: list[str], in_tmp: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        multirun.sweep([*words.split(), "seed=0,1"], lambda c, n: 0.0, Path("s"))
+        multirun.sweep([*words.split(), "seed=0,1"], lambda c, n: lambda: 0.0, Path("s"))
     assert (caught.value.code, caught.value.key, told) == ("C014", key, [])
     assert list(in_tmp.iterdir()) == []
 
@@ -94,7 +95,7 @@ def test_what_no_sweep_can_do_is_refused_before_its_first_job(
 )
 def test_plugins_that_are_not_there_are_named_by_their_package(word: str, hint: str, in_tmp: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        multirun.sweep([f"hydra/{word}", "seed=0,1"], lambda c, n: 0.0, Path("s"))
+        multirun.sweep([f"hydra/{word}", "seed=0,1"], lambda c, n: lambda: 0.0, Path("s"))
     assert (caught.value.code, caught.value.key) == ("C003", f"hydra/{word.partition('=')[0]}")
     assert str(caught.value).endswith(hint)
 
@@ -103,13 +104,13 @@ def test_a_sweep_runs_every_point_and_survives_a_failure(tmp_path: Path) -> None
     seen: list[tuple[int, float, str]] = []
     checked: list[tuple[float, str]] = []
 
-    def job(composed: Composed, number: int) -> float:
+    def job(composed: Composed, number: int) -> Callable[[], float]:
         lr, preset = composed.tree["optimizer"]["lr"], composed.tree["preset"]
         assert composed.tree["precision"]["mode"] == ("amp" if preset == "fast" else "fp32")
         seen.append((number, lr, preset))
         if number == 1:
             raise RuntimeError("out of memory")
-        return lr
+        return lambda: lr
 
     results = multirun.sweep(
         ["+recipe=resnet_digits", "optimizer.lr=0.1,0.2", "preset=plain,fast"],
@@ -131,8 +132,13 @@ def test_a_bad_point_stops_a_sweep_before_its_first_job(tmp_path: Path) -> None:
             raise ConfigError("C004", "not a number", key="optimizer.lr")
 
     started: list[int] = []
+
+    def job(composed: Composed, number: int) -> Callable[[], None]:
+        started.append(number)
+        return lambda: None
+
     with pytest.raises(ConfigError, match="not a number"):
-        multirun.sweep(["optimizer.lr=0.1,abc"], lambda _, n: started.append(n), tmp_path / "s", check)
+        multirun.sweep(["optimizer.lr=0.1,abc"], job, tmp_path / "s", check)
     assert started == []
 
 
@@ -153,4 +159,4 @@ def test_a_sweep_over_an_unknown_option() -> None:
 
 def test_an_interval_needs_another_sweeper(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not support sweep type"):
-        multirun.sweep(["optimizer.lr=interval(0,1)"], lambda c, n: None, tmp_path / "s")
+        multirun.sweep(["optimizer.lr=interval(0,1)"], lambda c, n: lambda: None, tmp_path / "s")

@@ -51,10 +51,10 @@ UNUSED_OF_RUN = (
         "one of the two",
     ),
     Unused(
-        ("sweep.metric", "sweep.mode"),
+        ("sweep.metric", "sweep.mode", "sweep.parallel"),
         lambda: False,
         "to a single run",
-        "stop.metric and stop.mode for what `best` follows, or -m for a sweep",
+        "-m for a sweep, or stop.metric and stop.mode for what `best` follows",
     ),
 )
 

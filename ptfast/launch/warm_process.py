@@ -1,0 +1,96 @@
+"""Processes that begin with everything imported: forked from one that has done nothing else."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ptfast.core.errors import EXIT_INTERRUPTED
+from ptfast.core.machine import die_with_parent, process_age_s
+from ptfast.launch.rank_main import STARTED_VARIABLE
+
+PRELOADED = (
+    "ptfast.cli.command_line",
+    "ptfast.config.read",
+    "ptfast.launch.launcher",
+    "ptfast.training.build",
+    "ptfast.training.fit",
+)
+"""Modules that every training run imports."""
+_ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+
+
+def warm_process(
+    act: Callable[..., int],
+    *arguments: Any,
+    modules: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    output: Path | None = None,
+) -> BaseProcess:
+    """A process, to be started by `start_process`, that calls `act` and exits with what it returns.
+
+    It is forked from a server that has imported `PRELOADED` and has no thread, no CUDA context and nothing
+    of this process in it, so that it computes what one that was started afresh would. On systems other than
+    Linux it is started afresh: there, what torch has loaded does not survive a fork.
+
+    Args:
+        act: a function of a module, as `arguments` pickled.
+        modules: for the server to import as well, as the first process needs them.
+        environment: variables to set.
+        output: the file to write to in place of this process's standard output and error.
+    """
+    is_linux = sys.platform == "linux"
+    context: Any = multiprocessing.get_context("forkserver" if is_linux else "spawn")
+    if is_linux:
+        context.set_forkserver_preload([*PRELOADED, *modules])
+    return context.Process(target=_main, args=(act, arguments, dict(environment or {}), output))
+
+
+def start_process(process: BaseProcess) -> None:
+    """Start a process of `warm_process`; what ends this one by a signal does so before or afterwards."""
+    # It unblocks signals as it starts.
+    resource_tracker.ensure_running()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The server is left alone by signals to all processes of a job or a terminal, or its children would die.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _main(
+    act: Callable[..., int], arguments: tuple[Any, ...], environment: dict[str, str], output: Path | None
+) -> None:
+    """Become a process like one that was started afresh, and act."""
+    exit_code = EXIT_INTERRUPTED
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.environ.update({STARTED_VARIABLE: repr(time.time() - process_age_s()), **environment})
+        if output is not None:
+            with output.open("ab", buffering=0) as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+        # The method that has made this process would otherwise make the workers of its loaders.
+        multiprocessing.set_start_method(None, force=True)
+        # The server ends with the last process that holds this: the one that has started the others.
+        server: Any = forkserver._forkserver
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_alive_fd = None
+        die_with_parent()
+        exit_code = act(*arguments)
+    # As an interpreter does on its way out, where multiprocessing does not.
+    atexit._run_exitfuncs()
+    sys.exit(exit_code)
