@@ -191,7 +191,7 @@ def is_of_ours(word: str) -> bool:
     if section.startswith(("hydra", "recipe")):
         return True
     code = "".join(fences(OWN_PARTS, "python"))
-    return section in OURS and bool(re.search(rf"def __init__\(.*\b{name}: ", code))
+    return section in OURS and bool(re.search(rf"def \w+\(.*\b{name}: ", code))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -140,6 +140,7 @@ def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, confi
     """
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.saved_state import check_length
+    from ptfast.techniques.schedule.own_schedules import build_shape
     from ptfast.techniques.schedule.scheduled_run import build_schedule
 
     step, old_steps = int(facts["progress"]["step"]), resolved.total_steps
@@ -152,7 +153,7 @@ def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, confi
         size = epoch_steps and epoch_steps * config.batch_size
         with contextlib.suppress(ConfigError):
             schedule = build_schedule(
-                config.schedule.target.build(),
+                build_shape(config.schedule.target, float(config.optimizer.target.kwargs.get("lr") or 1)),
                 warmup=config.schedule.warmup,
                 total_steps=new_steps,
                 plan=BatchPlan(size, constant(config.batch_size)),

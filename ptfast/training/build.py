@@ -24,6 +24,7 @@ from ptfast.optim.build_optimizer import (
     Grouping,
     build_optimizer,
     has_momentum,
+    reference_lr,
     scale_for_batch,
     start_momentum,
 )
@@ -32,6 +33,7 @@ from ptfast.report.loggers import NoLogger
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
 from ptfast.techniques.curriculum.growing_sizes import build_batch_sizes
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
+from ptfast.techniques.schedule.own_schedules import build_shape
 from ptfast.techniques.schedule.scheduled_run import Schedule, build_schedule
 from ptfast.training.averaging import build_average
 from ptfast.training.course import Course, build_course, check_last_batch, count_steps
@@ -173,7 +175,7 @@ def _build_optimizer(
 def _build_schedule(context: BuildContext, course: Course, optimizer: torch.optim.Optimizer) -> Schedule:
     section, resolved = context.config.schedule, context.resolved
     schedule = build_schedule(
-        section.target.build(),
+        build_shape(section.target, reference_lr(optimizer)),
         warmup=section.warmup,
         total_steps=course.total_steps,
         plan=course.plan,

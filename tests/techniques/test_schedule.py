@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, lr_scheduler
 
+from ptfast.config.checks.target_kinds import check_target
 from ptfast.config.files import paths
 from ptfast.config.read import read_config
 from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
+from ptfast.core.sections.targets import Target, parse_target
 from ptfast.techniques.schedule.lr_schedules import (
     Constant,
     Cosine,
@@ -22,6 +24,7 @@ from ptfast.techniques.schedule.lr_schedules import (
     Shape,
     Step,
 )
+from ptfast.techniques.schedule.own_schedules import build_shape
 from ptfast.techniques.schedule.scheduled_run import Schedule, build_schedule
 from ptfast.techniques.schedule.wsd import Wsd
 
@@ -292,3 +295,91 @@ def test_how_far_a_longer_run_begins_alike(shape, warmup, alike_steps):
 def test_steps_past_the_end_keep_the_last_figure():
     for shape in (Linear(end=0.1), Cosine(end=0.1), Polynomial(2.0, end=0.1), OneCycle(end=0.1)):
         assert built(shape).lr_factors(TOTAL + 5, TOTAL + 6) == pytest.approx([0.1])
+
+
+def torchs(name: str, **kwargs) -> Target:
+    """A scheduler of torch's as a config names it."""
+    target, problems = check_target(parse_target({"_target_": f"{LRS}.{name}", **kwargs}), "schedule")
+    assert problems == []
+    return target
+
+
+def decayed(step: int, rate: float = 0.9) -> float:
+    return rate**step
+
+
+def falling(step: int, num_steps: int, end: float = 0.0) -> float:
+    return 1 - (1 - end) * step / num_steps
+
+
+def sinking(step: int) -> float:
+    return 1 - step / 50
+
+
+LRS = "torch.optim.lr_scheduler"
+HERE = __name__
+STEP_LR = {"_target_": f"{LRS}.StepLR", "step_size": 7}
+WARMED = {"_target_": f"{LRS}.LinearLR", "start_factor": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("CosineAnnealingWarmRestarts", {"T_0": 10, "T_mult": 2, "eta_min": 0.01}),
+        ("ExponentialLR", {"gamma": 0.97}),
+        ("LambdaLR", {"lr_lambda": {"_target_": f"{HERE}.decayed", "_partial_": True}}),
+        ("OneCycleLR", {"max_lr": 0.9, "total_steps": TOTAL}),
+        ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.3, "step_size_up": 9}),
+        ("SequentialLR", {"schedulers": [WARMED, STEP_LR], "milestones": [5]}),
+        ("ChainedScheduler", {"schedulers": [WARMED, STEP_LR]}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_a_scheduler_of_torchs_by_name_is_that_scheduler(name, kwargs):
+    opt = optimizer(0.3, momentum=0.5)
+    each = [getattr(lr_scheduler, k["_target_"].split(".")[-1]) for k in kwargs.get("schedulers", ())]
+    given = {**kwargs}
+    if each:
+        own = ({k: v for k, v in inner.items() if k != "_target_"} for inner in kwargs["schedulers"])
+        given["schedulers"] = [make(opt, **inner) for make, inner in zip(each, own, strict=True)]
+    if name == "LambdaLR":
+        given["lr_lambda"] = decayed
+    scheduler = getattr(lr_scheduler, name)(optimizer=opt, **given)
+    rates, momenta = [], []
+    for step in range(TOTAL):
+        opt.step()
+        scheduler.step() if step else None
+        rates.append(opt.param_groups[0]["lr"])
+        momenta.append(opt.param_groups[0]["momentum"])
+    schedule = built(build_shape(torchs(name, **kwargs), 0.3))
+    assert [0.3 * factor for factor in schedule.lr_factors(0, TOTAL)] == pytest.approx(rates, rel=1e-12)
+    assert schedule.momenta(0, TOTAL) == (pytest.approx(momenta) if len({*momenta}) > 1 else None)
+
+
+def test_a_function_of_the_step_counts_warm_up_and_one_of_the_run_follows_it():
+    def shape(name: str, **kwargs) -> Shape:
+        target, problems = check_target(Target(f"{HERE}.{name}", kwargs), "schedule")
+        assert problems == []
+        return build_shape(target, 0.3)
+
+    factors = built(shape("decayed", rate=0.5), "2steps", total_steps=4).lr_factors(0, 4)
+    assert factors == [0.5, 0.5, 0.25, 0.125]
+    factors = built(shape("falling", end=0.5), "2steps", total_steps=6).lr_factors(0, 6)
+    assert factors == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
+    _, (problem,) = check_target(Target(f"{HERE}.falling", {"num_steps": 3}), "schedule")
+    assert problem.code == "C002"
+
+
+@pytest.mark.parametrize(
+    ("target", "what"),
+    [
+        (Target(f"{HERE}.sinking"), "at step 51 it gives -0.02"),
+        (Target(f"{HERE}.decayed", {"rate": "x"}), "at step 0 it raises TypeError: "),
+        (Target(f"{LRS}.OneCycleLR", {"max_lr": 0.1}), "raises ValueError: You must define"),
+        (Target(f"{LRS}.OneCycleLR", {"max_lr": 0.1, "total_steps": 9}), "at step 10 it raises ValueError"),
+    ],
+)
+def test_a_schedule_that_fails_is_named_before_training(target, what):
+    with pytest.raises(ConfigError, match=rf"^schedule._target_={target.path}: {what}") as caught:
+        built(build_shape(target, 0.3))
+    assert caught.value.code == "C017"

@@ -18,6 +18,7 @@ from ptfast.core.sections.coerce import EMPTY, coerce
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.targets import Target, keywords, locate, signature, swallows_keywords
+from ptfast.techniques.schedule import is_torch_scheduler
 
 Locate = Callable[[str], Any]
 SECTIONS = ("data", "model", "optimizer", "schedule", "logger")
@@ -104,8 +105,13 @@ def built_in_targets(section: str) -> dict[str, list[str]]:
 def own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
     """The keywords that a config may set: not the first one of those that are given parameters or facts."""
     parameters = keywords(function)
-    if section in ("optimizer", "task") and parameters:
-        parameters.pop(next(iter(parameters)))
+    if is_torch_scheduler(function):
+        parameters.pop("optimizer", None)
+    elif section in ("optimizer", "task") or (section == "schedule" and not inspect.isclass(function)):
+        if parameters:
+            parameters.pop(next(iter(parameters)))
+        if section == "schedule":
+            parameters.pop("num_steps", None)
     return parameters
 
 
@@ -251,7 +257,20 @@ def _is_network_part(found: type) -> bool:
 
 
 def _fits_schedule(found: Any) -> bool:
-    return not inspect.isclass(found) or hasattr(found, "factor")
+    if is_torch_scheduler(found):
+        _check_schedule(found)
+        return True
+    return hasattr(found, "factor") if inspect.isclass(found) else bool(keywords(found))
+
+
+def _check_schedule(found: type) -> None:
+    """Raise a C009 `Problem` for a scheduler of torch's whose rates are no function of the step."""
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+    if issubclass(found, ReduceLROnPlateau):
+        what = "goes by the figures of the run, and a schedule is a function of the step alone"
+        hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a run that gains no more"
+        raise Problem("C009", what, suggestion=hint)
 
 
 def _fits_logger(found: Any) -> bool:
@@ -296,7 +315,8 @@ _WANTED = {
     "data": "a data set (a class with __getitem__ or __iter__, or a function that returns one)",
     "model": "a torch.nn.Module, nor a function that returns one",
     "optimizer": "a torch.optim.Optimizer",
-    "schedule": "a ptfast.techniques.schedule.lr_schedules.Shape",
+    "schedule": "a schedule (a function of the step, a scheduler of torch.optim.lr_scheduler, or a "
+    "ptfast.techniques.schedule.lr_schedules.Shape)",
     "logger": "a logger (a class with log and close)",
     "callbacks": "a ptfast.core.protocols.Callback",
     "task": "a task (a class with the methods of ptfast.core.protocols.Task)",

@@ -120,7 +120,7 @@ def _is_part_of_training(found: type) -> bool:
     from torch import nn, optim
     from torch.utils.data import Dataset
 
-    return issubclass(found, (nn.Module, optim.Optimizer, Dataset))
+    return issubclass(found, (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler, Dataset))
 
 
 def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
