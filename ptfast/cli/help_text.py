@@ -79,7 +79,9 @@ def _overview(commands: Mapping[str, Command]) -> str:
     from ptfast import __version__
     from ptfast.config.files import paths
 
-    groups = textwrap.fill(" ".join(paths.groups()), WIDTH, initial_indent="  ", subsequent_indent="  ")
+    groups = textwrap.fill(
+        " ".join(sorted([*paths.groups(), "task"])), WIDTH, initial_indent="  ", subsequent_indent="  "
+    )
     rows = "\n".join(f"  {name:<12}{command.summary}" for name, command in commands.items())
     return f"""\
 ptfast {__version__}: train PyTorch models from YAML recipes,

@@ -135,7 +135,7 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
             return Argument("value", key, values, is_sweep, f"++{key}={value}")
         own = not (paths.builtin_root().conf / key).is_dir()
         return Argument("group", key, values, is_sweep, f"{'+' * own}{key}={value}")
-    if key in ("task", "task.name") and not isinstance(override.value(), dict):
+    if key in ("task", "task.name", "task._target_") and not isinstance(override.value(), dict):
         return Argument("value", "task", values, is_sweep, f"++task.name={value}")
     return Argument("value", key, values, is_sweep, f"++{key}={value}")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import re
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +43,7 @@ CODES = {
     "D005": "a data file that cannot be read",
     "D006": "too few samples",
     "D007": "an archive, download or pack that is not whole, not safe or out of date",
-    "D008": "a data set or loader worker that fails",
+    "D008": "a data set, collate function or loader worker that fails",
     "E001": "a folder that cannot be written",
     "E002": "not enough space",
     "E003": "a run folder that another run holds",
@@ -58,6 +60,9 @@ CODES = {
 }
 
 
+PACKAGE = str(Path(__file__).parents[1])
+INSTALLED = (PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Folders of code that no user of ptfast has written."""
 COMMAND_LINE = "command line"
 """Place of what was typed."""
 SECRET = "<secret>"
@@ -251,6 +256,18 @@ def described(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float, str)):
         return "None" if value is None else f"the {kind} {shorten(repr(value), 40)}"
     return f"a {kind}"
+
+
+def summary_of(error: BaseException, depth: int = 0) -> str:
+    """An error's type and text, and where in a user's code it came up below `depth`, if in any."""
+    stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    places = [
+        f" ({Path(file).name}:{line})" for file, line in stack[depth:] if not file.startswith(INSTALLED)
+    ]
+    text = ""
+    with contextlib.suppress(Exception):  # of a user's own class of error
+        text = one_line(str(error)).rstrip(". ")
+    return type(error).__name__ + (places[-1] if places else "") + (f": {text}" if text else "")
 
 
 def name_of(made: Any) -> str:

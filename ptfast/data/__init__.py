@@ -7,6 +7,7 @@ from typing import Annotated
 from ptfast.core.durations import Duration
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.section import Count, TargetSection
+from ptfast.core.sections.targets import Target
 
 
 class Data(TargetSection):
@@ -16,6 +17,8 @@ class Data(TargetSection):
     """The share held out for validation where the data has no such split: `10%`, `500samples` or 0."""
     normalize: bool = True
     """Bring inputs to mean 0 and standard deviation 1 of the training data."""
+    collate: Target | None = None
+    """Import path of a function of a list of samples that makes a batch; null for the data set's own."""
     shuffle_buffer: Count | None = None
     """Samples that come next in a stream, of which one is drawn; null for the order that data lies in."""
 

@@ -10,6 +10,7 @@ from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.data_fingerprint import Contents
 from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits
 from ptfast.data.label_checks import as_classes, check_labels
+from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.shared_memory import Holder
@@ -65,6 +66,7 @@ def build_data(
     once: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
     holder: Holder | None = None,
     ignore_index: int = IGNORE_INDEX,
+    collate: Collate | None = None,
 ) -> Data:
     """The splits of a run and the facts about them.
 
@@ -84,20 +86,28 @@ def build_data(
         once: calls what computes the statistics, on one rank for all where there are several.
         holder: of what is decoded into memory, which ranks may hold together; None for this process.
         ignore_index: the label of pixels that do not count.
+        collate: a function of the user's that makes batches; None for the data set's own, or torch's.
 
     Raises:
-        ConfigError: C011 for a task that the labels are not for, and for a shuffle buffer of data that is
-            shuffled as a whole.
+        ConfigError: C011 for a task that the labels are not for, for a shuffle buffer of data that is
+            shuffled as a whole, and for a collate function beside data whose batches are made here.
         DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
     """
     if isinstance(source, DataSet):
+        if collate is not None:
+            what = f"batches of {source.name} are made without {collate.name}"
+            hint = "Leave it out, or bring a data set of your own: data=custom data._target_=mine.Data"
+            raise ConfigError("C011", what, key=collate.key, suggestion=hint)
         if known is not None and isinstance(source, ReadsAsKnown):
             source.read_as(known)
         name, splits = source.name, source.load(val=val, seed=seed)
     else:
         from ptfast.data.sources.custom_dataset import adapt
 
-        name, splits = type(source).__name__, adapt(source, seed=seed, task=task, known=known)
+        name, splits = (
+            type(source).__name__,
+            adapt(source, seed=seed, task=task, known=known, collate=collate),
+        )
     splits = _for_task(splits, task)
     if splits.info.target_kind == "mask":
         splits = with_masks(splits, ignore_index)
@@ -184,7 +194,8 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
     if isinstance(splits.train, IterableSource):
         # The default share is no wish of the user's; a number of samples is.
         if val.unit == "percent":
-            return splits._replace(note="nothing is held out of iterable data")
+            note = "; ".join(filter(None, [splits.note, "nothing is held out of iterable data"]))
+            return splits._replace(note=note)
         hint = "Use data.val=0, or a map-style data set"
         raise ConfigError("C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint)
     train, held = split_indices(len(splits.train), val, seed)

@@ -50,6 +50,8 @@ class BaseSource:
     repeatable = False
     """A sample is the same each time, and drawn from no generator: it may be held, and fetched by a thread
     beside the training."""
+    own_batches = False
+    """A function of the user's makes batches of its samples, which only that function knows to do."""
     skips = False
     """Another is shown in place of a sample that cannot be read, with a label that does not count."""
     num_classes: int | None = None
@@ -248,7 +250,7 @@ class SubsetSource(MapSource):
         self.source, self.indices = source, indices
         self.images, self.in_memory = source.images, source.in_memory
         self.packed, self.repeatable = source.packed, source.repeatable
-        self.skips, self.image_size = source.skips, source.image_size
+        self.skips, self.image_size, self.own_batches = source.skips, source.image_size, source.own_batches
         self.decodes_on_device, self.cuts = source.decodes_on_device, source.cuts
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from ptfast.core.errors import ConfigError
@@ -42,6 +43,21 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
     if missing:
         raise ConfigError("C009", f"is no task: it has no {missing[0]}", key="task", value=name)
     return task
+
+
+def collate_of(name: str) -> Callable[[list[Any]], Any] | None:
+    """The static method `collate` of a task of the user's, which makes a batch of samples; None without one.
+
+    Raises:
+        ConfigError: C017 for one that needs the task, which is made after the data has been read.
+    """
+    factory = _find(name, name) if "." in name else None
+    collate = getattr(factory, "collate", None)
+    if collate is not None and inspect.isfunction(inspect.getattr_static(factory, "collate")):
+        what = "collate is no static method, and samples are collated before there is a task"
+        hint = "Write @staticmethod above it, and leave out self"
+        raise ConfigError("C017", what, key="task", value=name, suggestion=hint)
+    return collate
 
 
 def _find(name: str, chosen: str) -> Any:

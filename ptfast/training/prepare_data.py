@@ -14,7 +14,7 @@ import torch
 from ptfast.config.run_sections import Eval
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
-from ptfast.core.errors import PtfastError
+from ptfast.core.errors import DataError, PtfastError, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, EvalLoader, Task, TrainLoader
 from ptfast.core.run import Resolved, unless_resolved
 from ptfast.data.build_data import (
@@ -25,23 +25,25 @@ from ptfast.data.build_data import (
     check_same_data,
     read_info,
 )
+from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.data.loaders.side_stream import SideStream, open_side_stream
 from ptfast.data.loaders.train_loader import Loader
-from ptfast.data.loaders.worker_processes import RAISED, failed
+from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import Marks
 from ptfast.data.transforms.augment import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
-from ptfast.tasks.build_task import build_task
+from ptfast.tasks.build_task import build_task, collate_of
 from ptfast.training.course import Course
 from ptfast.training.evaluation.pad_batches import check_full_size
 from ptfast.training.evaluation.test_time_views import check_views
 from ptfast.training.prepare_machine import BuildContext
 from ptfast.training.sequence_batching import arrange, describe_padding
+from ptfast.training.user_code import constructing
 
 SMALL_SAMPLE_BYTES = 64 * 2**10
 """A sample that takes no more as float32 is small: an image of 72 x 72, say."""
@@ -62,9 +64,11 @@ def load_data(
     try:
         source = section.target.build()
     except RAISED as error:
-        if isinstance(error, PtfastError) or section.target.path.startswith("ptfast."):
+        path = section.target.path
+        if isinstance(error, PtfastError) or path.startswith("ptfast."):
             raise
-        raise failed(error) from error
+        what = f"its constructor raises {summary_of(error)}"
+        raise DataError("D008", what, key="data._target_", value=path) from error
     data = build_data(
         source,
         val=section.val,
@@ -77,9 +81,19 @@ def load_data(
         once=lambda compute: on_first_rank(compute, ranks),
         holder=build_holder(ranks),
         ignore_index=ignored if isinstance(ignored, int) else IGNORE_INDEX,
+        collate=_collate(config),
         **saved,
     )
     return arrange(data, config.batching, config.seed)
+
+
+def _collate(config: Config) -> Collate | None:
+    """What the config, or else the task, has batches made by."""
+    if (named := config.data.collate) is not None:
+        with constructing("data.collate", named.path):
+            return Collate(named.build(), key="data.collate", value=named.path)
+    of_task = collate_of(config.task.name)
+    return Collate(of_task, key="task", value=config.task.name) if of_task is not None else None
 
 
 def load_run_data(context: BuildContext, data: Data | None = None) -> tuple[Data, str]:

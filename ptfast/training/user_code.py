@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from numbers import Real
-from pathlib import Path
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ptfast.core.distributed import is_connection_lost
-from ptfast.core.errors import ConfigError, PtfastError, described, name_of, one_line
+from ptfast.core.errors import INSTALLED, ConfigError, PtfastError, described, name_of, summary_of
 from ptfast.core.machine import is_memory_error
 from ptfast.core.run import Run
 
-PACKAGE = str(Path(__file__).parents[1])
-INSTALLED = (PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Folders of code that no user of ptfast has written."""
 MODEL = "model._target_"
 NOT_THEIRS = ("ptfast.", "torch.optim.")
 LOSS = "task.loss._target_"
@@ -58,13 +53,15 @@ def parts_of(run: Any, *, ours: bool = False) -> list[Part]:
     return [parts[0], *kept[kept[:1] == parts[:1] :]] if ours else kept
 
 
-def failure(error: BaseException, run: Any, *, ours: bool = False, given: str = "") -> ConfigError | None:
+def failure(
+    error: BaseException, run: Any, *, ours: bool = False, given: Mapping[str, str] = MappingProxyType({})
+) -> ConfigError | None:
     """The error to report for one that came out of a part of `run`; None where it came from elsewhere.
 
     Args:
         run: as `parts_of` takes it.
         ours: as there.
-        given: what the part was called with, to be added.
+        given: by key of a part, what it was called with, to be added.
     """
     if isinstance(error, PtfastError) or is_memory_error(error) or is_connection_lost(error):
         return None
@@ -83,9 +80,7 @@ def failure(error: BaseException, run: Any, *, ours: bool = False, given: str = 
     if found is None:
         return None
     part, method, depth = found
-    return part.error(
-        f"{method}raises {_summary_of(error, depth)}{given if part.key == MODEL else ''}", TRACEBACK
-    )
+    return part.error(f"{method}raises {summary_of(error, depth)}{given.get(part.key, '')}", TRACEBACK)
 
 
 @contextlib.contextmanager
@@ -115,18 +110,8 @@ def constructing(key: str, path: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, PtfastError) or is_memory_error(error) or path.startswith("ptfast."):
             raise
-        what = f"its constructor raises {_summary_of(error)}"
+        what = f"its constructor raises {summary_of(error)}"
         raise ConfigError("C017", what, key=f"{key}._target_", value=path, suggestion=TRACEBACK) from error
-
-
-def _summary_of(error: BaseException, depth: int = 0) -> str:
-    """An error's type and text, and where in a user's code it came up below `depth`, if in any."""
-    stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    places = [
-        f" ({Path(file).name}:{line})" for file, line in stack[depth:] if not file.startswith(INSTALLED)
-    ]
-    text = one_line(str(error)).rstrip(". ")
-    return type(error).__name__ + (places[-1] if places else "") + (f": {text}" if text else "")
 
 
 def _code(made: Any) -> Any:

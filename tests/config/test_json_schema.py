@@ -38,6 +38,9 @@ GOOD = [
     "task: {name: classification, label_smoothing: 0.1}",
     "task: mine.Task",
     "task: {name: mine.Task, anything: 1}",
+    "task: {_target_: mine.Task, anything: 1}",
+    "data: {collate: mine.collate}",
+    "data: {collate: {_target_: mine.collate, length: 3}}",
     "callbacks: [mine.Note, {_target_: mine.Other, path: x}]\ntrust: [mine]",
     "hydra: {sweeper: {max_batch_size: 2}}\ndefaults: [{override /hydra/launcher: joblib}]",
 ]

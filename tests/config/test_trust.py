@@ -100,6 +100,7 @@ def test_a_file_from_elsewhere_may_name_only_trusted_packages() -> None:
         {"callbacks": [f"{HERE}.Watch"]},
         {"logger": {"_target_": f"{HERE}.Writer"}},
         {"task": f"{HERE}.Net"},
+        {"data__collate": "os.system"},
         {"data__transform": {"_target_": "os.system", "command": "true"}},
         {"data__transform": [{"deep": {"_target_": "torch.hub.load"}}]},
     ):

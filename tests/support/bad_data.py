@@ -211,6 +211,7 @@ ROOT = "data.root=images (command line):"
 FILE = "images/train/cat/0.jpg:"
 WORKERS = "dataloader=workers dataloader.workers=1"
 DATA = "data (command line):"
+TARGET = "data._target_=their_sets."
 
 # By the number of the case in the list of bad inputs.
 CASES: dict[str, BadData] = {
@@ -363,16 +364,20 @@ CASES: dict[str, BadData] = {
         ("batch_size=4 (command line): 13 samples leave a last micro-batch of 1", "Set dataloader.last=drop"),
     ),
     "a data set that cannot be made": _own(
-        "Unmade", "D008", DATA, "raised RuntimeError: no such base (", ".py:"
+        "Unmade", "D008", TARGET, "its constructor raises RuntimeError (their_sets.py:", "no such base"
     ),
-    "a data set without a length": _own("Unmeasured", "D008", DATA, "raised RuntimeError: nobody knows"),
+    "a data set without a length": _own(
+        "Unmeasured", "D008", TARGET, "__len__ raises RuntimeError (their_sets.py:", "): nobody knows"
+    ),
     "labels that are names": _own(
         "Named", "D004", DATA, "the first one is the text 'cat'. Number the classes"
     ),
     "53 an error that no pipe carries": _own(
-        "Raises", "D008", DATA, "raised Odd: no such sample", "their_sets.py:"
+        "Raises", "D008", TARGET, "__getitem__ raises Odd (their_sets.py:", "): no such sample"
     ),
-    "53 the same in a worker": _own("Raises", "D008", DATA, "raised Odd: no such sample", more=WORKERS),
+    "53 the same in a worker": _own(
+        "Raises", "D008", TARGET, "__getitem__ raises Odd (their_sets.py:", more=WORKERS
+    ),
     "53 a worker that dies": _own(
         "Dies",
         "D008",
@@ -380,7 +385,7 @@ CASES: dict[str, BadData] = {
         "The data set has ended its process",
         more=WORKERS,
     ),
-    "a data set that leaves": _own("Quits", "D008", DATA, "raised SystemExit: 0 (", "their_sets.py:"),
+    "a data set that leaves": _own("Quits", "D008", TARGET, "__getitem__ raises SystemExit (their_sets.py:"),
     "labels of another task": BadData(
         lambda: arrays([0, 1] * 12),
         f"{ARRAYS} task=multilabel",

@@ -179,10 +179,18 @@ CASES: dict[str, BadData] = {
         ("steps (conf/config.yaml:", "the number of steps is not known", "set steps=1000"),
     ),
     "a stream that raises": _stream(
-        "RaisingStream", "D008", DATA, "raised ValueError: no such sample (", ".py:"
+        "RaisingStream",
+        "D008",
+        "data._target_=their_streams.",
+        "__iter__ raises ValueError (their_streams.py:",
+        "no such sample",
     ),
     "the same in a worker": _stream(
-        "RaisingStream", "D008", DATA, "raised ValueError: no such sample", more="dataloader.workers=2"
+        "RaisingStream",
+        "D008",
+        "data._target_=their_streams.",
+        "__iter__ raises ValueError",
+        more="dataloader.workers=2",
     ),
     "a stream's worker that dies": _stream(
         "DyingStream",

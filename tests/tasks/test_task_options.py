@@ -18,7 +18,7 @@ from ptfast.config.overrides import parse
 from ptfast.config.read import load_config, read_config
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
-from ptfast.tasks.build_task import build_task
+from ptfast.tasks.build_task import build_task, collate_of
 from ptfast.tasks.classification import Classification
 
 HERE = "test_task_options"
@@ -64,9 +64,15 @@ def task_of(*words: str) -> tuple[str, dict[str, Any]]:
         (("task.label_smoothing=0",), "auto", {"label_smoothing": 0.0}),
         (("task={name: classification, label_smoothing: 0.2}",), "classification", {"label_smoothing": 0.2}),
         ((f"task={HERE}.MyTask", "task.temperature=2"), f"{HERE}.MyTask", {"temperature": 2.0}),
+        ((f"task._target_={HERE}.MyTask", "task.temperature=2"), f"{HERE}.MyTask", {"temperature": 2.0}),
+        ((f"task={{_target_: {HERE}.MyTask, temperature: 2}}",), f"{HERE}.MyTask", {"temperature": 2.0}),
+        (("+recipe=./mine.yaml", "task.temperature=3"), f"{HERE}.MyTask", {"temperature": 3.0}),
     ],
 )
-def test_a_task_is_a_name_with_options(words: tuple[str, ...], name: str, options: dict[str, Any]) -> None:
+def test_a_task_is_a_name_with_options(
+    words: tuple[str, ...], name: str, options: dict[str, Any], in_tmp: Path
+) -> None:
+    Path("mine.yaml").write_text(f"task: {{_target_: {HERE}.MyTask, temperature: 2}}")
     assert task_of(*words) == (name, options)
 
 
@@ -91,6 +97,14 @@ def test_a_task_is_a_name_with_options(words: tuple[str, ...], name: str, option
         (("task.loss._target_=torch.nn.CrossEntropyLoss", "task.loss.weigt=1"), "C002", "task.loss.weight"),
         ((f"task={HERE}.MyTask", "task.temprature=2"), "C002", "Did you mean task.temperature?"),
         ((f"task={HERE}.YourTask",), "C009", f"Did you mean {HERE}.MyTask?"),
+        ((f"task._target_={HERE}.YourTask",), "C009", f"Did you mean {HERE}.MyTask?"),
+        (("data.collate=3",), "C004", "data.collate=3 (command line): expected an import path"),
+        ((f"data.collate={HERE}.half_los",), "C009", f"Did you mean {HERE}.half_loss?"),
+        (
+            (f"data.collate._target_={HERE}.half_loss", "data.collate.scle=1"),
+            "C002",
+            "Did you mean data.collate.scale?",
+        ),
         (("task=classification", "task.name=regression"), "C006", "given twice"),
     ],
 )
@@ -99,6 +113,17 @@ def test_options_are_checked_against_the_task(words: tuple[str, ...], code: str,
         read_config(words)
     assert caught.value.code == code
     assert what in str(caught.value)
+
+
+def test_a_task_that_collates_needs_nothing_but_the_samples() -> None:
+    class Collating(MyTask):
+        def collate(self, samples: list[Any]) -> Any:
+            return samples
+
+    globals()["Collating"] = Collating
+    with pytest.raises(ConfigError, match=r"no static method.* Write @staticmethod above it"):
+        collate_of(f"{HERE}.Collating")
+    assert collate_of("classification") is collate_of("auto") is collate_of(f"{HERE}.MyTask") is None
 
 
 def test_options_that_no_task_of_the_data_takes_are_refused_when_it_is_known() -> None:

@@ -116,6 +116,8 @@ class _Checker:
             section, given = section_of(field.annotation), prepared.get(name)
             if section and "target" in section.model_fields and isinstance(given, dict):
                 prepared[name] = self._separate(name, given, section)
+        if isinstance(data := prepared.get("data"), dict) and data.get("collate") is not None:
+            data["collate"] = self._function(data["collate"], "data.collate")
         if isinstance(prepared.get("callbacks"), list):
             prepared["callbacks"] = [
                 self._callback(item, f"callbacks.{index}") for index, item in enumerate(prepared["callbacks"])
@@ -177,7 +179,7 @@ class _Checker:
         """The task's name, with its options checked and gathered under `options`."""
         if not isinstance(given, dict):
             given = {"name": given}
-        name = given.get("name", "auto")
+        name = given.get("_target_", given.get("name", "auto"))
         if not isinstance(name, str):
             problem = Problem("C004", "expected the name or import path of a task", key="task", value=name)
             self.problems.append(problem)
@@ -186,14 +188,16 @@ class _Checker:
             hint = did_you_mean(name, TASKS) or f"Known are {', '.join(TASKS)}, or an import path"
             self.problems.append(Problem("C003", "unknown task", key="task", value=name, suggestion=hint))
             return {}
-        options = {key: value for key, value in given.items() if key != "name"}
+        options = {key: value for key, value in given.items() if key not in ("name", "_target_")}
         try:
             options = {key: parse_value(value, key) for key, value in options.items()}
-            if (loss := options.get("loss")) is not None:
-                options["loss"] = self._loss(loss)
         except Problem as problem:
             self.problems.append(problem.at("task"))
             return {}
+        if (loss := options.get("loss")) is not None:
+            options["loss"] = self._function(loss, "task.loss")
+            if options["loss"] is None:
+                return {}
         if options or name not in TASKS:
             options = self._task_options(name, options)
         return {"name": name, "options": options}
@@ -215,17 +219,27 @@ class _Checker:
             )
         return target.kwargs
 
-    def _loss(self, given: Any) -> Target:
-        """A loss: an object of a class, or a function, which is not called before there is a batch."""
-        target = Target(given) if isinstance(given, str) else given
-        if not isinstance(target, Target):
-            raise Problem(
-                "C004", "expected an import path, or a mapping with _target_", key="loss", value=given
-            )
+    def _function(self, given: Any, key: str) -> Target | None:
+        """What is called with a batch or its samples: an object of a class, or a function as it is."""
+        target = given
         try:
-            return replace(target, partial=not isinstance(self.locate(target.path), type))
+            if isinstance(given, str):
+                target = Target(given)
+            elif isinstance(given, dict) and "_target_" in given:
+                target = parse_target(given)
+            if not isinstance(target, Target):
+                raise Problem("C004", "expected an import path, or a mapping with _target_", value=given)
+            try:
+                partial = not isinstance(self.locate(target.path), type)
+            except Problem as problem:
+                raise problem.at("_target_", target.path) from None
         except Problem as problem:
-            raise problem.at("loss._target_", target.path) from None
+            self.problems.append(problem.at(key))
+            return None
+        target = replace(target, partial=partial)
+        target, found = self.check_target(target, "", locate=self.locate, prefix=key)
+        self.problems += found
+        return None if found else target
 
     def _of_pydantic(self, item: dict[str, Any]) -> Problem:
         key, kind, value = ".".join(map(str, item["loc"])), item["type"], item["input"]

@@ -5,12 +5,15 @@ Imports neither Hydra nor YAML, so that help is quick.
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptfast import tasks
 from ptfast.config.files import paths
 from ptfast.core.errors import ConfigError, MachineError, cannot_write
+from ptfast.core.protocols import TASKS
 from ptfast.core.sections.nearest_name import did_you_mean
 
 
@@ -39,7 +42,9 @@ class Entry:
 
 
 def entries(group: str) -> list[Entry]:
-    """The options of one group."""
+    """The options of one group, or the built-in tasks."""
+    if group == "task":
+        return [_task(name, path) for name, path in TASKS.items()]
     return [Entry(name, file, _opening_comment(file)) for name, file in paths.options(group).items()]
 
 
@@ -83,6 +88,13 @@ def copy_recipe(name: str, file: Path) -> str:
     except OSError as error:
         raise cannot_write(error, str(file)) from None
     return called
+
+
+def _task(name: str, path: str) -> Entry:
+    """A built-in task with the first line of its module, which is not imported: that loads torch."""
+    file = Path(tasks.__file__).with_name(f"{path.split('.')[-2]}.py")
+    text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
+    return Entry(name, file, (text.partition("\n")[0].removesuffix("."),))
 
 
 def _opening_comment(file: Path) -> tuple[str, ...]:

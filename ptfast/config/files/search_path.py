@@ -112,9 +112,13 @@ def search_path() -> ConfigSearchPathImpl:
 
 
 def with_sections(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config in which `task: NAME` is written out as the section that it is short for."""
+    """A config in which `task: NAME`, or a task by `_target_`, is written out as a section with a name."""
     task = tree.get("task")
-    return tree if task is None or isinstance(task, dict) else {**tree, "task": {"name": task}}
+    if isinstance(task, dict) and "_target_" in task:
+        task = {"name": task["_target_"], **{key: value for key, value in task.items() if key != "_target_"}}
+    elif task is None or isinstance(task, dict):
+        return tree
+    return {**tree, "task": task if isinstance(task, dict) else {"name": task}}
 
 
 def _is_recipe(config_path: str) -> bool:

@@ -26,8 +26,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with `function` of every tensor in its place; named tuples stay what they are."""
-    if isinstance(value, Tensor):
+    """`value` with `function` of every tensor in its place; named tuples stay what they are.
+
+    What moves its own tensors, as batches of other libraries do by a method `to`, counts as one.
+    """
+    if isinstance(value, Tensor) or hasattr(value, "to"):
         return function(value)
     if isinstance(value, dict):
         return {name: map_tensors(function, item) for name, item in value.items()}

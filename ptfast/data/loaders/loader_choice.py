@@ -93,6 +93,12 @@ def choose(
     if kind == "auto":
         looked = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
         return _on_device(looked, train, device) if augments and not crops else looked
+    if kind in HELD and train.own_batches:
+        what, hint = (
+            "batches of a collate function of your own are made as they are due",
+            "Use dataloader=auto",
+        )
+        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind in HELD and needed is not None and needed > available_memory() and not train.in_memory:
         what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
         hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"

@@ -70,10 +70,10 @@ class Prepare:
         """`value` with every tensor in it on the device."""
         return map_tensors(self._sent, value)
 
-    def _sent(self, tensor: Tensor) -> Tensor:
+    def _sent(self, tensor: Any) -> Any:
         if self._on_host:
             return tensor
-        if self.pin and tensor.device.type == "cpu" and not tensor.is_pinned():
+        if self.pin and isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         # Out of memory that is not pinned, the copy of some devices is still under way when the host goes on
         # to overwrite it.

@@ -7,6 +7,7 @@ import functools
 import pickle
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
@@ -17,7 +18,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
-from ptfast.core.errors import DataError, MachineError, PtfastError
+from ptfast.core.errors import DataError, MachineError, PtfastError, name_of, summary_of
 from ptfast.core.machine import die_with_parent
 from ptfast.core.tensors.torch_internals import worker_signals
 from ptfast.core.tensors.trees import tensors_in
@@ -193,20 +194,33 @@ def _next(iterator: Any) -> Any:
             worker_signals._remove_worker_pids(id(iterator))
 
 
-def failed(error: BaseException) -> PtfastError:
-    """The error for what reading a batch has raised."""
-    return _lack(error) or DataError("D008", f"the data set raised {describe(error)}", key="data")
+def failed(error: BaseException, dataset: Any = None) -> PtfastError:
+    """The error for what reading a batch has raised.
+
+    Args:
+        dataset: the user's, whose method the message names; None where it is not known.
+    """
+    if (lack := _lack(error)) is not None:
+        return lack
+    what = f"the data set raises {summary_of(error)}"
+    if dataset is None:
+        return DataError("D008", what, key="data")
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_locals.get("self") is dataset:
+            what = f"{frame.f_code.co_name} raises {summary_of(error)}"
+            break
+    return DataError("D008", what, key="data._target_", value=name_of(dataset))
 
 
 @contextlib.contextmanager
-def as_data_errors() -> Iterator[None]:
-    """Turn what a user's data set raises into a DataError D008 that names its type, message and place."""
+def as_data_errors(dataset: Any) -> Iterator[None]:
+    """Turn what a user's data set raises into a DataError D008 that names it and says where."""
     try:
         yield
     except PtfastError:
         raise
     except RAISED as error:
-        raise failed(error) from error
+        raise failed(error, dataset) from error
 
 
 def _lack(error: BaseException) -> MachineError | None:
@@ -221,17 +235,6 @@ def _lack(error: BaseException) -> MachineError | None:
         what = "too small for the batches of the workers"
         return MachineError("E002", what, key="/dev/shm", suggestion=hint)
     return None
-
-
-def describe(error: BaseException) -> str:
-    """Type, message and place of an exception that a user's data set raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
-    with contextlib.suppress(Exception):
-        return f"{type(error).__name__}: {error}".removesuffix(": ") + place
-    return f"{type(error).__name__}{place}"
 
 
 def _identity(raw: Any) -> Any:

@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from ptfast.core.errors import DataError
+from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import IGNORE_INDEX, TASKS, DataInfo
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
 from ptfast.data.label_checks import as_classes, check_labels, infer_task, shape_of, signed
+from ptfast.data.loaders.collate import Collate, collate_of
 from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import MapSource, Padding, TensorSource
 from ptfast.data.masks import kind_of_target
@@ -33,19 +34,23 @@ _SCAN_LIMIT = 2000
 
 
 class DatasetSource(MapSource):
-    """A map-style data set, collated as torch's DataLoader does.
+    """A map-style data set, collated as torch's DataLoader does, or by a function of the user's.
 
     Sequences of tokens may differ in length where the data set has an attribute `lengths` with that of each:
     they are filled up with its `pad_id` (0 if there is none), and targets of a token each with -100.
 
     Transforms that draw from the global generators (torch, numpy, random) are seeded by epoch and samples, so
-    that a resumed run and one with workers draw the same.
+    that a resumed run and one with workers draw the same; so are collate functions.
     """
 
     cuts = False
 
-    def __init__(self, dataset: Any, seed: int, *, images: bool) -> None:
+    def __init__(
+        self, dataset: Any, seed: int, *, images: bool = False, collate: Collate | None = None
+    ) -> None:
         self.dataset, self.seed, self.images = dataset, seed, images
+        self.collate = collate_of(dataset, collate)
+        self.own_batches = self.collate.is_own
         self.all_count = False
         """Every label has been seen, and none was an ignored one."""
         stated = getattr(dataset, "lengths", None)
@@ -77,13 +82,15 @@ class DatasetSource(MapSource):
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         wanted = indices.tolist()
-        with as_data_errors():
-            with seeded(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *wanted[:1])):
+        with seeded(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *wanted[:1])):
+            with as_data_errors(self.dataset):
                 if hasattr(self.dataset, "__getitems__"):
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = [self.dataset[i] for i in wanted]
-            raw = default_collate(samples if self._lengths is None else self._filled(samples))
+                if self._lengths is not None and not self.own_batches:
+                    samples = self._filled(samples)
+            raw = self.collate(samples)
         raw = self.checked(raw, wanted)
         if self.images:
             return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
@@ -117,7 +124,9 @@ def _fill(values: Any, width: int, fill: int) -> Tensor:
     return F.pad(values, (0, width - len(values)), value=fill)
 
 
-def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) -> Splits:
+def adapt(
+    dataset: Any, *, seed: int, task: str, known: DataInfo | None = None, collate: Collate | None = None
+) -> Splits:
     """The splits of a user's data set: training samples and what they look like.
 
     Its attributes `val` and `test`, where they are data sets, are the held-out splits. Class count and names
@@ -128,25 +137,35 @@ def adapt(dataset: Any, *, seed: int, task: str, known: DataInfo | None = None) 
 
     Args:
         known: of a model's own data, for what this data set does not say itself.
+        collate: makes batches of its samples; None for its own `collate_fn`, or as torch does it.
 
     Raises:
         DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no data set
             or its first sample cannot be read.
     """
-    with as_data_errors():
-        splits = _adapt(dataset, seed, task, known)
+    with as_data_errors(dataset):
+        splits = _adapt(dataset, seed, task, known, collate)
         for name in ("val", "test"):
             held_out = getattr(dataset, name, None)
             if isinstance(held_out, Dataset):
-                splits = splits._replace(**{name: _adapt(held_out, seed, task, known or splits.info).train})
+                train = _adapt(held_out, seed, task, known or splits.info, collate).train
+                splits = splits._replace(**{name: train})
     return splits
 
 
-def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits:
+def _adapt(
+    dataset: Any, seed: int, task: str, known: DataInfo | None, collate: Collate | None = None
+) -> Splits:
+    collate = collate_of(dataset, collate)
+    note = f"batches by {collate.name}" if collate.is_own else ""
     if isinstance(dataset, IterableDataset):
-        source = IterableSource(dataset, seed)
+        source = IterableSource(dataset, seed, collate)
         sample = source.first()
-        source.images = _is_pair(sample) and _is_image(sample[0])
+        batch = collate([sample]) if collate.is_own else sample
+        if _is_opaque(batch, collate, task):
+            return Splits(_stated_info(dataset, task, known), source, note=note)
+        sample = (batch[0][0], batch[1][0]) if collate.is_own else sample
+        source.images = _is_image(sample[0])
         info = _info(dataset, sample, None, task, known)
         named = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
         stated = named or (known is not None and known.num_classes is not None)
@@ -158,13 +177,13 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits
         if info.task in _WITH_CLASSES:
             source.num_classes = info.num_classes
             source.as_classes = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)
-        return Splits(info, source)
+        return Splits(info, source, note=note)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         what = f"{type(dataset).__name__} is no torch data set: it has no __getitem__ and __len__"
         raise DataError("D008", what, key="data")
     if len(dataset) == 0:
         raise DataError("D002", f"{type(dataset).__name__} has no samples", key="data")
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2 and not collate.is_own:
         inputs, targets = dataset.tensors[0], signed(dataset.tensors[1])
         images = _is_image(inputs[0])
         info = _info(dataset, dataset[0], targets, task, known, inputs)
@@ -172,15 +191,15 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits
         if _names_otherwise(targets, info.task):
             targets = as_classes(targets)
         return Splits(info, TensorSource(inputs, targets, images=images))
-    source = DatasetSource(dataset, seed, images=False)
+    source = DatasetSource(dataset, seed, collate=collate)
     first = source.fetch(np.zeros(1, np.int64))
-    if not _is_pair(first):
-        return Splits(_info(dataset, first, None, task, known), source)
+    if _is_opaque(first, collate, task):
+        return Splits(_stated_info(dataset, task, known), source, note=note)
     sample = first[0][0], first[1][0]
     source.images = _is_image(sample[0])
     if isinstance(first[1], Tensor) and kind_of_target(first[1], sample[0].shape, task) in ("mask", "map"):
         # Those of 2,000 images would fill the memory, and one shows what they are.
-        return Splits(_info(dataset, sample, first[1], task, known), source)
+        return Splits(_info(dataset, sample, first[1], task, known), source, note=note)
     labels = _labels(dataset, source)
     source.all_count = len(labels) == len(dataset) and not bool((labels == IGNORE_INDEX).any())
     few = len(dataset) <= _SCAN_LIMIT and _is_tokens(sample[0])
@@ -192,7 +211,7 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None) -> Splits
             labels = _scan(source)[1]
         check_labels(labels, max(1, info.num_classes), "train")
         source.num_classes = info.num_classes
-    return Splits(info, source)
+    return Splits(info, source, note=note)
 
 
 def _is_pair(sample: Any) -> bool:
@@ -204,6 +223,26 @@ def _is_pair(sample: Any) -> bool:
         # A collated target of several parts is a list of tensors.
         return bool(target) and not isinstance(target[0], (Tensor, list, tuple, Mapping))
     return not isinstance(target, Mapping)
+
+
+def _is_opaque(batch: Any, collate: Collate, task: str) -> bool:
+    """Return True if only the user's task knows what a batch is.
+
+    Args:
+        batch: of one sample; where it is torch's, the sample may stand for it.
+
+    Raises:
+        DataError: D004 where the task is one of ours, which takes inputs and targets.
+    """
+    if task not in TASKS and task != "auto":
+        return collate.is_own or not _is_pair(batch)
+    if _is_pair(batch) or task == "hf":
+        return not _is_pair(batch)
+    what = f"takes samples of (input, target), and {_described(batch)}"
+    if collate.is_own:
+        what = f"takes batches of (inputs, targets), and {collate.name} gives {described(batch)}"
+    hint = "Return those two, or set task to the import path of your own, such as task=mine.Task"
+    raise DataError("D004", what, key="task", value=task, suggestion=hint)
 
 
 def _names_otherwise(labels: Tensor, task: str) -> bool:
@@ -265,13 +304,6 @@ def _info(
 ) -> DataInfo:
     """The facts shown by one sample `(input, target)`, the labels, and the inputs where there are all."""
     learnt_classes = trained_on.num_classes if trained_on is not None else None
-    if not _is_pair(sample):
-        if task == "auto" or (task in TASKS and task != "hf"):
-            what = f"takes samples of (input, target), and {_described(sample)}"
-            hint = "Return those two, or set task to the import path of your own, such as task=mine.Task"
-            raise DataError("D004", what, key="task", value=task, suggestion=hint)
-        num_classes = _stated_classes(dataset) or learnt_classes
-        return DataInfo(kind="other", task=task, num_classes=num_classes)
     if isinstance(sample[1], str):
         what, hint = (
             f"labels are numbers, and the first one is the text {sample[1]!r}",
@@ -308,8 +340,7 @@ def _info(
             # One sample shows some of the tokens only; what is predicted are tokens too.
             seen = [all_inputs, known] if task == "language_modelling" else [all_inputs]
             facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
-    names = getattr(dataset, "classes", None)
-    names = tuple(map(str, names)) if names is not None else None
+    names = _class_names(dataset)
     if target_kind == "map":
         facts["num_classes"] = 1
     elif task in ("regression", "multilabel"):
@@ -318,6 +349,22 @@ def _info(
         stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
         facts["num_classes"] = stated if target_kind == "mask" else stated or _count_classes(known, task)
     return DataInfo(kind=kind, task=task, class_names=names, target_kind=target_kind, **facts)
+
+
+def _stated_info(dataset: Any, task: str, trained_on: DataInfo | None) -> DataInfo:
+    """The facts that a data set states, where only the user's task knows what a batch is."""
+    learnt_classes = trained_on.num_classes if trained_on is not None else None
+    return DataInfo(
+        kind="other",
+        task=task,
+        num_classes=_stated_classes(dataset) or learnt_classes,
+        class_names=_class_names(dataset),
+    )
+
+
+def _class_names(dataset: Any) -> tuple[str, ...] | None:
+    names = getattr(dataset, "classes", None)
+    return tuple(map(str, names)) if names is not None else None
 
 
 def _count_classes(labels: Tensor, task: str) -> int:

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.tensors.torch_internals import data_worker
+from ptfast.data.loaders.collate import Collate, collate_of
 from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
@@ -58,8 +59,8 @@ class IterableSource(BaseSource):
     next is nothing that a resumed run could bring back.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: IterableDataset[Any], seed: int, collate: Collate | None = None) -> None:
+        self.dataset, self.seed, self.collate = dataset, seed, collate_of(dataset, collate)
         self.shuffle_buffer: int | None = None
         """Samples among which the next is drawn; None leaves them in their order."""
 
@@ -144,7 +145,7 @@ class IterableSource(BaseSource):
         return sample, info.asked
 
     def _samples(self, epoch: int) -> Iterator[Any]:
-        with as_data_errors():
+        with as_data_errors(self.dataset):
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
             yield from self.dataset

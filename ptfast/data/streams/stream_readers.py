@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import default_collate
-
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import DataError
-from ptfast.data.loaders.worker_processes import as_data_errors
+from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import micro_batch_bounds
-from ptfast.data.streams.global_generators import OwnGenerators
+from ptfast.data.streams.global_generators import OwnGenerators, seeded
 from ptfast.data.streams.iterable import IterableSource, Reader
 from ptfast.data.streams.stream_agreement import CHECKED, Digest
 
@@ -70,8 +69,10 @@ class Reading:
             return list(islice(samples, number))
 
     def _collate(self, samples: list[Any], epoch: int, numbers: list[int]) -> Any:
-        with as_data_errors():
-            raw = default_collate(samples)
+        collate = self.source.collate
+        seed = counter_draws.key(self.source.seed, epoch, counter_draws.GLOBAL, *numbers[:1])
+        with seeded(seed) if collate.is_own else contextlib.nullcontext():
+            raw = collate(samples)
         raw = self.source.checked(raw, numbers)
         if self.source.images:
             raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])

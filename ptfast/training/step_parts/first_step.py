@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptfast.core.errors import DataError, PtfastError, described, name_of
+from ptfast.core.errors import INSTALLED, DataError, PtfastError, described, name_of
 from ptfast.core.run import Run
 from ptfast.core.tensors.trees import tree_leaves
-from ptfast.training.user_code import INSTALLED, MODEL, Part, failure, naming_user_code, parts_of
+from ptfast.training.user_code import MODEL, Part, failure, naming_user_code, parts_of
 
 
 class Switch(NamedTuple):
@@ -118,8 +118,9 @@ class FirstStep:
             with self.switches.in_forward():
                 given = run.task.loss(seen, data)
         except Exception as error:
-            shape = f", given {described(data[0])}" if isinstance(data, (tuple, list)) else ""
-            if (named := failure(error, run, ours=True, given=shape)) is None:
+            inputs = data[0] if isinstance(data, (tuple, list)) else data
+            given = {MODEL: f", given {described(inputs)}", "task": f", given {described(data)}"}
+            if (named := failure(error, run, ours=True, given=given)) is None:
                 raise
             raise named from error
         outputs = seen.outputs if isinstance(seen, Fitting) else None

@@ -214,9 +214,9 @@ def unpicklable() -> Exception:
     [
         (
             KeyError("no such row"),
-            r"data: the data set raised KeyError: 'no such row' \(.*test_loaders.py:\d+\)",
+            r"data: the data set raises KeyError \(test_loaders.py:\d+\): 'no such row'",
         ),
-        (unpicklable(), "data: the data set raised RuntimeError: .*cannot travel"),
+        (unpicklable(), "data: the data set raises RuntimeError .*: .*cannot travel"),
         (DataError("D005", "is damaged", key="x.jpg"), "^x.jpg: is damaged.$"),
     ],
 )

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from loaders import train_loader
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import DataError
+from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.build_data import build_data
+from ptfast.data.loaders.collate import Collate
+from ptfast.data.loaders.loader_choice import choose
 
 NO_VAL = Duration(0, "percent")
 
@@ -97,7 +99,8 @@ def test_a_data_set_that_fails_is_one_line():
         def __getitem__(self, index: int) -> Any:
             raise KeyError("column")
 
-    with pytest.raises(DataError, match=r"data: the data set raised KeyError: 'column' \(.*:\d+\)"):
+    line = r"data\._target_=\S+Broken: __getitem__ raises KeyError \(test_custom_dataset.py:\d+\): 'column'"
+    with pytest.raises(DataError, match=line):
         load(Broken())
     for count in ("three", 2.5, 0):
         with pytest.raises(DataError, match="num_classes is no whole number of at least 1"):
@@ -106,6 +109,89 @@ def test_a_data_set_that_fails_is_one_line():
         load(object())
     with pytest.raises(DataError, match="has no samples"):
         load(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
+
+
+class Boxes(Noisy):
+    """Samples of unequal size, as mappings."""
+
+    num_classes = 3
+
+    def __getitem__(self, index: int) -> Any:
+        return {"image": torch.full((3, 4, 4 + index % 2), float(index)), "boxes": torch.ones(index % 3, 4)}
+
+
+def listed(samples: list[Any]) -> dict[str, Any]:
+    """The images, to one of which noise is added."""
+    return {"images": [sample["image"] for sample in samples], "noise": torch.rand(2)}
+
+
+OWN = Collate(listed, key="data.collate", value="mine.listed")
+
+
+def test_a_function_of_ones_own_makes_the_batches():
+    class Saying(Boxes):
+        def collate_fn(self, samples: list[Any]) -> Any:
+            return [sample["boxes"] for sample in samples]
+
+    data = build_data(Saying(), val=NO_VAL, seed=0, task="mine.Task", collate=OWN)
+    assert (data.info.kind, data.info.num_classes, data.info.class_names) == ("other", 3, ("small", "large"))
+    assert data.note == "Saying: 40 train; batches by test_custom_dataset.listed"
+    plain, others = list(loader(data).steps(0, 7)), list(loader(data, "workers").steps(4, 7))
+    for one, other in zip(plain[4:], others, strict=True):
+        for (first, count), (second, _) in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert len(first["images"]) == count == 4
+            assert torch.equal(first["noise"], second["noise"])
+            assert all(map(torch.equal, first["images"], second["images"]))
+    noise = [data["noise"] for step in plain for data, _ in step.micro_batches]
+    assert len(torch.cat(noise).unique()) == 28
+    (batch, _), _ = next(loader(load(Saying(), task="mine.Task")).steps(0, 1)).micro_batches
+    assert [boxes.shape[1] for boxes in batch] == [4] * 4
+    with pytest.raises(
+        ConfigError, match="batches of a collate function of your own are made as they are due"
+    ):
+        choose(data.train.take(np.arange(9)), kind="memory")
+
+
+def test_own_batches_of_inputs_and_targets_are_like_torchs():
+    images = torch.randint(0, 256, (30, 3, 4, 6), dtype=torch.uint8)
+    pairs = TensorDataset(images, torch.arange(30) % 3)
+    cut = Collate(
+        lambda samples: tuple(default_collate([(x[..., :4], y) for x, y in samples])), key="", value=""
+    )
+    data = build_data(pairs, val=NO_VAL, seed=0, task="auto", collate=cut)
+    assert (data.info.task, data.info.num_classes, data.info.input_shape) == ("classification", 3, (3, 4, 4))
+    (inputs, _), _ = next(loader(data).steps(0, 1)).micro_batches[0]
+    assert (inputs.shape, inputs.dtype) == ((4, 3, 4, 4), torch.float32)
+
+    class Paired(Stream):
+        def collate_fn(self, samples: list[Any]) -> Any:
+            return torch.stack([2 * x for x, _ in samples]), torch.tensor([y for _, y in samples])
+
+    assert values(loader(load(Paired(16))).steps(0, 2), 2) == list(range(0, 32, 2))
+
+
+@pytest.mark.parametrize(
+    ("collate", "task", "says"),
+    [
+        (
+            None,
+            "mine.Task",
+            r"data\._target_=\S+Boxes: torch's default_collate makes no batch .* data.collate=",
+        ),
+        (None, "auto", "takes samples of .input, target., and this data has mappings of image, boxes"),
+        (lambda samples: samples, "auto", "gives a list of 1, the first a dict with the keys image, boxes"),
+        (lambda samples: ["a", None], "mine.Task", "data.collate=mine.own: gives a list of 2, .* no tensor"),
+        (
+            lambda samples: samples[0]["mask"],
+            "mine.Task",
+            r"data.collate=mine.own: raises KeyError \(test_custom",
+        ),
+    ],
+)
+def test_what_makes_no_batch_is_one_line(collate: Any, task: str, says: str):
+    own = collate and Collate(collate, key="data.collate", value="mine.own")
+    with pytest.raises(DataError, match=says):
+        list(loader(build_data(Boxes(), val=NO_VAL, seed=0, task=task, collate=own)).steps(0, 1))
 
 
 class Stream(IterableDataset[Any]):

@@ -1,0 +1,58 @@
+"""Samples put together to a batch: as torch does it, or by a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from ptfast.core.errors import DataError, described, name_of, summary_of
+from ptfast.core.tensors.trees import map_tensors
+from ptfast.data.loaders.worker_processes import RAISED
+
+
+class Collate:
+    """Makes a batch of a list of samples; sent to worker processes as it is.
+
+    Args:
+        function: of the list; None for torch's `default_collate`.
+        key: that names the function in the config, for errors.
+        value: the key's value there.
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any] | None, *, key: str, value: str) -> None:
+        self.is_own = function is not None
+        self._function, self.key, self._value = function or default_collate, key, value
+        self.name = name_of(self._function)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch.
+
+        Raises:
+            DataError: D008 for what the function raises, and for a batch without a tensor.
+        """
+        try:
+            batch = self._function(samples)
+        except RAISED as error:
+            if self.is_own:
+                given = f"given a list of {len(samples):,}, the first {described(samples[0])}"
+                raise self._error(f"raises {summary_of(error)}, {given}") from error
+            what = f"torch's default_collate makes no batch of its samples: {summary_of(error)}"
+            hint = "Name a function that does: data.collate=mine.collate"
+            raise self._error(what, hint) from error
+        tensors: list[Any] = []
+        map_tensors(tensors.append, batch)
+        if self.is_own and not tensors:
+            raise self._error(f"gives {described(batch)}, in which there is no tensor", "Return tensors")
+        return batch
+
+    def _error(self, what: str, hint: str | None = None) -> DataError:
+        method = "" if self.key == "data.collate" or not self.is_own else "its collate function "
+        return DataError("D008", method + what, key=self.key, value=self._value, suggestion=hint)
+
+
+def collate_of(dataset: Any, named: Collate | None = None) -> Collate:
+    """The function that makes batches of a data set: the `named` one, its own `collate_fn`, or torch's."""
+    own = getattr(dataset, "collate_fn", None)
+    return named or Collate(own if callable(own) else None, key="data._target_", value=name_of(dataset))
