@@ -19,7 +19,10 @@ from ptfast.config.files import paths  # noqa: E402
 DOCS = ROOT / "docs"
 MARK = "<!-- Below: written by scripts/doc_tables.py -->"
 """The text above it on the page is written by hand."""
-FOR_RECIPES = {"adamw_onecycle", "adamw_gpt", "adamw_text", "resnet_digits"}
+FOR_RECIPES = {
+    *("adamw_onecycle", "adamw_gpt", "adamw_gpt2", "adamw_text", "adamw_finetune", "sgd_imagenet"),
+    *("resnet_digits", "gpt2_124m"),
+}
 """Options with a recipe's numbers, which the table of groups leaves out."""
 GROUP = re.compile(r"^\| `(\w+)` \| ((?:`\w+`(?: \([^()]*\))? ?)*)(.*) \|$")
 """A row of the table of groups: the group, its options with what is said of each, and what else is said."""

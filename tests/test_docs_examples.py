@@ -82,6 +82,11 @@ EXEMPT = {
     "data=hf": "reads from the hub",
     "model.weights=pretrained": "downloads weights",
     "debug=nvtx": "needs CUDA",
+    "+recipe=finetune_image": "downloads weights",
+    "+recipe=distilbert_text": "downloads weights",
+    "+recipe=resnet50_imagenet": "trained small by test_recipes",
+    "+recipe=gpt2_124m": "trained small by test_recipes",
+    "+recipe=segmentation": "trained small by test_recipes",
 }
 """Commands that are composed and not trained, and why."""
 

@@ -19,12 +19,14 @@ RUNNING_TEXT = ("data=text_file", "data.path=FILES/text.txt", "data.context_leng
 SMALL = ("model=mlp", "model.hidden=[16]")
 WORDS = ("model=text_encoder", "model.width=16")
 TINY_GPT = ("model=gpt", "model.width=16", "model.depth=1")
+SEGMENTER = ("model=custom", "model._target_=stand_ins.Segmenter", "batch_size=8")
 FEW = ("data.val=20samples", "batch_size=10")
 """Of the digits: a residual network then has no last batch of one sample, and little to evaluate."""
 WITH: dict[str, Words] = {
     "data/cifar10": ("data.root=FILES/cifar10",),
     "data/cifar100": ("data.root=FILES/cifar100",),
     "data/imagefolder": ("data.root=FILES/images",),
+    "data/mask_folder": ("data.root=FILES/masked", *SEGMENTER),
     "data/arrays": ("data.path=FILES/points.npz",),
     "data/text_tsv": (*TEXT, *WORDS),
     "data/text_file": (*RUNNING_TEXT, *TINY_GPT),
@@ -33,6 +35,7 @@ WITH: dict[str, Words] = {
     "data/custom": ("data._target_=stand_ins.Points",),
     "model/text_encoder": (*TEXT, *WORDS),
     "model/gpt": (*RUNNING_TEXT, *TINY_GPT),
+    "model/gpt2_124m": (*RUNNING_TEXT, "model.width=24", "model.depth=1"),
     "model/hf": (
         *(*TEXT, "model.name=distilbert", "model.dim=16", "model.hidden_dim=16"),
         *("model.n_layers=1", "model.n_heads=2"),

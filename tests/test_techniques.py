@@ -67,10 +67,13 @@ ALWAYS_ON = {
 NOT_FOR_SPEED = {"backend/deterministic": "the same bits in every run, at the price of speed"}
 """Options that are no techniques, in groups that hold some."""
 SAME_NUMBERS_ELSEWHERE = {
+    "optimizer/adamw_finetune": "optimizer/adamw",
     "optimizer/adamw_gpt": "optimizer/adamw",
+    "optimizer/adamw_gpt2": "optimizer/adamw",
     "optimizer/adamw_onecycle": "optimizer/adamw",
     "optimizer/adamw_text": "optimizer/adamw",
     "optimizer/sgd_cifar": "optimizer/sgd",
+    "optimizer/sgd_imagenet": "optimizer/sgd",
 }
 """Options with a recipe's numbers for another option."""
 

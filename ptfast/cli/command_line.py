@@ -189,15 +189,10 @@ def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _predict(flags: dict[str, Any], arguments: list[str]) -> int:
-    path, inputs = _first(arguments, "predict", "RUN PATH...")
-    overrides = [word for word in inputs if "=" in word and not Path(word).exists()]
-    state_folder, composed, config = _saved_run(path, overrides)
-    from ptfast.cli.predict_command import predict_files
+    from ptfast.cli.predict_command import USAGE, predict
 
-    paths = [word for word in inputs if word not in overrides]
-    _first(paths, "predict", "RUN PATH...")
-    with composed.naming_places():
-        return predict_files(config, state_folder, paths, out=flags.get("--out"))
+    path, words = _first(arguments, "predict", USAGE)
+    return predict(flags, path, words, _saved_run)
 
 
 def _saved_run(path: str, overrides: list[str]) -> Any:
@@ -334,7 +329,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command("RUN|STATE [key=value ...]", "evaluate a saved state", _eval, {"--split": True}),
     "predict": Command(
-        "RUN PATH... [key=value ...]", "write predictions for files", _predict, {"--out": True}
+        "RUN PATH...|--prompt TEXT [key=value ...]",
+        "write predictions for files, or text after a prompt",
+        _predict,
+        dict.fromkeys(("--prompt", "--max-new-tokens", "--temperature", "--top-k", "--out"), True),
     ),
     "compare": Command(
         "RUN...",

@@ -84,6 +84,24 @@ def read_seconds(flags: dict[str, Any], name: str, default: str) -> float:
     return seconds
 
 
+def read_number_of(flag: str, text: str, least: float = 0.0) -> float:
+    """The number above 0, and of at least `least`, that a flag is given; a whole one where that is 1 or more.
+
+    Raises:
+        ConfigError: C005 for anything else.
+    """
+    from ptfast.core.durations import is_finite, read_number
+
+    value, what = read_number(text), ""
+    if value is None or not is_finite(value) or value <= 0 or value < least:
+        what = f"must be a number of at least {least:g}" if least else "must be a number above 0"
+    elif least >= 1 and value != int(value):
+        what = "not a whole number"
+    if value is None or what:
+        raise ConfigError("C005", what, key=flag, value=text, place=COMMAND_LINE)
+    return int(value) if least >= 1 else value
+
+
 def _unknown_flag(name: str, value: str | None, known: dict[str, bool]) -> ConfigError:
     from ptfast.core.sections.nearest_name import did_you_mean
 

@@ -1,19 +1,58 @@
-"""Predictions of a saved model for the user's files, one JSON record a line."""
+"""Predictions of a saved model: a JSON record for each input of the user's, or the text after a prompt."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+from ptfast.cli.flags import read_number_of
+from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, cannot_write
 
-from ptfast.config.schema import Config
-from ptfast.core.errors import EXIT_OK, cannot_write
-from ptfast.data.new_inputs import read_inputs
-from ptfast.training.evaluation.test_time_views import averaged_over_views
-from ptfast.training.saved_model import load_saved
-from ptfast.training.user_code import naming_user_code
+if TYPE_CHECKING:
+    from ptfast.config.schema import Config
+
+USAGE = "RUN PATH...|--prompt TEXT"
+SAMPLING = {
+    "--max-new-tokens": ("num_new", 1.0),
+    "--temperature": ("temperature", 0.0),
+    "--top-k": ("top_k", 1.0),
+}
+"""Flags of text generation: the keyword of `generate` that each sets, and its least value."""
+
+
+def predict(
+    flags: dict[str, Any], path: str, words: list[str], read_saved: Callable[[str, list[str]], Any]
+) -> int:
+    """Predict for files, or go on from a prompt.
+
+    Args:
+        path: of a run or a state.
+        words: files and `key=value` overrides.
+        read_saved: finds the state folder of a path and reads its config, with overrides.
+
+    Raises:
+        ConfigError: C011 or C016 for arguments that make no sense together, C005 for numbers that do not.
+    """
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    paths, prompt = [word for word in words if word not in overrides], flags.get("--prompt")
+    given = [flag for flag in SAMPLING if flag in flags]
+    if prompt is None and given:
+        hint = "Add --prompt TEXT"
+        raise ConfigError("C011", "is for --prompt", key=given[0], value=flags[given[0]], suggestion=hint)
+    if prompt is None and not paths:
+        hint = f"Usage: ptfast predict {USAGE}"
+        raise ConfigError("C016", "an argument is missing", key="predict", suggestion=hint)
+    if prompt is not None and paths:
+        raise ConfigError("C011", "cannot be combined with --prompt", key=paths[0], suggestion="Give one")
+    sampling = {SAMPLING[flag][0]: read_number_of(flag, flags[flag], SAMPLING[flag][1]) for flag in given}
+    state_folder, composed, config = read_saved(path, overrides)
+    with composed.naming_places():
+        if prompt is not None:
+            return continue_prompt(config, state_folder, prompt, flags.get("--out"), **sampling)
+        return predict_files(config, state_folder, paths, flags.get("--out"))
 
 
 def predict_files(config: Config, state_folder: Path, paths: list[str], out: str | None = None) -> int:
@@ -28,6 +67,13 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
     Raises:
         DataError: D001, D005 for what cannot be read.
     """
+    import torch
+
+    from ptfast.data.new_inputs import read_inputs
+    from ptfast.training.evaluation.test_time_views import averaged_over_views
+    from ptfast.training.saved_model import load_saved
+    from ptfast.training.user_code import naming_user_code
+
     saved = load_saved(config, state_folder)
     if saved.average is not None:
         saved.average.copy_to_model()
@@ -48,9 +94,63 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
                 if out is None:
                     print(lines.pop(), flush=True)
     if out is not None:
-        try:
-            Path(out).write_text("".join(line + "\n" for line in lines))
-        except OSError as error:
-            raise cannot_write(error, "--out", out) from error
+        _write("".join(line + "\n" for line in lines), out)
         print(f"wrote {len(lines):,} predictions to {out}", file=sys.stderr)
     return EXIT_OK
+
+
+def continue_prompt(
+    config: Config, state_folder: Path, prompt: str, out: str | None = None, **sampling: Any
+) -> int:
+    """Write the prompt and what a language model says after it, as plain text.
+
+    Args:
+        out: file to write; standard output if not given.
+        sampling: keywords of `generate`. Draws are those of the config's `seed`.
+
+    Raises:
+        ConfigError: C011 for a run that models no text, C005 for a prompt without a token.
+        DataError: D005 for a token that the model does not know.
+    """
+    import torch
+
+    from ptfast.data.decoding.text_tokenizer import tokenizer_of
+    from ptfast.models.text_generation import generate
+    from ptfast.training.saved_model import load_saved
+    from ptfast.training.user_code import naming_user_code
+
+    saved = load_saved(config, state_folder)
+    info = saved.info
+    if info.task != "language_modelling" or "tokenizer" not in info.extra:
+        what = f"needs a language model of text, and this run is one for {info.task} of {info.kind} data"
+        hint = "Give files to predict for in its place"
+        raise ConfigError("C011", what, key="--prompt", place=COMMAND_LINE, suggestion=hint)
+    if saved.average is not None:
+        saved.average.copy_to_model()
+    tokenizer = tokenizer_of(info)
+    tokens = torch.tensor(tokenizer.encode(prompt), dtype=torch.int64, device=saved.device)
+    if not len(tokens):
+        raise ConfigError("C005", "holds no token", key="--prompt", value=prompt, place=COMMAND_LINE)
+    with saved.precision.autocast(), naming_user_code(saved):
+        drawn = generate(
+            saved.model,
+            tokens,
+            vocab_size=len(tokenizer),
+            context_length=info.context_length or len(tokens),
+            seed=config.seed,
+            **sampling,
+        )
+    text = tokenizer.decode(drawn.tolist())
+    if out is None:
+        print(text)
+    else:
+        _write(text + "\n", out)
+        print(f"wrote {len(drawn) - len(tokens):,} tokens after the prompt to {out}", file=sys.stderr)
+    return EXIT_OK
+
+
+def _write(text: str, out: str) -> None:
+    try:
+        Path(out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(error, "--out", out) from error

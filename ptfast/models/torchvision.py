@@ -1,14 +1,18 @@
-"""Any classifier of torchvision by name."""
+"""Any classifier or segmentation model of torchvision by name."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 from torch import nn
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.nearest_name import did_you_mean
+
+_AUXILIARY = ("googlenet", "inception_v3")
+"""Classifiers with auxiliary heads, whose outputs in training would be no logits."""
 
 
 def build(
@@ -18,10 +22,10 @@ def build(
     pretrained: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """Construct a torchvision classifier, such as `resnet50`, `vit_b_16` or `convnext_tiny`.
+    """Construct a torchvision classifier (`resnet50`, `vit_b_16`) or segmentation model (`fcn_resnet50`).
 
     Args:
-        name: as in `torchvision.models.list_models(module=torchvision.models)`.
+        name: as in `torchvision.models.list_models(module=torchvision.models)`, or of its `segmentation`.
         num_classes: outputs, filled from the data.
         in_channels: channels of an image, filled from the data; if not 3, the first layer changes.
         pretrained: start from the best published weights, with a fresh head where the classes differ.
@@ -32,11 +36,19 @@ def build(
         ConnectionError: the published weights cannot be downloaded.
     """
     models: Any = importlib.import_module("torchvision.models")
-    names = models.list_models(module=models)
+    names = [*models.list_models(module=models), *models.list_models(module=models.segmentation)]
     if name not in names:
-        what, hint = "torchvision has no such classifier", did_you_mean(name, names)
+        what, hint = "torchvision has no such classifier or segmentation model", did_you_mean(name, names)
         hint = hint or "See torchvision.models.list_models()"
+        if name in models.list_models():
+            what = "is neither a classifier nor a segmentation model: what it takes and gives needs a task"
+            hint = "Name it by model._target_, and a task of your own by task=mine.Task"
         raise ConfigError("C003", what, key="model.name", value=name, suggestion=hint)
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        # Its default is to download them.
+        kwargs = {"weights_backbone": None, **kwargs}
+    elif name in _AUXILIARY:
+        kwargs = {"aux_logits": False, "init_weights": True, **kwargs}
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
     except TypeError as error:

@@ -46,6 +46,8 @@ class Optimizer(TargetSection):
     """Norms and biases (parameters of at most one dimension) have weight decay."""
     layer_decay: Annotated[float, Range(0, 1, open_low=True)] | None = None
     """Factor on the learning rate for every layer between a parameter and the output, such as 0.75."""
+    backbone_from: Annotated[Duration, InUnit("epochs")] | None = None
+    """Length of training after which all below the last layer begins to train, such as `1epochs`."""
     groups: list[ParameterGroup] = Field(default_factory=list)
     """Settings of parameters by name: a list such as `[{match: "*.bias", lr_scale: 64}]`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -129,7 +131,9 @@ def _trains_in_part(group: ParameterGroup) -> bool:
 def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[Problem]:
     """Refuse optimizers and freezing that ranks with parts of the weights or gradients cannot follow."""
     path, sharded = optimizer.target.path, parallel.strategy == "fsdp"
-    switching = any(map(_trains_in_part, optimizer.groups))
+    backbone = optimizer.backbone_from
+    waits = backbone is not None and bool(backbone.value)
+    switching = waits or any(map(_trains_in_part, optimizer.groups))
     if switching and parallel.compression == "powersgd":
         what = "remembers what it has not sent, by buckets that change with what is frozen"
         hint = "Use parallel.compression=bf16, or freeze throughout with trains_until: 0"
@@ -144,7 +148,8 @@ def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[
     if sharded and switching:
         what = "parallel=fsdp shares weights out once, as they train at the start"
         hint = "Freeze throughout with trains_until: 0, or use parallel=ddp"
-        yield Problem("C011", what, key="optimizer.groups", suggestion=hint)
+        key = "optimizer.backbone_from" if waits else "optimizer.groups"
+        yield Problem("C011", what, key=key, value=backbone, suggestion=hint)
 
 
 def no_schedule_beside_schedule_free(

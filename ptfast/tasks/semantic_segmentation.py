@@ -17,11 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+AUXILIARY_WEIGHT = 0.5
+"""Weight of the loss of an auxiliary head in training, as in torchvision's references/segmentation."""
+
+
 class SemanticSegmentation(SupervisedTask):
     """Cross entropy between logits (batch, num_classes, height, width) and masks (batch, height, width).
 
     An item is a pixel that counts, so that images with many pixels to ignore weigh less. Of a model that
-    returns a mapping, as torchvision's do, the logits are its `out`.
+    returns a mapping, as torchvision's do, the logits are its `out`; those of an auxiliary head, its `aux`,
+    add half of their loss in training.
 
     Args:
         info: what the data says; `num_classes` is needed.
@@ -55,11 +60,18 @@ class SemanticSegmentation(SupervisedTask):
         # A sum of torch's own over pixels has no deterministic kernel on CUDA.
         return SemanticSegmentation.sample_losses(self, outputs, targets).sum()
 
-    def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def sample_losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        if isinstance(outputs, Mapping) and "aux" in outputs:
+            losses_of = SemanticSegmentation.sample_losses
+            main, auxiliary = (losses_of(self, outputs[head], targets) for head in ("out", "aux"))
+            return main + AUXILIARY_WEIGHT * auxiliary
         losses = F.cross_entropy(
             *self.aligned(outputs, targets), ignore_index=self.ignore_index, reduction="none"
         )
         return losses.flatten(1).sum(1)
+
+    def evaluation_loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self.loss_sum(_logits(outputs), targets)
 
     def metrics(self) -> Metrics:
         """Mean intersection over union, of the classes that occur, and accuracy."""

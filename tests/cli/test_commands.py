@@ -121,6 +121,33 @@ def test_predict_reads_arrays_and_pictures(
     assert "error[D001]" in capsys.readouterr().err
 
 
+def test_predict_goes_on_from_a_prompt(
+    digits_run: Path, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("text.txt").write_text("to be or not to be " * 40)
+    text = ("data=text_file", "data.path=text.txt", "data.context_length=8", "model=gpt", "model.width=16")
+    assert train(*text, "model.depth=1", "steps=12", "run.dir=gpt") == 0
+    asked = ["predict", "gpt", "--prompt", "to be ", "--max-new-tokens", "20"]
+    capsys.readouterr()
+    assert [run(words) for words in (asked, asked, [*asked, "seed=7"])] == [0, 0, 0]
+    same, again, other = capsys.readouterr().out.splitlines()
+    assert len(same) == 26
+    assert same.startswith("to be ")
+    assert same == again != other
+    assert run([*asked, "--top-k", "1", "--out", "said.txt"]) == 0
+    assert Path("said.txt").read_text().startswith("to be ")
+    for words, code, said in (
+        (["predict", "gpt", "--prompt", "to be?"], 3, "'?' does not occur in the training text"),
+        (["predict", "gpt", "text.txt", "--top-k", "3"], 2, "--top-k=3: is for --prompt"),
+        (["predict", "gpt", "text.txt", "--prompt", "to"], 2, "cannot be combined with --prompt"),
+        ([*asked, "--temperature", "0"], 2, "must be a number above 0"),
+        ([*asked, "--top-k", "1.5"], 2, "not a whole number"),
+        (["predict", str(digits_run), "--prompt", "to"], 2, "needs a language model of text"),
+    ):
+        assert run(words) == code
+        assert said in capsys.readouterr().err
+
+
 def test_compare_ranks_runs(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(*TINY, "run.dir=slow", "optimizer.lr=1e-6") == 0
     assert train(*TINY, "run.dir=fast", "optimizer.lr=0.01") == 0

@@ -292,7 +292,7 @@ def test_options_that_choose_each_other_without_end_are_refused() -> None:
         ("checkpointing=last", "C003", ["Did you mean saving=last?", "activation checkpointing"]),
         ("model=adamw", "C003", ["Did you mean optimizer=adamw?"]),
         ("preset=fsat", "C003", ["Did you mean preset=fast?"]),
-        ("+recipe=resnet_cfar", "C003", ["Did you mean resnet_cifar?", "char_gpt, resnet_cifar"]),
+        ("+recipe=resnet_cfar", "C003", ["Did you mean resnet_cifar?", "char_gpt, distilbert_text"]),
         ("+recipe=./mine.yaml", "C003", ["no such recipe file"]),
         ("optimizer.lr=0.1 optimizer.lr=0.2", "C006", ["given twice, with 0.1 and 0.2"]),
         ("optimizer.lr=0.1 +optimizer.lr=0.2", "C006", ["given twice"]),

@@ -221,6 +221,15 @@ def test_torchvision_classifiers_by_name() -> None:
     with pytest.raises(ConfigError, match="unexpected keyword argument 'dropuot'") as caught:
         build_torchvision("resnet18", 10, dropuot=0.1)
     assert caught.value.code == "C002"
+    with pytest.raises(ConfigError, match="is neither a classifier nor a segmentation model") as caught:
+        build_torchvision("ssdlite320_mobilenet_v3_large", 10)
+    assert caught.value.code == "C003"
+    with torch.device("meta"):
+        # No weights of a backbone are downloaded, and there is one head.
+        masks = build_torchvision("fcn_resnet50", 3)
+        scores = build_torchvision("inception_v3", 3)(torch.zeros(2, 3, 96, 96))
+    assert not any(name.startswith("aux") for name, _ in masks.named_modules())
+    assert scores.shape == (2, 3)
 
 
 @pytest.mark.parametrize("package", ["timm", "transformers"])

@@ -203,9 +203,27 @@ def test_layer_decay_scales_a_vision_transformer_as_timm_does() -> None:
         assert ours[id(parameter)] == pytest.approx(expected), name
 
 
-def test_layer_decay_without_layers() -> None:
-    with pytest.raises(ConfigError, match="one layer only"):
-        Grouping(nn.Sequential(nn.Linear(2, 2)), asking(layer_decay=0.5))
+def test_layers_that_are_not_there() -> None:
+    for asked in ({"layer_decay": 0.5}, {"backbone_from": Duration(1, "epochs")}):
+        with pytest.raises(ConfigError, match="one layer only") as caught:
+            Grouping(nn.Sequential(nn.Linear(2, 2)), asking(**asked))
+        assert caught.value.key == f"optimizer.{next(iter(asked))}"
+
+
+def test_all_below_the_last_layer_waits(in_tmp: Path) -> None:
+    by_name = '[{match: "layers.1.*", trains_from: 2steps}, {match: "layers.3.*", trains_from: 2steps}]'
+    runs = [
+        build_run(in_tmp / key, *SMALL, "steps=4", f"optimizer.{key}={value}")
+        for key, value in (("backbone_from", "50%"), ("groups", by_name))
+    ]
+    notes = Notes()
+    runs[0].callbacks.append(notes)
+    assert [fit(run) for run in runs] == ["finished", "finished"]
+    assert notes.trained == [{"layers.5.weight", "layers.5.bias"}] * 2 + [{*notes.weights[0]}] * 2
+    assert same_bits(*(run.model.state_dict() for run in runs))
+    with pytest.raises(ConfigError, match="is no step of 4") as caught:
+        build_run(in_tmp / "late", *SMALL, "steps=4", "optimizer.backbone_from=9steps")
+    assert caught.value.key == "optimizer.backbone_from"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,13 @@ class Net(nn.Linear):
         return super().forward(input.flatten(1))
 
 
+class Segmenter(nn.Conv2d):
+    """One layer that sees three pixels each way."""
+
+    def __init__(self, num_classes: int, in_channels: int) -> None:
+        super().__init__(in_channels, num_classes, 3, padding=1)
+
+
 class Table:
     """Columns of text and labels, as a split of the package `datasets` shows them."""
 
@@ -63,7 +70,7 @@ def datasets() -> ModuleType:
 
 
 def write(folder: Path) -> None:
-    """Write into `folder` one small data set of each kind: `cifar10`, `cifar100`, `images`, arrays, texts."""
+    """Write into `folder` one small data set of each kind: `cifar10`, `cifar100`, `images`, `masked`, ..."""
     chance = np.random.default_rng(0)
     for name, classes, files in (
         ("cifar10", 10, [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]),
@@ -84,6 +91,11 @@ def write(folder: Path) -> None:
             for number in range(size):
                 pixels = chance.integers(0, 256, (8, 8, 3), np.uint8)
                 Image.fromarray(pixels).save(folder / "images" / split / label / f"{number}.png")
+    for number in range(12):
+        square = chance.integers(0, 256, (8, 8, 3), np.uint8)
+        for part, pixels in (("images", square), ("masks", (square[..., 0] > 127).astype(np.uint8))):
+            (folder / "masked" / part).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / "masked" / part / f"{number}.png")
     (folder / "shards").mkdir()
     with tarfile.open(folder / "shards" / "0.tar", "w") as tar:
         for number in range(20):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ptfast.core.durations import is_finite, read_number
-from ptfast.core.errors import COMMAND_LINE, ConfigError
+from ptfast.cli.flags import read_number_of
+from ptfast.core.errors import ConfigError
 from ptfast.core.sections.nearest_name import did_you_mean
 
 FLAGS: dict[str, dict[str, tuple[str, float]]] = {
@@ -56,12 +56,7 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
             raise ConfigError("C015", f"does not apply to find {what}", key=flag, suggestion=hint)
     for flag, (name, lowest) in least.items():
         if flag in flags:
-            value = _number(flag, flags[flag], lowest)
-            if lowest >= 1 and value != int(value):
-                raise ConfigError(
-                    "C005", "not a whole number", key=flag, value=flags[flag], place=COMMAND_LINE
-                )
-            options[name] = int(value) if lowest >= 1 else value
+            options[name] = read_number_of(flag, flags[flag], lowest)
     for flag, name in {"--out": "out", "--write": "write"}.items():
         if flag in flags:
             options[name] = Path(flags[flag]).expanduser()
@@ -78,11 +73,3 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
         from ptfast.measure.batch.batch_finder import find_batch
 
         return find_batch(composed, config, words, **options)
-
-
-def _number(flag: str, text: str, least: float = 0.0) -> float:
-    value = read_number(text)
-    if value is None or not is_finite(value) or value <= 0 or value < least:
-        what = f"must be a number of at least {least:g}" if least else "must be a number above 0"
-        raise ConfigError("C005", what, key=flag, value=text, place=COMMAND_LINE)
-    return value

@@ -37,8 +37,9 @@ class Entry:
 
     @property
     def command(self) -> str:
-        """The first command that the comment names, or an empty text."""
-        return next((line for line in self.comment if line.startswith("ptfast ")), "")
+        """The first command that the comment names, without what is said behind it, or an empty text."""
+        commands = (line for line in self.comment if line.startswith("ptfast "))
+        return next(commands, "").partition("  ")[0]
 
 
 def entries(group: str) -> list[Entry]:

@@ -64,6 +64,10 @@ class Vocabulary:
                 "D005", f"{error.args[0]!r} does not occur in the training text", key="data"
             ) from None
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of the tokens `ids`, with single spaces between words."""
+        return ("" if self.kind == "characters" else " ").join(self.entries[i] for i in ids)
+
     def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of the tokens of `texts`, one after another, and how many each has.
 
@@ -125,6 +129,10 @@ class HubTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of the tokens of `text`, special ones included."""
         return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of the tokens `ids`, without special ones."""
+        return self._tokenizer.decode(ids)
 
     def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of the tokens of `texts`, one after another, and how many each has; on all cores."""

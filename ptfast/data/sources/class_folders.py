@@ -8,7 +8,8 @@ from pathlib import Path
 from ptfast.core.errors import DataError
 from ptfast.data.decoding.image_decoding import SUFFIXES
 
-_SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
+SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
+"""Folders of each split, by the names that they may have."""
 Listing = tuple[list[str], list[int]]
 
 
@@ -22,7 +23,7 @@ def list_tree(root: Path, key: str = "data.root") -> tuple[tuple[str, ...], dict
         DataError: D001 to D003 when there is no such tree.
     """
     folders = _subfolders(root, key)
-    by_split = {split: [root / name for name in names if name in folders] for split, names in _SPLITS.items()}
+    by_split = {split: [root / name for name in names if name in folders] for split, names in SPLITS.items()}
     if not by_split["train"]:
         found = [folder.name for group in by_split.values() for folder in group]
         if found:
@@ -52,7 +53,7 @@ def _list_split(folder: Path, key: str) -> tuple[tuple[str, ...], Listing]:
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(names):
-        found = _image_files(folder / name)
+        found = image_files(folder / name)
         if not found:
             hint = f"Put images in it ({', '.join(SUFFIXES[:3])}, ...), or remove it"
             raise DataError("D003", "class folder without images", key=str(folder / name), suggestion=hint)
@@ -77,7 +78,8 @@ def _subfolders(folder: Path, key: str) -> list[str]:
     return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _image_files(folder: Path) -> list[str]:
+def image_files(folder: Path) -> list[str]:
+    """The files in `folder` and below that are images by their names, in order."""
     found = []
     for place, _, files in os.walk(folder, followlinks=True):
         found += [f"{place}/{name}" for name in files if name.lower().endswith(SUFFIXES) and name[0] != "."]

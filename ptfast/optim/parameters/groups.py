@@ -58,35 +58,43 @@ class Grouping:
     Args:
         model: the plain model.
         section: `decay_1d` says whether parameters of at most one dimension have weight decay, unless an
-            entry of `groups` does; `layer_decay` is about 0.65 to 0.9 for fine-tuning transformers.
+            entry of `groups` does; `layer_decay` is about 0.65 to 0.9 for fine-tuning transformers;
+            `backbone_from` says when all but the last layer begins to train, unless an entry does.
         dropped: names of parameters without effect that a rewrite has taken away; patterns may match them.
 
     Raises:
-        ConfigError: C005 for a pattern that matches no parameter, with the nearest names, C011 for layer
-            decay in a model of one layer.
+        ConfigError: C005 for a pattern that matches no parameter, with the nearest names, C011 for what
+            tells layers apart in a model of one layer.
     """
 
     def __init__(self, model: nn.Module, section: Optimizer, dropped: Collection[str] = ()) -> None:
-        self._model, self._groups = model, section.groups
+        self._model, self._groups, self._backbone_from = model, section.groups, section.backbone_from
         decay_1d, layer_decay, groups = section.decay_1d, section.layer_decay, section.groups
+        by_layer = {"layer_decay": layer_decay, "backbone_from": section.backbone_from}
+        of_layers = {key: value for key, value in by_layer.items() if value is not None}
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        depths = layer_depths(model) if layer_decay is not None else {}
+        depths = layer_depths(model) if of_layers else {}
         deepest = max(depths.values(), default=0)
-        if layer_decay is not None and not deepest:
-            what = "this model has one layer only"
-            raise ConfigError("C011", what, key="optimizer.layer_decay", value=layer_decay)
+        for key, value in of_layers.items():
+            if not deepest:
+                what = "this model has one layer only"
+                raise ConfigError("C011", what, key=f"optimizer.{key}", value=value)
         self._notes = []
         if not decay_1d:
             self._notes.append("no decay on norms and biases")
         if layer_decay is not None:
             self._notes.append(f"lr x {layer_decay:g} per layer, {deepest + 1} layers")
+        if section.backbone_from is not None:
+            self._notes.append(f"all below the last layer from {section.backbone_from}")
         self._asked: dict[str, Asked] = {}
         matches = [0] * len(groups)
         for name, parameter in model.named_parameters():
             scale = 1.0 if layer_decay is None else layer_decay ** (deepest - depths[name])
             asked = Asked(lr_scale=scale, weight_decay=None if decay_1d or parameter.ndim > 1 else 0.0)
+            if section.backbone_from is not None and depths[name] < deepest:
+                asked = replace(asked, trains_from=section.backbone_from)
             for index, entry in enumerate(groups):
                 if any(fnmatchcase(other, entry.match) for other in names[id(parameter)]):
                     matches[index] += 1
@@ -152,13 +160,15 @@ class Grouping:
         windows = []
         for asked, parameters in members.items():
             if asked.switches:
-                first, last = steps_of("optimizer.groups", asked.trains_from), math.inf
+                waits = asked.trains_from == self._backbone_from and asked.trains_until is None
+                key = "optimizer.backbone_from" if waits else "optimizer.groups"
+                first, last = steps_of(key, asked.trains_from), math.inf
                 if asked.trains_until is not None:
-                    last = steps_of("optimizer.groups", asked.trains_until)
+                    last = steps_of(key, asked.trains_until)
                 if first >= min(last, total_steps):
                     until = f" until {asked.trains_until}" if asked.trains_until is not None else ""
                     what = f"training from {asked.trains_from}{until} is no step of {total_steps:,}"
-                    raise ConfigError("C011", what, key="optimizer.groups")
+                    raise ConfigError("C011", what, key=key)
                 windows.append(Window(parameters, first, last))
         if not windows:
             return None

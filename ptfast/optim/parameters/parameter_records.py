@@ -79,6 +79,21 @@ TECHNIQUES: tuple[Technique, ...] = (
         alternatives="named groups",
     ),
     Technique(
+        name="head before backbone",
+        family="parameter groups",
+        kind="training",
+        on=("optimizer.backbone_from=30%",),
+        off=("optimizer.backbone_from=null",),
+        why="The last layer alone trains at first, without a backward pass below it; once it fits, the rest "
+        "is changed less by its errors.",
+        claim="Fine-tuning once the head was trained alone, over ten distribution shifts: 1 % more accurate "
+        "than fine-tuning at once on data like that of training, 10 % on shifted data.",
+        source="Kumar, Raghunathan, Jones, Ma, Liang 2022, arXiv:2202.10054.",
+        avoid="Random weights, and heads that are not new.",
+        audit="Fine-tuning with a new head (model.replace_head) in which all layers train at once.",
+        trial=("model=resnet_digits", "optimizer.lr=0.01"),
+    ),
+    Technique(
         name="linear learning rate scaling",
         family="batch",
         kind="training",

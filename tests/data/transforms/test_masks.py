@@ -27,6 +27,7 @@ from ptfast.data.sources.arrays import Arrays
 from ptfast.data.transforms.augment import Augment, build_augment, moved
 from ptfast.data.transforms.mixup_cutmix import Mix
 from ptfast.tasks.build_task import build_task
+from ptfast.tasks.semantic_segmentation import SemanticSegmentation
 from ptfast.training.evaluation.test_time_views import ViewAveraged, check_views
 
 SIDE, STEP = 24, 10
@@ -276,6 +277,16 @@ class Mapped(Fixed):
 
     def forward(self, inputs: Tensor) -> Any:
         return {"out": inputs}
+
+
+def test_an_auxiliary_head_counts_half_and_in_training_alone() -> None:
+    task = build_task("auto", DataInfo("image", "semantic_segmentation", num_classes=3))
+    assert isinstance(task, SemanticSegmentation)
+    out, aux = torch.randn(2, 2, 3, 5, 6, generator=torch.Generator().manual_seed(0))
+    masks, outputs = torch.randint(0, 3, (2, 5, 6)), {"out": out, "aux": aux}
+    both = task.loss_sum(out, masks) + 0.5 * task.loss_sum(aux, masks)
+    torch.testing.assert_close(task.loss_sum(outputs, masks), both)
+    assert torch.equal(task.evaluation_loss_sum(outputs, masks), task.loss_sum(out, masks))
 
 
 def test_figures_are_those_of_the_definition() -> None:

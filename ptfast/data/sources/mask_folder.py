@@ -1,0 +1,167 @@
+"""Images with a mask of classes each: `images/` and `masks/`, alone or in `train/`, `val/` and `test/`."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ptfast.core.errors import DataError
+from ptfast.core.protocols import DataInfo
+from ptfast.data.data_fingerprint import describe_part
+from ptfast.data.dataset import Splits
+from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, mixed_sizes
+from ptfast.data.decoding.sample_threads import in_threads
+from ptfast.data.map_source import MapSource
+from ptfast.data.sources.class_folders import SPLITS, image_files
+
+if TYPE_CHECKING:
+    from ptfast.core.durations import Duration
+    from ptfast.data.sampling.order import Indices
+
+Pair = tuple[str, str]
+
+
+class MaskFolder:
+    """Images in `images/` and their masks in `masks/` under the same names, whatever the suffix.
+
+    Args:
+        root: the folder: with `train/` (and `val/`, `test/`) that hold the two folders each, or with these.
+        image_size: side in pixels that images and masks are brought to: shorter side resized, centre
+            cropped. None where all have one size.
+        num_classes: where the labels that occur do not show it. They are the grey values of a mask, or the
+            numbers of the entries in its palette.
+
+    Raises:
+        DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be read or a
+            mask of another size than its image.
+    """
+
+    name = "mask_folder"
+
+    def __init__(self, root: str, image_size: int | None = None, num_classes: int | None = None) -> None:
+        self.root, self.image_size, self.num_classes = Path(root).expanduser(), image_size, num_classes
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        folders = {
+            split: next(filter(Path.is_dir, (self.root / name for name in names)), None)
+            for split, names in SPLITS.items()
+        }
+        folders["train"] = folders["train"] or self.root
+        sources = {
+            split: MaskedImages(_pairs(folder), self.image_size)
+            for split, folder in folders.items()
+            if folder is not None
+        }
+        height, width, channels = sources["train"].fetch(np.zeros(1, np.int64))[0].shape[1:]
+        for source in sources.values():
+            source.shape = height, width, channels
+        info = DataInfo(
+            kind="image",
+            task="semantic_segmentation",
+            task_reason="a mask for each image",
+            target_kind="mask",
+            num_classes=self.num_classes,
+            input_shape=(channels, height, width),
+            in_channels=channels,
+        )
+        return Splits.of(info, sources)
+
+
+class MaskedImages(MapSource):
+    """Images and masks that are decoded each time they are fetched.
+
+    Args:
+        pairs: the files of an image and of its mask.
+        image_size: as of `MaskFolder`.
+    """
+
+    images, repeatable, cuts = True, True, False
+
+    def __init__(self, pairs: list[Pair], image_size: int | None) -> None:
+        self.pairs, self.image_size = pairs, image_size
+        self.shape: tuple[int, ...] = ()
+        """(height, width, channels) of every image; empty until it is known."""
+        self._decoder = Decoder()
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def held_bytes(self) -> int | None:
+        return len(self) * math.prod(self.shape) if self.shape else None
+
+    def contents(self) -> list[Any]:
+        return describe_part(len(self), "images", *(Path(file).name for pair in self.pairs for file in pair))
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        read = in_threads(len(indices), lambda place: self._read(*self.pairs[int(indices[place])]))
+        images, masks = (torch.from_numpy(np.stack(column)) for column in zip(*read, strict=True))
+        return self.checked((images, masks), indices.tolist())
+
+    def _read(self, image_file: str, mask_file: str) -> tuple[Pixels, Pixels]:
+        pixels, mask = self._decoder(image_file).pixels, read_mask(mask_file)
+        if mask.shape != pixels.shape[:2]:
+            shapes = ("x".join(map(str, array.shape[1::-1])) for array in (mask, pixels))
+            what = "is {}, and its image is {}".format(*shapes)
+            raise DataError("D005", what, key=mask_file)
+        if self.image_size is not None:
+            pixels = fit(pixels, self.image_size)
+            mask = fit(mask[..., None], self.image_size, _resize_nearest)[..., 0]
+        if self.shape and pixels.shape != self.shape:
+            raise mixed_sizes(image_file, pixels.shape, self.shape)
+        return pixels, mask
+
+
+def read_mask(file: str) -> Pixels:
+    """The class number of each pixel, uint8 (height, width): grey values, or entries of a palette.
+
+    Raises:
+        DataError: D005 for a file that cannot be read, or is of colours.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(file) as mask:
+            if mask.mode in ("L", "P", "1"):
+                return np.array(mask, np.uint8)
+            mode = mask.mode
+    except OSError as error:
+        raise DataError("D005", f"cannot be read: {error}", key=file) from None
+    what, hint = f"has pixels of mode {mode}, not class numbers", "Save it as grey values, or with a palette"
+    raise DataError("D005", what, key=file, suggestion=hint)
+
+
+def _resize_nearest(mask: Tensor, height: int, width: int) -> Tensor:
+    """A mask (height, width, 1) in another size, to the nearest pixel."""
+    return F.interpolate(mask[None, ..., 0].unsqueeze(0), (height, width), mode="nearest-exact")[
+        0, 0, ..., None
+    ]
+
+
+def _pairs(folder: Path) -> list[Pair]:
+    """The files of images and of their masks, in the order of their names."""
+    found: dict[str, dict[str, str]] = {}
+    for part in ("images", "masks"):
+        if not (folder / part).is_dir():
+            what, hint = f"has no folder {part}/", "Put images/ and masks/ into it, or into train/ and val/"
+            raise DataError("D001", what, key="data.root", value=folder, suggestion=hint)
+        stem = partial(_stem, folder / part)
+        found[part] = {stem(file): file for file in image_files(folder / part)}
+    images, masks = found["images"], found["masks"]
+    if not images:
+        raise DataError("D002", "holds no images", key="data.root", value=folder / "images")
+    if missing := sorted(images.keys() - masks.keys()):
+        what = f"{len(missing):,} of {len(images):,} images have no mask, the first is {missing[0]}"
+        raise DataError("D003", what, key="data.root", value=folder / "masks")
+    return [(file, masks[name]) for name, file in images.items()]
+
+
+def _stem(folder: Path, file: str) -> str:
+    return str(Path(file).relative_to(folder).with_suffix(""))

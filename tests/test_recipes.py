@@ -1,0 +1,58 @@
+"""Every recipe that needs a user's data or a network trains, at small sizes and from random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import stand_ins
+from running import build_run
+
+from ptfast.training.fit import fit
+
+TINY_BERT = ("model.dim=16", "model.hidden_dim=16", "model.n_layers=1", "model.n_heads=2")
+SMALL_IMAGES = ("data.image_size=32", "batch_size=8", "model.weights=null")
+SMALL = {
+    "distilbert_text": (
+        *("data.root=FILES", "data.tokenizer=words", "model.name=distilbert", "model.weights=null"),
+        *("batch_size=8", *TINY_BERT),
+    ),
+    "finetune_image": ("data.root=FILES/images", *SMALL_IMAGES, "model.name=resnet18"),
+    "gpt2_124m": (
+        *("data.path=FILES/text.txt", "data.tokenizer=characters", "data.context_length=16", "batch_size=8"),
+        *("data.val=10%", "model.width=24", "model.depth=2", "compile=none"),
+    ),
+    "resnet50_imagenet": (
+        "data.root=FILES/images",
+        *SMALL_IMAGES,
+        "model.name=resnet18",
+        "curriculum.image_size_from=16",
+    ),
+    "segmentation": ("data.root=FILES/masked", *SMALL_IMAGES, "model.name=lraspp_mobilenet_v3_large"),
+}
+"""What makes each recipe small; FILES is the folder of stand-ins."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stand-ins")
+    stand_ins.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    # Importing transformers takes seconds.
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "distilbert_text")) for name in SMALL],
+)
+def test_a_recipe_trains(name: str, files: Path, tmp_path: Path) -> None:
+    if name == "distilbert_text":
+        pytest.importorskip("transformers", reason="needs the package transformers")
+    small = [word.replace("FILES", str(files)) for word in SMALL[name]]
+    words = (f"+recipe={name}", *small, "epochs=null", "steps=2", "device=cpu", "dataloader=plain")
+    run = build_run(tmp_path / "run", *words)
+    try:
+        assert fit(run) == "finished"
+        assert run.progress.step == 2
+    finally:
+        run.close()
