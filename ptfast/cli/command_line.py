@@ -292,7 +292,7 @@ def _schema(flags: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _compare(flags: dict[str, Any], arguments: list[str]) -> int:
-    _first(arguments, "compare", "RUN...")
+    _first(arguments, "compare", "RUN|FOLDER...")
     from ptfast.cli.compare_command import compare
 
     out = Path(flags["--out"]) if "--out" in flags else None
@@ -335,7 +335,7 @@ COMMANDS: dict[str, Command] = {
         dict.fromkeys(("--prompt", "--max-new-tokens", "--temperature", "--top-k", "--out"), True),
     ),
     "compare": Command(
-        "RUN...",
+        "RUN|FOLDER...",
         "rank runs and draw their curves",
         _compare,
         {"--metric": True, "--mode": True, "--out": True},

@@ -40,7 +40,7 @@ OUTPUT = "output.log"
 
 
 class Terminated(BaseException):
-    """SIGTERM has reached the sweep: the jobs that run are to save, and no other to start."""
+    """SIGTERM or SIGHUP has reached the sweep: the jobs that run are to save, and no other to start."""
 
 
 class JobError(Exception):
@@ -84,7 +84,8 @@ class Job:
         run_dir.mkdir(parents=True, exist_ok=True)
         slot = min({*range(self.num_parallel)} - {*self._running})
         points = [word for word in composed.arguments if not word.startswith("hydra")]
-        print(f"\njob {number}: {' '.join(redact(points)) or 'defaults'}", flush=True)
+        said = " ".join(word.removeprefix("++") for word in redact(points)) or "defaults"
+        print(f"{'' if self.num_parallel > 1 else chr(10)}job {number}: {said}", flush=True)
         process = warm_process(
             self.run,
             ["train", *points, f"run.dir={quoted(run_dir)}"],
@@ -143,7 +144,8 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     Raises:
         ConfigError: C002 to C014 for a point that could not be trained, before any is.
     """
-    from ptfast.cli.compare_command import print_ranking
+    from ptfast.cli.compare_command import show
+    from ptfast.cli.run_ranking import rank_runs
 
     given = parse(arguments, sweep=True)
     first = compose(next(sample_points(given)))
@@ -153,7 +155,8 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     start_s = time.monotonic()
     results: list[JobResult] = []
     ended_by: BaseException | None = None
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, _terminate) for number in caught}
     try:
         job = Job(run, folder.absolute(), num_parallel, gpus)
         results = run_sweep(arguments, job, folder, lambda composed: validate(composed.tree, composed.place))
@@ -161,14 +164,15 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
         ended_by = error
         _end_jobs(tell=isinstance(error, Terminated))
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, before in previous.items():
+            signal.signal(number, before)
     runs = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
     if runs:
         summaries = [run_directory.read_json(run_dir / run_directory.SUMMARY) for run_dir in runs]
         num_finished = sum(summary.get("exit_code") == EXIT_OK for summary in summaries)
         finished = "" if num_finished == len(runs) else f", {num_finished} of them finished,"
         print(f"\n{len(runs)} jobs{finished} in {time.monotonic() - start_s:,.0f} s, in {folder}")
-        print_ranking(runs, config.sweep.metric, config.sweep.mode)
+        show(rank_runs(runs, config.sweep.metric, config.sweep.mode, is_sweep=True))
     if ended_by is not None:
         return EXIT_PREEMPTED if isinstance(ended_by, Terminated) else EXIT_INTERRUPTED
     return next((exit_code_of(result) for result in results if result.error is not None), EXIT_OK)

@@ -58,6 +58,8 @@ def warm_process(
 
 def start_process(process: BaseProcess) -> None:
     """Start a process of `warm_process`; what ends this one by a signal does so before or afterwards."""
+    # joblib's workers have one that is of no other process; the new one is told of it.
+    multiprocessing.set_start_method(None, force=True)
     # It unblocks signals as it starts.
     resource_tracker.ensure_running()
     sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ptfast.cli.compare_command import compare, print_ranking, rank_runs
+from ptfast.cli.compare_command import compare, run_rows, show
+from ptfast.cli.run_ranking import explained, group_seeds, rank_runs
 from ptfast.core.errors import ConfigError, MachineError
 
 
@@ -58,7 +60,7 @@ def test_better_first_then_those_without_the_figure_then_failed_ones(runs: list[
     assert (ranking.metric, ranking.mode) == ("best.accuracy", "max")
     assert names(ranking) == ["c", "a", "d", "b"]
     assert ranking.values == [0.95, 0.90, None, None]
-    assert ranking.rows[-1][-2] == "failed: N001: the loss is nan"
+    assert run_rows(ranking)["status"][-1] == "failed: N001: the loss is nan"
 
 
 @pytest.mark.parametrize(
@@ -90,12 +92,8 @@ def test_runs_too_short_to_tell_a_throughput_say_so(tmp_path: Path) -> None:
     dead = tmp_path / "dead"
     dead.mkdir()
     (dead / "summary.json").write_text('{"status": "failed"}')
-    ranking = rank_runs([short, dead])
-    columns = [ranking.headers.index(name) for name in ("samples/s", "peak memory")]
-    assert [[row[column] for column in columns] for row in ranking.rows] == [
-        ["too short", "1.0 GiB"],
-        ["-", "-"],
-    ]
+    rows = run_rows(rank_runs([short, dead]))
+    assert (rows["samples/s"], rows["peak memory"]) == (["too short", "-"], ["1.0 GiB", "-"])
 
 
 def test_auto_takes_what_the_runs_follow(tmp_path: Path) -> None:
@@ -104,35 +102,135 @@ def test_auto_takes_what_the_runs_follow(tmp_path: Path) -> None:
 
 
 def test_columns_are_the_config_keys_that_differ(runs: list[Path]) -> None:
-    headers = rank_runs(runs).headers
-    assert headers[:3] == ["#", "optimizer.lr", "best.accuracy"]
-    assert [row[1] for row in rank_runs(runs).rows] == ["0.3", "0.1", "0.4", "0.2"]
+    rows = run_rows(rank_runs(runs))
+    assert list(rows)[:3] == ["#", "optimizer.lr", "best.accuracy"]
+    assert rows["optimizer.lr"] == ["0.3", "0.1", "0.4", "0.2"]
 
 
 def test_keywords_of_one_target_only_are_left_out(tmp_path: Path) -> None:
     adamw = {**sgd(0.1), "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.001, "betas": [0.9, 0.99]}}
     runs = [write_run(tmp_path / "sgd", 0.9, sgd(0.1)), write_run(tmp_path / "adamw", 0.8, adamw)]
     ranking = rank_runs(runs)
-    assert ranking.headers[1:3] == ["optimizer", "optimizer.lr"]
-    assert [row[1:3] for row in ranking.rows] == [["SGD", "0.1"], ["AdamW", "0.001"]]
+    assert ranking.labels == [
+        {"optimizer": "SGD", "optimizer.lr": "0.1"},
+        {"optimizer": "AdamW", "optimizer.lr": "0.001"},
+    ]
+
+
+def test_values_are_written_as_they_are_typed(tmp_path: Path) -> None:
+    runs = [
+        write_run(
+            tmp_path / str(patience), 0.9, {"stop": {"patience": patience}, "eval": {"flip": not patience}}
+        )
+        for patience in (None, 5)
+    ]
+    labels = rank_runs(runs).labels
+    assert labels == [
+        {"eval.flip": "true", "stop.patience": "null"},
+        {"eval.flip": "false", "stop.patience": "5"},
+    ]
+
+
+def write_sweep(folder: Path, accuracies: dict[str, float | None]) -> list[Path]:
+    """Jobs by their arguments; those without an accuracy failed."""
+    runs = []
+    for number, (words, accuracy) in enumerate(accuracies.items()):
+        ending = {} if accuracy else {"status": "failed", "error": "killed"}
+        runs.append(write_run(folder / str(number), accuracy, sgd(0.1), **ending))
+        line = ["train", "+recipe=x", *words.split(), f"run.dir={runs[-1]}"]
+        (runs[-1] / "environment.json").write_text(json.dumps({"command_line": line}))
+    return runs
 
 
 def test_a_sweep_is_told_apart_by_its_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [write_run(tmp_path / name, 0.9, sgd(0.1)) for name in ("0", "1")]
-    for run_dir, name in zip(runs, ("sgd", "adamw"), strict=True):
-        words = ["train", "+recipe=x", f"optimizer={name}", f"run.dir={run_dir}"]
-        (run_dir / "environment.json").write_text(json.dumps({"command_line": words}))
+    runs = write_sweep(tmp_path, {"optimizer=sgd": 0.9, "optimizer=adamw": 0.9})
     dead = tmp_path / "2"
     dead.mkdir()
     summary = {"status": "failed", "error": "killed", "arguments": ["+recipe=x", "optimizer=lamb"]}
     (dead / "summary.json").write_text(json.dumps(summary))
-    ranking = print_ranking([*runs, dead, tmp_path / "never started"])
-    assert ranking.headers[1] == "optimizer"
-    assert ("+recipe" in ranking.headers, "run.dir" in ranking.headers) == (False, False)
-    assert {row[1] for row in ranking.rows} >= {"sgd", "adamw", "lamb"}
+    ranking = rank_runs([*runs, dead, tmp_path / "never started"], is_sweep=True)
+    assert [label.get("optimizer") for label in ranking.labels] == ["sgd", "adamw", None, "lamb"]
+    assert ranking.keys == ["optimizer"]
+    show(ranking)
     out = capsys.readouterr().out
     assert out.startswith("4 runs by best.accuracy, highest first\n")
     assert "failed: killed" in out
+
+
+def test_seeds_of_a_variant_give_a_mean_and_its_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracies = {
+        "seed=0 schedule=linear": 0.80,
+        "seed=1 schedule=linear": 0.82,
+        "seed=2 schedule=linear": None,
+    }
+    accuracies |= {f"seed={seed} schedule=cosine": 0.9 + seed / 100 for seed in range(3)}
+    ranking = rank_runs(write_sweep(tmp_path / "sweeps/x", accuracies), is_sweep=True)
+    best, other = group_seeds(ranking)
+    assert (best.label, len(best.values)) == ({"schedule": "cosine"}, 3)
+    # Student's t for 2 and for 1 degrees of freedom, as tables have it.
+    assert best.half_width == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-3)
+    assert other.half_width == pytest.approx(12.706 * 0.02 / 2, rel=1e-3)
+    assert compare([tmp_path]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert " ".join(lines[0]) == "means over seeds by best.accuracy, highest first"
+    assert lines[2][:5] == ["1", "cosine", "91.00%", "2.48%", "3"]
+    assert lines[3][:5] == ["2", "linear", "81.00%", "12.71%", "2"]
+    assert " ".join(lines[3]).endswith("2 finished, 1 failed")
+
+
+def test_what_each_key_explains(tmp_path: Path) -> None:
+    grid = {
+        f"lr={lr} wd={wd} seed={seed}": 0.5 + 0.3 * (lr == 1) + 0.001 * seed
+        for lr in (0, 1)
+        for wd in (0, 1)
+        for seed in (0, 1)
+    }
+    shares = explained(rank_runs(write_sweep(tmp_path / "grid", grid), is_sweep=True))
+    assert next(iter(shares)) == "lr"
+    assert shares["lr"] == pytest.approx(1, abs=1e-3)
+    assert (shares["wd"], shares["seed"]) == (0, 0)
+    # A number that no two runs share is cut into thirds; of a word that none share nothing can be said.
+    search = {f"lr={lr} name=n{lr}": (lr - 5) ** 2 / 100 + 0.1 for lr in range(9)}
+    shares = explained(rank_runs(write_sweep(tmp_path / "search", search), is_sweep=True))
+    assert shares["name"] is None
+    assert shares["lr"] is not None
+    assert shares["lr"] > 0.3
+    assert (
+        explained(
+            rank_runs(write_sweep(tmp_path / "few", {"lr=1 wd=1": 0.5, "lr=2 wd=2": 0.6}), is_sweep=True)
+        )
+        == {}
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_gets_whole_words_and_links(
+    runs: list[Path], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(width))
+    for number, run in enumerate(runs):
+        config = {
+            **sgd(number),
+            "batch_size": 2**number,
+            "epochs": number,
+            "gradients": {"clip_norm": number},
+        }
+        (run / "config.yaml").write_text(json.dumps(config))
+    (runs[0] / "report.html").touch()
+    compare(runs)
+    assert "]8;id=" in stream.getvalue()
+    assert (runs[0] / "report.html").as_uri() in stream.getvalue()
+    shown = re.sub(r"\x1b\]8;.*?\x1b\\|\x1b\[[\d;]*m", "", stream.getvalue())
+    assert max(map(len, shown.splitlines())) <= width
+    assert "None" not in shown
+    key = "gradients.clip_norm" if width == 120 else "gradients.clip_norm=3"
+    assert {key, "best.accuracy", "interrupted"} <= {*shown.split()}
 
 
 def test_a_page_holds_the_table_and_a_line_for_each_run(runs: list[Path], tmp_path: Path) -> None:
@@ -143,6 +241,8 @@ def test_a_page_holds_the_table_and_a_line_for_each_run(runs: list[Path], tmp_pa
     assert titles == ["val loss", "train loss", "val accuracy", "learning rate"]
     assert text.count('<g class="c0">') == text.count('<g class="c1">') == 4
     assert not re.search(r"<script|<link|https?://", text)
+    assert 'href="c"' in text
+    assert "1: optimizer.lr=0.3" in text
 
 
 def test_a_picture_is_drawn(runs: list[Path], tmp_path: Path) -> None:
@@ -151,8 +251,9 @@ def test_a_picture_is_drawn(runs: list[Path], tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_named(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a run directory"):
-        compare([tmp_path])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no run"):
+        compare([tmp_path / "empty"])
     with pytest.raises(ConfigError, match=r"There are: .*val\.accuracy"):
         compare(runs, "val.f1")
     with pytest.raises(ConfigError, match=r"\.html or \.png"):

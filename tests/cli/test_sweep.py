@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import RunPtfast
 from running import WITH_TESTS, same_bits, summary, train, weights
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         sentinel = exitcode = None
 
         def __init__(self, act: Callable[..., int], words: list[str], **options: Any) -> None:
-            self.act, self.words = act, words
+            self.act, self.words, self.environment = act, words, options["environment"]
 
         def start(self) -> None:
             self.exitcode = self.act(self.words)
@@ -151,6 +152,29 @@ def test_a_signal_lets_the_jobs_save_and_starts_no_other(in_tmp: Path) -> None:
         assert (run_dir / "saved/last").exists()
         assert "stopping after this step" in (run_dir / sweep_command.OUTPUT).read_text()
     assert "2 jobs, 0 of them finished," in out
+
+
+def test_jobs_that_run_together_share_the_machine(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_this_process(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sweep_command, "usable_cores", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    shares = []
+
+    def fail(process: Any) -> None:
+        shares.append(process.environment)
+        process.exitcode = -signal.SIGSEGV
+
+    monkeypatch.setattr(sweep_command, "start_process", fail)
+    assert run_cli(["train", "-m", "sweep.parallel=auto", "seed=0,1,2"]) == 1
+    assert "job 1: crashed\n" in capsys.readouterr().out
+    share = {"OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert shares == [{**share, "CUDA_VISIBLE_DEVICES": gpu} for gpu in ("5", "7", "5")]
+    assert run_cli(["train", "-m", "sweep.parallel=2", "hydra/launcher=basic", "seed=0,1"]) == 2
+    assert "error[C011]: sweep.parallel=2" in capsys.readouterr().err
 
 
 def test_a_failed_job_leaves_no_secret_behind(in_tmp: Path) -> None:

@@ -39,11 +39,17 @@ def tiles(figures: Sequence[tuple[str, str]]) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], colors: Sequence[str] = ()) -> str:
+def html_table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    colors: Sequence[str] = (),
+    links: Sequence[str] = (),
+) -> str:
     """A table; columns of numbers are set to the right.
 
     Args:
         colors: the class of a colour swatch for each row, empty for none.
+        links: the address that the last cell of each row leads to, empty for none.
     """
     columns = zip(*rows, strict=True) if rows else [()] * len(headers)
     css = [' class="num"' if are_numbers(column) else "" for column in columns]
@@ -52,6 +58,8 @@ def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], colors: Se
         cells = [f"<td{c}>{escape(text)}</td>" for c, text in zip(css, row, strict=True)]
         if index < len(colors):
             cells[0] = f'<td class="first"><i class="{colors[index]}"></i>{escape(row[0])}</td>'
+        if index < len(links):
+            cells[-1] = f'<td><a href="{escape(links[index])}">{escape(row[-1])}</a></td>'
         lines.append("".join(cells))
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="card"><table>{body}</table></div>'

@@ -12,7 +12,7 @@ from ptfast.core.errors import one_line
 from ptfast.core.units import are_numbers
 from ptfast.report.terminal.plain_display import Display, PlainDisplay
 
-__all__ = ["Display", "PlainDisplay", "build_display", "is_terminal", "standard_output", "table"]
+__all__ = ["Display", "PlainDisplay", "build_display", "fits", "is_terminal", "standard_output", "table"]
 
 
 def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
@@ -47,6 +47,8 @@ def table(
     title: str | None = None,
     grouped: bool = False,
     muted: Container[int] = (),
+    optional: Sequence[str] = (),
+    links: Sequence[str] = (),
     stream: TextIO | None = None,
 ) -> None:
     """Print a table: ruled on a terminal, aligned text elsewhere. Columns of numbers are set to the right.
@@ -54,6 +56,8 @@ def table(
     Args:
         grouped: rows with the same first cell stand together; on a terminal it is their heading.
         muted: numbers of the rows that a terminal shows faintly.
+        optional: headers of columns that a narrow terminal leaves out, the first of them first.
+        links: addresses that the last cells of the rows lead to on a terminal.
     """
     stream = stream or standard_output()
     cells = [[one_line(str(cell)) for cell in row] for row in rows]
@@ -61,24 +65,34 @@ def table(
     if is_terminal(stream):
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
+        from rich.style import Style
         from rich.table import Table
         from rich.text import Text
 
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         look: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
         ruled = Table(title=title, title_justify="left", title_style="bold", **look)
-        columns = list(zip(headers, *cells, strict=True))[grouped:]
-        widths = _widths(columns, console.width - 2 * len(columns))
-        for (header, *_), is_number, width in zip(columns, numeric[grouped:], widths, strict=True):
-            justify = "right" if is_number else "left"
-            ruled.add_column(Text(header), justify=justify, overflow="fold", width=width)
+        columns = dict(enumerate(zip(headers, *cells, strict=True)))
+        if grouped:
+            del columns[0]
+        for name in optional:
+            if _least_width(list(columns.values())) <= console.width:
+                break
+            columns = {place: column for place, column in columns.items() if column[0] != name}
+        widths = _widths(list(columns.values()), console.width - 2 * len(columns))
+        for (place, column), width in zip(columns.items(), widths, strict=True):
+            justify = "right" if numeric[place] else "left"
+            ruled.add_column(Text(column[0]), justify=justify, overflow="fold", width=width)
         group = None
         for number, row in enumerate(cells):
             if grouped and row[0] != group:
                 group = row[0]
                 ruled.add_section()
                 ruled.add_row(Text(group, style="bold cyan"))
-            ruled.add_row(*(Text(cell) for cell in row[grouped:]), style="dim" if number in muted else None)
+            texts = [Text(row[place]) for place in columns]
+            if number < len(links):
+                texts[-1].stylize(Style(link=links[number]))
+            ruled.add_row(*texts, style="dim" if number in muted else None)
         console.print(ruled)
         return
     plain = PlainDisplay(stream)
@@ -93,10 +107,33 @@ def table(
         plain.note("  ".join(padded).rstrip())
 
 
+def fits(columns: Sequence[Sequence[str]]) -> bool:
+    """Return True unless standard output is a terminal too narrow for a table of these columns.
+
+    Args:
+        columns: their cells, headers included.
+    """
+    stream = standard_output()
+    if not is_terminal(stream):
+        return True
+    from rich.console import Console
+
+    return _least_width(columns) <= Console(file=stream).width
+
+
+def _least_width(columns: Sequence[Sequence[str]]) -> int:
+    """The width of a table that breaks no word."""
+    return sum(_longest_word(column) + 2 for column in columns)
+
+
+def _longest_word(column: Sequence[str]) -> int:
+    return max((len(word) for cell in column for word in cell.split()), default=0)
+
+
 def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[None]:
     """Widths that sum to `room` and break no word, where columns are too wide for it and that can be had."""
     natural = [max(map(len, column)) for column in columns]
-    widths = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    widths = [_longest_word(column) for column in columns]
     if sum(natural) <= room or sum(widths) > room:
         return [None] * len(columns)
     for _ in range(room - sum(widths)):

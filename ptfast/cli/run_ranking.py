@@ -1,0 +1,256 @@
+"""Runs ranked by one figure, the seeds of a variant taken together, and what each key has to do with it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptfast.config.schema import flatten, with_defaults
+from ptfast.core.errors import shorten
+from ptfast.core.units import better_mode
+from ptfast.measure.trials.verdicts import t_quantile
+from ptfast.report.html.run_files import RunFiles, is_finite, read_run
+from ptfast.report.html.run_report import headline
+
+SPLITS = ("best", "val", "test", "train")
+NOT_COMPARED = ("run", "sweep", "recipe", "trust")
+"""Sections that say where a run lies and how it was started, not what it computes."""
+SEED = "seed"
+LEAST_RUNS = 4
+"""Fewer runs have no shares of variance."""
+
+Label = Mapping[str, str]
+"""Values, as text, of the keys in which runs differ."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Runs from best to worst; those without the figure come last, failed ones at the very end."""
+
+    metric: str
+    """The figure that ranks them: `val.accuracy`, or a key of summary.json such as `wall_s`."""
+    mode: str
+    """`max` or `min`: which way it is better."""
+    runs: list[RunFiles]
+    values: list[float | None]
+    """The metric of each run; None where it is missing or does not count because the run failed."""
+    labels: list[Label]
+    """What tells each run from the others."""
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys in which the runs differ."""
+        return list(dict.fromkeys(key for label in self.labels for key in label))
+
+    @property
+    def loss(self) -> str:
+        """The loss of the split that ranks the runs."""
+        return f"{self.metric.partition('.')[0]}.loss" if "." in self.metric else "best.loss"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Runs that differ in their seeds alone."""
+
+    label: Label
+    runs: list[RunFiles]
+    values: list[float]
+    """The metric of the runs that have it."""
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the 95 % interval of the mean, by Student's t; None for fewer than two values."""
+        count = len(self.values)
+        if count < 2:
+            return None
+        return t_quantile(0.975, count - 1) * statistics.stdev(self.values) / count**0.5
+
+    def mean(self, figure_of: Callable[[RunFiles], float | None]) -> float | None:
+        """The mean of a figure over the runs that have it and did not fail; None where none has."""
+        found = [figure_of(run) for run in self.runs if run.status != "failed"]
+        known = [value for value in found if value is not None]
+        return statistics.fmean(known) if known else None
+
+
+def rank_runs(
+    run_dirs: Sequence[Path], metric: str | None = None, mode: str | None = None, is_sweep: bool = False
+) -> Ranking:
+    """Order runs by `metric`; nothing that is missing raises.
+
+    Args:
+        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; None or `auto` takes
+            what the runs' own `best` follows.
+        mode: `max` or `min`; None or `auto` judges by the metric's name.
+        is_sweep: tell the runs apart by the arguments in which they differ, not by the whole config.
+    """
+    runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
+    if metric is None or metric == "auto":
+        metric = _default_metric(runs)
+    if mode is None or mode == "auto":
+        mode = better_mode(metric)
+    values = [None if run.status == "failed" else figure_of(run, metric) for run in runs]
+    labels = _argument_differences(runs) if is_sweep else _config_differences(runs)
+
+    def place(index: int) -> tuple[bool, bool, float]:
+        return runs[index].status == "failed", *_place(values[index], mode)
+
+    order = sorted(range(len(runs)), key=place)
+    return Ranking(
+        metric, mode, [runs[i] for i in order], [values[i] for i in order], [labels[i] for i in order]
+    )
+
+
+def group_seeds(ranking: Ranking) -> list[Variant]:
+    """The variants of which at least one was trained with several seeds, best first; none where none was."""
+    if SEED not in ranking.keys:
+        return []
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for index, label in enumerate(ranking.labels):
+        groups.setdefault(tuple((k, v) for k, v in label.items() if k != SEED), []).append(index)
+    if all(len(group) == 1 for group in groups.values()):
+        return []
+    variants = [
+        Variant(
+            dict(label),
+            [ranking.runs[index] for index in group],
+            [value for index in group if (value := ranking.values[index]) is not None],
+        )
+        for label, group in groups.items()
+    ]
+
+    def place(variant: Variant) -> tuple[bool, float]:
+        return _place(statistics.fmean(variant.values) if variant.values else None, ranking.mode)
+
+    return sorted(variants, key=place)
+
+
+def explained(ranking: Ranking) -> dict[str, float | None]:
+    """The share of the metric's variance that each key explains by itself, the largest first.
+
+    It is epsilon squared of a one-way analysis of variance: the variance between the means of a key's
+    values, less what as many values would explain by chance, over that of all runs. What keys do only
+    together, and noise, is in no share; where runs are no full grid, keys that go together share theirs. A
+    number of which most runs have their own value is cut into a lower, a middle and an upper third.
+
+    Returns:
+        None for a key of which there is no second run with a value. Nothing for fewer than `LEAST_RUNS` runs
+        with the metric, fewer than two keys, or runs that are all equal.
+
+    Source: Kelley 1935, An unbiased correlation ratio measure.
+    """
+    known = [
+        (label, value)
+        for label, value in zip(ranking.labels, ranking.values, strict=True)
+        if value is not None
+    ]
+    values = [value for _, value in known]
+    if len(ranking.keys) < 2 or len(known) < LEAST_RUNS or max(values) == min(values):
+        return {}
+    shares: dict[str, float | None] = {}
+    for key in ranking.keys:
+        levels = _levels([label.get(key, "") for label, _ in known])
+        if len({*levels}) > 1:
+            shares[key] = _epsilon_squared(levels, values)
+    return dict(sorted(shares.items(), key=lambda item: -1.0 if item[1] is None else item[1], reverse=True))
+
+
+def _levels(texts: Sequence[str]) -> Sequence[object]:
+    """The values of a key by which runs are grouped."""
+    try:
+        numbers = [float(text) for text in texts]
+    except ValueError:
+        return texts
+    distinct = sorted({*numbers})
+    if len(distinct) * 2 <= len(numbers) or len(distinct) < 6:
+        return texts
+    return [distinct.index(number) * 3 // len(distinct) for number in numbers]
+
+
+def _epsilon_squared(levels: Sequence[object], values: Sequence[float]) -> float | None:
+    groups: dict[object, list[float]] = {}
+    for level, value in zip(levels, values, strict=True):
+        groups.setdefault(level, []).append(value)
+    num_spare = len(values) - len(groups)
+    if num_spare == 0:
+        return None
+    whole = statistics.pvariance(values) * len(values)
+    within = sum(statistics.pvariance(group) * len(group) for group in groups.values())
+    return max(0.0, (whole - within - (len(groups) - 1) * within / num_spare) / whole)
+
+
+def figure_of(run: RunFiles, metric: str) -> float | None:
+    """A run's figure by its name with or without a split, or by a key of summary.json."""
+    split, dot, name = metric.partition(".")
+    if dot:
+        candidates = [run.figures(split).get(name)] if split in SPLITS else []
+    else:
+        candidates = [run.summary.get(metric), *(run.figures(split).get(metric) for split in SPLITS)]
+    return next((float(value) for value in candidates if is_finite(value)), None)
+
+
+def metric_names(run: RunFiles) -> list[str]:
+    """The figures that a run can be ranked by."""
+    names = [f"{split}.{name}" for split in SPLITS for name in run.figures(split) if name != "step"]
+    return names + [name for name, value in run.summary.items() if is_finite(value) and name != "exit_code"]
+
+
+def _place(value: float | None, mode: str) -> tuple[bool, float]:
+    if value is None:
+        return True, 0.0
+    return False, -value if mode == "max" else value
+
+
+def _default_metric(runs: Sequence[RunFiles]) -> str:
+    for run in runs:
+        if followed := run.summary.get("best_metric"):
+            return str(followed)
+    for split in SPLITS:
+        for run in runs:
+            if name := headline(run.figures(split)):
+                return f"{split}.{name}"
+    return "best.loss"
+
+
+def _argument_differences(runs: Sequence[RunFiles]) -> list[Label]:
+    """The arguments in which runs differ, as they were typed."""
+    given = []
+    for run in runs:
+        words = run.summary.get("arguments") or run.environment.get("command_line") or []
+        pairs = [str(word).partition("=") for word in words if "=" in str(word)]
+        given.append({key.lstrip("+"): value for key, _, value in pairs})
+    keys = [
+        key for key in dict.fromkeys(key for words in given for key in words) if not key.startswith("run.")
+    ]
+    swept = [key for key in keys if len({words.get(key) for words in given if words}) > 1]
+    return [{key: shorten(words[key], 30) for key in swept if key in words} for words in given]
+
+
+def _config_differences(runs: Sequence[RunFiles]) -> list[Label]:
+    """The config keys in which runs differ, with their values.
+
+    Where runs use different targets in a section, the keywords that only some of them know are left out.
+    """
+    flat = [flatten(with_defaults(run.config)) if run.config else {} for run in runs]
+    readable = [config for config in flat if config]
+    differing = []
+    for key in dict.fromkeys(key for config in readable for key in config):
+        if key.split(".")[0] in NOT_COMPARED or len({str(config.get(key)) for config in readable}) == 1:
+            continue
+        section = key.rpartition(".")[0]
+        targets = {str(config.get(f"{section}._target_")) for config in readable}
+        if len(targets) == 1 or all(key in config for config in readable):
+            differing.append(key)
+    return [
+        {key.removesuffix("._target_"): _short(key, config[key]) for key in differing if key in config}
+        for config in flat
+    ]
+
+
+def _short(key: str, value: Any) -> str:
+    """A value as one would type it, a target by its last name."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value).rpartition(".")[2] if key.endswith("_target_") else shorten(value, 30)
