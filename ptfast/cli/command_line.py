@@ -374,7 +374,7 @@ COMMANDS: dict[str, Command] = {
         "[+recipe=NAME] [key=value ...]",
         "find the fastest settings for this machine; write them as a recipe",
         _tune,
-        {"--budget": True, "--compile": False, "--write": True, "--out": True},
+        {"--budget": True, "--compile": False, "--batch": False, "--write": True, "--out": True},
         alone=True,
     ),
     "audit": Command(

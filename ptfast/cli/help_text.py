@@ -37,6 +37,7 @@ FLAG_HELP = {
     "--write": "recipe to write with what was found",
     "--budget": "time to measure for, such as 10m; for audit 0 measures no prices",
     "--claims": "hold what guides and papers promise against this machine",
+    "--batch": "also try other batch sizes, weighed with the gradient noise",
     "--compile": "also try compiling, which takes long to begin",
     "--target": "figure to reach and its value, such as accuracy:0.9",
     "--seeds": "runs of each variant, each with its own seed",

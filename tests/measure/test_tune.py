@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from running import train
 from toys import SMALL
 
@@ -16,14 +17,17 @@ from ptfast.config.applicability import ThisMachine
 from ptfast.config.read import read_config
 from ptfast.core.devices import machine_name
 from ptfast.core.run import Resolved
+from ptfast.measure.batch.critical_batch import Critical
+from ptfast.measure.batch.noise_forecast import NoiseForecast
 from ptfast.measure.trials.comparison import ORDER, Arm, Comparison
-from ptfast.measure.tune import tuner
+from ptfast.measure.tune import batch_choice, tuner
 from ptfast.measure.tune.dimensions import dimensions
 
 RESOLVED = Resolved(
     device="cpu", num_ranks=1, threads=1, dataloader="memory", optimizer="fused", channels_last=True
 )
 WORTH = {"precision=amp": 2.0, "rewrites.channels_last=false": 0.8, "optimizer.fused=false": 1.2}
+WORTH |= {"batch_size=32": 0.7, "batch_size=128": 1.2, "batch_size=256": 1.5}
 """How much faster each setting is here; all others are as fast as the start."""
 
 
@@ -34,7 +38,17 @@ class Measured:
 
     def __init__(self, arguments: Sequence[str], *, budget_s: float, folder: Path) -> None:
         self.left_s, self.comparisons = budget_s, list[Comparison]()
-        self.pool, self.alive = self, set[Arm]()
+        self.pool, self.alive, self.arguments = self, set[Arm](), list(arguments)
+
+    def config(self, arm: Arm) -> Any:
+        return read_config([*self.arguments, *arm.overrides])
+
+    @property
+    def step_s(self) -> dict[Arm, float]:
+        return dict.fromkeys(self.alive, 0.01)
+
+    def close(self) -> None:
+        self.alive.clear()
 
     @property
     def warm(self) -> dict[Arm, Any]:
@@ -62,7 +76,8 @@ class Measured:
         self, base: Arm, other: Arm, *, seconds: float | None = None, fresh: bool = False
     ) -> Comparison:
         self.left_s -= 6
-        worth = math.prod(WORTH.get(word, 1.0) for word in other.overrides) ** (LUCK if fresh else 1.0)
+        ours, its = (math.prod(WORTH.get(word, 1.0) for word in arm.overrides) for arm in (base, other))
+        worth = (its / ours) ** (LUCK if fresh else 1.0)
         comparison = Comparison(base, other)
         for noise in (0.99, 1.0, 1.01, 1.0, 0.995):
             walls = [1.0 if arm == 0 else noise / worth for arm in ORDER]
@@ -81,9 +96,9 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     words = ["+recipe=resnet_digits"]
     config = read_config(words)[1]
 
-    def run(budget_s: float) -> str:
+    def run(budget_s: float, **flags: Any) -> str:
         file = tmp_path / "tuned.yaml"
-        assert tuner.tune(config, words, budget_s=budget_s, write=file, out=tmp_path / "out") == 0
+        assert tuner.tune(config, words, budget_s=budget_s, write=file, out=tmp_path / "out", **flags) == 0
         return file.read_text() if file.exists() else ""
 
     return run
@@ -114,6 +129,39 @@ def test_what_is_no_faster_measured_again_is_not_written(
 def test_a_short_budget_names_what_it_did_not_reach(tuned: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tuned(40.0)
     assert "not reached: give a longer --budget" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("critical", "size", "lr"),
+    [
+        # 256 samples need 1.09 times as many as 64 in all, for 1.5 times as many a second: AdamW's rate goes
+        # with the root of 3.66.
+        (Critical(2000.0, 50.0, 1900.0), 256, 0.0191),
+        # Of noise that is known to be above that only, the same.
+        (Critical(None, None, 2000.0), 256, 0.0191),
+        # 2.7 times as many samples, and 1.7: not sooner.
+        (Critical(50.0, 5.0, 40.0), None, None),
+        # Sooner by a hair, in noise that might be half as large.
+        (Critical(420.0, 200.0, 40.0), None, None),
+        (None, None, None),
+    ],
+)
+def test_a_batch_is_taken_only_where_the_noise_lets_it_gain(
+    critical: Critical | None,
+    size: int | None,
+    lr: float | None,
+    tuned: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    forecast = NoiseForecast(64, critical=critical)
+    monkeypatch.setattr(batch_choice, "forecast_noise", lambda search, num_steps: forecast)
+    text = tuned(1000.0, batches=True)
+    assert "precision: amp" in text
+    found = yaml.safe_load(text)
+    assert (found.get("batch_size"), found["optimizer"].get("lr")) == (size, lr)
+    assert ("no other batch is clearly sooner" in capsys.readouterr().out) is (size is None)
+    assert ("batch_size=256: 1.50x" in text) is (size is not None)
 
 
 def test_settings_that_the_run_has_are_not_tried() -> None:

@@ -29,6 +29,7 @@ def tune(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
             arguments,
             budget_s=budget_s,
             compiles="--compile" in flags,
+            batches="--batch" in flags,
             write=Path(flags.get("--write", "tuned.yaml")).expanduser(),
             out=Path(flags["--out"]).expanduser() if "--out" in flags else None,
         )

@@ -15,6 +15,7 @@ from ptfast.measure.batch.batch_search import BatchSearch, multiple
 from ptfast.measure.batch.batch_table import limit_of, show_searches
 from ptfast.measure.batch.noise_forecast import NUM_STEPS, forecast_noise
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
+from ptfast.measure.trials.memory_guard import LESS_MEMORY
 
 SMALLEST, LARGEST = 8, 65_536
 ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
@@ -61,14 +62,7 @@ def find_batch(
         MachineError: E002 where not even the smallest size fits.
         PtfastError: whatever stops a run in its first steps.
     """
-    if config.batching.batch_tokens is not None:
-        what = "batches of so many tokens have no size to search for"
-        hint = "Use batching=buckets"
-        value = config.batching.batch_tokens
-        raise ConfigError("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
-    if noise and config.parallel.strategy == "fsdp":
-        what, hint = "no rank has whole gradients, whose noise could be measured", "Use parallel=ddp"
-        raise ConfigError("C011", what, key="--noise", suggestion=hint)
+    check_batch_search(config, "--noise" if noise else None)
     check_outputs(out, write)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         search = BatchSearch(composed, config, Path(name), seconds)
@@ -86,7 +80,7 @@ def find_batch(
             searches += _with_checkpointing(search, first, largest or LARGEST)
         best = _choose(searches)
         if best is None:
-            hint = _LESS if smallest is None else f"Begin with a smaller size (--from). {_LESS}"
+            hint = LESS_MEMORY if smallest is None else f"Begin with a smaller size (--from). {LESS_MEMORY}"
             raise MachineError("E002", limit_of(search), key="batch_size", value=first, suggestion=hint)
         search, chosen = best
         show_searches(searches, search, chosen)
@@ -108,7 +102,20 @@ def find_batch(
     return EXIT_OK
 
 
-_LESS = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
+def check_batch_search(config: Config, noise_flag: str | None) -> None:
+    """Refuse a config that has no size to search for, or no gradient noise where a flag asks for it.
+
+    Raises:
+        ConfigError: C011.
+    """
+    if config.batching.batch_tokens is not None:
+        what = "batches of so many tokens have no size to search for"
+        hint = "Use batching=buckets"
+        value = config.batching.batch_tokens
+        raise ConfigError("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
+    if noise_flag and config.parallel.strategy == "fsdp":
+        what, hint = "no rank has whole gradients, whose noise could be measured", "Use parallel=ddp"
+        raise ConfigError("C011", what, key=noise_flag, suggestion=hint)
 
 
 def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[BatchSearch]:
@@ -168,20 +175,29 @@ def _write(
         lr_ratio: of SGD's rate to the config's, where the noise gives it.
     """
     config = search.config
-    found: dict[str, Any] = {"batch_size": chosen}
-    comment = [f"Batch of {chosen} for {label(config)}, found by ptfast find batch"]
-    if chosen != config.batch_size and config.optimizer.lr_scaling == "none":
-        path = config.optimizer.target.path.lower()
-        adapts = any(name in path for name in ADAPTIVE)
-        given = config.optimizer.target.kwargs.get("lr")
-        if lr_ratio is not None and given is not None:
-            found["optimizer.lr"] = float(f"{given * (lr_ratio**0.5 if adapts else lr_ratio):.3g}")
-            comment.append(f"The learning rate follows the gradient noise, from batch {config.batch_size}.")
-        else:
-            rule = "sqrt" if adapts else "linear"
-            found |= {"optimizer.lr_scaling": rule, "optimizer.reference_batch": config.batch_size}
-            comment.append(f"The learning rate is scaled from that of batch {config.batch_size}.")
+    rate, how = scaled_rate(config, chosen, lr_ratio)
+    comment = [f"Batch of {chosen} for {label(config)}, found by ptfast find batch", *how]
     if search.checkpointing is not None:
         others = [word for word in arguments if word.partition("=")[0] != "checkpointing"]
         arguments = [*others, f"checkpointing={search.checkpointing}"]
-    write_recipe(file, arguments, found, comment)
+    write_recipe(file, arguments, {"batch_size": chosen, **rate}, comment)
+
+
+def scaled_rate(config: Config, size: int, lr_ratio: float | None) -> tuple[dict[str, Any], list[str]]:
+    """The learning rate that goes with another batch than the config's, for a recipe, and how it was found.
+
+    Args:
+        lr_ratio: of SGD's rate to the config's, where the noise gives it.
+    """
+    if size == config.batch_size or config.optimizer.lr_scaling != "none":
+        return {}, []
+    path = config.optimizer.target.path.lower()
+    adapts = any(name in path for name in ADAPTIVE)
+    given = config.optimizer.target.kwargs.get("lr")
+    if lr_ratio is not None and given is not None:
+        rate = float(f"{given * (lr_ratio**0.5 if adapts else lr_ratio):.3g}")
+        how = f"The learning rate follows the gradient noise, from batch {config.batch_size}."
+        return {"optimizer.lr": rate}, [how]
+    rule = "sqrt" if adapts else "linear"
+    scaling = {"optimizer.lr_scaling": rule, "optimizer.reference_batch": config.batch_size}
+    return scaling, [f"The learning rate is scaled from that of batch {config.batch_size}."]

@@ -13,6 +13,8 @@ from ptfast.core.machine import memory_limit, peak_memory_bytes
 
 SPARE = 0.05
 """Part of the memory that a run may take at most, which has to stay free."""
+LESS_MEMORY = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
+"""The suggestion where not even the smallest batch fits."""
 
 
 @contextmanager

@@ -11,11 +11,12 @@ from typing import Any
 
 from ptfast.config.files.frozen import redact
 from ptfast.core import run_directory
-from ptfast.core.errors import ConfigError, PtfastError
+from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.core.machine import usable_cores
 from ptfast.core.units import duration
-from ptfast.measure.trials.arm_pool import ArmPool
+from ptfast.measure.trials.arm_pool import OUT_OF_MEMORY, ArmPool
 from ptfast.measure.trials.comparison import ORDER, Arm, Comparison
+from ptfast.measure.trials.memory_guard import LESS_MEMORY
 from ptfast.measure.trials.trial_process import reason
 from ptfast.measure.trials.verdicts import LEAST_ROUNDS, ProcessSpread, judge, round_sd
 
@@ -194,7 +195,13 @@ class Session:
         )
 
     def _raise_if_lost(self, arm: Arm) -> None:
-        if error := self.pool.lost.get(arm):
+        error = self.pool.lost.get(arm)
+        if isinstance(error, MachineError) and error.what.startswith(OUT_OF_MEMORY):
+            size = self.pool.config(arm)[1].batch_size
+            raise MachineError(
+                error.code, error.what, key="batch_size", value=size, suggestion=LESS_MEMORY
+            ) from error
+        if error:
             raise error
 
     def _measure(self, comparison: Comparison, seconds: float, most_rounds: int) -> None:

@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ptfast.config.applicability import ThisMachine
 from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
@@ -16,14 +17,19 @@ from ptfast.core.devices import machine_name
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.run import Resolved
 from ptfast.core.units import duration
+from ptfast.measure.batch.batch_finder import check_batch_search
 from ptfast.measure.found import label, make_folder
 from ptfast.measure.trials.comparison import Arm, Comparison
 from ptfast.measure.trials.session import RECEIPT, Session
+from ptfast.measure.trials.verdicts import Effect
+from ptfast.measure.tune.batch_choice import choose_batch
 from ptfast.measure.tune.dimensions import Words, dimensions
 from ptfast.report.terminal.display import build_display, table
 
 SINGLES_SHARE, TOGETHER_SHARE = 0.6, 0.6
 """Parts of what is left of the budget: for settings one by one, and then for several together."""
+BATCH_SHARE = 0.4
+"""Part of the budget for trying other batch sizes."""
 MOST_TOGETHER = 16
 """Sets of settings that the first round of the halving takes."""
 AT_ONCE = 2
@@ -38,6 +44,7 @@ def tune(
     *,
     budget_s: float,
     compiles: bool = False,
+    batches: bool = False,
     write: Path,
     out: Path | None = None,
 ) -> int:
@@ -52,6 +59,7 @@ def tune(
     Args:
         arguments: the user's words.
         budget_s: seconds for all of it.
+        batches: try other batch sizes, too, and weigh them with the gradient noise.
         write: file of the recipe.
         out: folder of the receipt; None for a new one under `run.root`.
 
@@ -59,18 +67,23 @@ def tune(
         0.
 
     Raises:
-        ConfigError: C005 for a budget in which nothing can be measured.
+        ConfigError: C005 for a budget in which nothing can be measured; C011 where there is no batch size.
         PtfastError: whatever stops the run in its first steps.
     """
+    if batches:
+        check_batch_search(config, "--batch")
     check_overlay(write)
     check_out(out)
-    command = ["ptfast", "tune", *arguments, "--budget", f"{budget_s:g}s", "--write", str(write)]
+    flags = ["--budget", f"{budget_s:g}s", "--write", str(write)]
+    flags += ["--compile"] * compiles + ["--batch"] * batches
+    command = ["ptfast", "tune", *arguments, *flags]
     with tempfile.TemporaryDirectory(prefix="ptfast-") as scratch:
-        search = Tuner(config, arguments, budget_s, Path(scratch), compiles=compiles)
+        search = Tuner(config, arguments, budget_s, Path(scratch), compiles=compiles, batches=batches)
         with search.session:
             try:
-                winner = search.run()
-                final = None if winner is None else search.confirm(winner)
+                faster = search.run()
+                base = faster[0] if faster else search.start
+                batch = choose_batch(search.session, base, Path(scratch) / "noise") if batches else None
             except KeyboardInterrupt:
                 search.show()
                 raise
@@ -79,22 +92,16 @@ def tune(
                     folder = make_folder(config, "tune", out)
                     search.session.write_receipt(folder / RECEIPT, command)
                     print(f"figures: {folder}")
-    if winner is None or final is None or (effect := final.effect) is None:
-        print("nothing that was tried is faster: no recipe is written")
+    if faster is None and batch is None:
+        print("no recipe is written")
         return EXIT_OK
-    low, high = effect.interval()
-    found = search.worth(winner)
-    print(f"promised {found:.2f}x, measured again {effect.ratio:.2f}x [{low:.2f}-{high:.2f}]")
-    if low <= 1:
-        print("that is not clearly faster than the run as it is: no recipe is written")
-        return EXIT_OK
-    comment = [
-        f"{label(config)}, tuned for {machine_name(config.device)}",
-        f"{effect.ratio:.2f} times [{low:.2f}-{high:.2f}] as fast as untuned; each by itself:",
-        *(f"  {line}" for line in search.lines(winner)),
-    ]
-    words = merge(list(arguments), winner.overrides)
-    called = write_overlay(write, words, {"tuned_for": machine_name(config.device)}, comment)
+    machine = machine_name(config.device)
+    comment = [f"{label(config)}, tuned for {machine}", *(search.lines(*faster) if faster else ())]
+    values: dict[str, Any] = {"tuned_for": machine}
+    if batch is not None:
+        comment += batch.comment
+        values |= batch.values
+    called = write_overlay(write, merge(list(arguments), base.overrides), values, comment)
     print(f"wrote {write}; train with it: ptfast train +recipe={called}")
     return EXIT_OK
 
@@ -103,9 +110,17 @@ class Tuner:
     """The search, and what it has measured."""
 
     def __init__(
-        self, config: Config, arguments: Sequence[str], budget_s: float, scratch: Path, *, compiles: bool
+        self,
+        config: Config,
+        arguments: Sequence[str],
+        budget_s: float,
+        scratch: Path,
+        *,
+        compiles: bool,
+        batches: bool,
     ) -> None:
-        self.config, self.compiles = config, compiles
+        self.config, self.compiles, self.batches = config, compiles, batches
+        self._reserve_s = 0.0
         self.display = build_display()
         self.session = Session(arguments, budget_s=budget_s, folder=scratch)
         self.start = Arm("as it is")
@@ -113,12 +128,13 @@ class Tuner:
         self.measured: dict[Arm, Comparison] = {}
         """The last comparison of each set of settings with the start."""
 
-    def run(self) -> Arm | None:
-        """The settings that came out fastest; None where none did."""
+    def run(self) -> tuple[Arm, Effect] | None:
+        """The settings that are fastest, and their gain measured again; None where none is clear."""
         session = self.session
         with self.display.status("measuring the noise"):
             session.calibrate(self.start)
         print("\n".join(session.describe_floor()))
+        self._reserve_s = BATCH_SHARE * session.left_s if self.batches else 0.0
         warm = session.pool.warm[self.start]
         resolved = Resolved(**warm["resolved"])
         found = dimensions(self.config, resolved, ThisMachine(), compiles=self.compiles)
@@ -128,12 +144,10 @@ class Tuner:
         promising = [best for arms in singles if (best := max(arms, key=self.gain)) and self._gains(best)]
         contenders = self._halve(_together(promising)) if len(promising) > 1 else []
         self.show()
-        return max([*contenders, *promising], key=self.gain, default=None)
-
-    def confirm(self, winner: Arm) -> Comparison:
-        """Measure the winner again, in new processes."""
-        with self.display.status(f"measuring {winner.name} again"):
-            return self.session.compare(self.start, winner, fresh=True)
+        if not promising:
+            print("nothing that was tried is faster")
+            return None
+        return self._confirmed(max([*contenders, *promising], key=self.gain))
 
     def gain(self, arm: Arm) -> float:
         """The logarithm of the speed-up over the start; minus infinity where it cannot run."""
@@ -158,12 +172,30 @@ class Tuner:
         rows += [[arm.name, "", "", "not reached: give a longer --budget"] for arm in self.not_reached]
         table(["setting", "speed-up", "95 %", "verdict"], rows)
 
-    def lines(self, winner: Arm) -> list[str]:
-        """What each setting of the winner was worth by itself, for a comment."""
+    def lines(self, winner: Arm, effect: Effect) -> list[str]:
+        """What the winner is worth, and each of its settings by itself, for a comment."""
         singles = [arm for arm in self.measured if set(arm.overrides) <= set(winner.overrides)]
-        return [
-            f"{arm.name}: {self.worth(arm):.2f}x" for arm in singles if arm != winner or len(singles) == 1
-        ]
+        low, high = effect.interval()
+        whole = f"{effect.ratio:.2f} times [{low:.2f}-{high:.2f}] as fast as untuned; each by itself:"
+        shown = [arm for arm in singles if arm != winner or len(singles) == 1]
+        return [whole, *(f"  {arm.name}: {self.worth(arm):.2f}x" for arm in shown)]
+
+    def _confirmed(self, winner: Arm) -> tuple[Arm, Effect] | None:
+        """Measure the winner again, in new processes; returns it and its gain, None if that is not clear."""
+        with self.display.status(f"measuring {winner.name} again"):
+            seconds = self.session.left_s - self._reserve_s
+            effect = self.session.compare(self.start, winner, seconds=seconds, fresh=True).effect
+        if effect is None:
+            print(f"{winner.name} was not measured again: give a longer --budget")
+            return None
+        low, high = effect.interval()
+        print(
+            f"promised {self.worth(winner):.2f}x, measured again {effect.ratio:.2f}x [{low:.2f}-{high:.2f}]"
+        )
+        if low <= 1:
+            print("that is not clearly faster than the run as it is")
+            return None
+        return winner, effect
 
     def _gains(self, arm: Arm) -> bool:
         """Return True if it is worth trying together with others."""
@@ -182,7 +214,8 @@ class Tuner:
 
     def _measure(self, arms: Sequence[Arm], share: float) -> None:
         """Compare each with the start, within a part of the time that is left but for measuring one again."""
-        end_s = self.session.left_s - share * (self.session.left_s - self.session.least_s)
+        own_s = self.session.left_s - self.session.least_s - self._reserve_s
+        end_s = self.session.left_s - share * own_s
         for number, arm in enumerate(arms):
             if self.session.left_s < end_s + self.session.least_s:
                 self.not_reached += [arm for arm in arms[number:] if arm not in self.measured]
