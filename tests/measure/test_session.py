@@ -99,6 +99,44 @@ def test_rounds_end_once_processes_differ_by_more_than_they_do(tmp_path: Path) -
     assert not session._is_settled(Comparison(BASE, LARGE, session.spread, rounds[:3]))
 
 
+class Pool:
+    """Processes that are made up: each takes its own time, for as long as it lives."""
+
+    def __init__(self, *process_s: float) -> None:
+        self.process_s, self.alive = iter(process_s), dict[Arm, float]()
+        self.lost: dict[Arm, Exception] = {}
+        self.warm, self.step_s = (dict.fromkeys((BASE, LARGE), value) for value in ({"batch_size": 1}, 0.1))
+
+    def config(self, arm: Arm) -> Any:
+        raise ConfigError("C001", "there is none")
+
+    def prepare(self, *arms: Arm) -> None:
+        self.alive |= {arm: next(self.process_s) for arm in arms if arm not in self.alive}
+
+    def end(self, *arms: Arm) -> None:
+        for arm in arms:
+            self.alive.pop(arm, None)
+
+    def train(self, arm: Arm, num_steps: int) -> dict[str, Any]:
+        return stretch(0, self.alive[arm])
+
+
+def test_what_is_not_clear_is_measured_in_more_processes(tmp_path: Path) -> None:
+    session = Session(SMALL, budget_s=1e6, folder=tmp_path)
+    session.spread = ProcessSpread((Effect(0.03, 0.0, 7),))
+    session.pool = Pool(*[1.0, 0.97, 1.0, 1.01, 1.02, 1.0, 1.0, 0.99, 0.98, 1.0])  # pyright: ignore[reportAttributeAccessIssue]
+    once = session.compare(BASE, LARGE)
+    assert once.starts == [0]
+    again = session.compare(BASE, LARGE, fresh=True)
+    assert len(again.starts) == len(again.process_effects) == 4
+    assert once.effect
+    assert again.effect
+    assert again.effect.se < once.effect.se
+    # What is clear is measured once.
+    session.pool = Pool(1.0, 0.5)  # pyright: ignore[reportAttributeAccessIssue]
+    assert session.compare(BASE, LARGE, fresh=True).starts == [0]
+
+
 def test_compiling_pays_after_some_steps() -> None:
     comparison = Comparison(BASE, LARGE)
     comparison.rounds = [[stretch(0, 1.0), *[stretch(1, 0.5)] * 2, stretch(0, 1.0)]] * 4

@@ -62,6 +62,25 @@ def test_what_processes_differ_by_is_added() -> None:
     )
 
 
+def test_several_pairs_of_processes_tell_how_far_apart_they_are() -> None:
+    """Processes that differ by four times what is assumed: one pair is too sure of itself, four are less."""
+    generator, covered, widths = np.random.default_rng(0), {1: 0, 4: 0}, {1: 0.0, 4: 0.0}
+    for _ in range(200):
+        aa, *effects = generator.normal(0, 4 * PRIOR_SD, 5) + generator.normal(0, 0.005, 5)
+        spread = ProcessSpread((Effect(aa, 0.005, 7),))
+        for count in covered:
+            low, high = spread.widen(*(Effect(each, 0.005, 7) for each in effects[:count])).interval()
+            covered[count] += low <= 1 <= high
+            widths[count] += high - low
+    assert covered[4] >= 150 > covered[1]
+    assert widths[4] < 0.75 * widths[1]
+    # Two pairs by hand: their half difference is one more draw of what two processes differ by.
+    two = ProcessSpread().widen(Effect(0.04, 0.01, 7), Effect(0.0, 0.01, 7))
+    spread = (PRIOR_PAIRS * PRIOR_SD**2 + 0.04**2 / 2 - 0.01**2) / (PRIOR_PAIRS + 1)
+    assert two.log_ratio == pytest.approx(0.02)
+    assert two.se**2 == pytest.approx((0.01**2 + spread) / 2)
+
+
 def test_holm_by_hand() -> None:
     assert holm([]) == []
     # 0.01 <= 0.05 / 4, 0.02 > 0.05 / 3: what follows is not looked at.

@@ -43,6 +43,8 @@ class Comparison:
     spread: ProcessSpread = field(default_factory=ProcessSpread)
     rounds: list[list[dict[str, Any]]] = field(default_factory=list)
     """What `time_stretch` has reported of the four stretches of each round, in `ORDER`."""
+    starts: list[int] = field(default_factory=lambda: [0])
+    """How many rounds there were before each pair of processes."""
     warm: tuple[dict[str, Any], ...] = ()
     """What it has reported of building and warming up each of the two."""
     why: str = ""
@@ -67,15 +69,23 @@ class Comparison:
         return [math.fsum(map(math.prod, zip(signs, row, strict=True))) / 2 for row in costs]
 
     @property
+    def process_effects(self) -> list[Effect]:
+        """What rounds show of each pair of processes that had enough of them."""
+        ratios, ends = self.log_ratios(), [*self.starts[1:], len(self.rounds)]
+        parts = [ratios[start:end] for start, end in zip(self.starts, ends, strict=True)]
+        return [estimate(part) for part in parts if len(part) >= LEAST_ROUNDS]
+
+    @property
     def process_effect(self) -> Effect | None:
-        """What rounds show of the two processes; None where there are too few."""
-        return estimate(self.log_ratios()) if len(self.rounds) >= LEAST_ROUNDS else None
+        """What they show of the latest pair; None where there are too few yet."""
+        ratios = self.log_ratios()[self.starts[-1] :]
+        return estimate(ratios) if len(ratios) >= LEAST_ROUNDS else None
 
     @property
     def effect(self) -> Effect | None:
         """What they show of the two variants: two processes of one config differ, too."""
-        effect = self.process_effect
-        return None if effect is None else self.spread.widen(effect)
+        effects = self.process_effects
+        return self.spread.widen(*effects) if effects else None
 
     def median(self, arm: int, figure: str) -> float:
         """The median of a figure over the stretches of the first variant (0) or the second (1)."""
@@ -141,6 +151,7 @@ class Comparison:
             "interference": self.disturbed(),
             "order": ["base" if arm == 0 else "other" for arm in ORDER],
             "warm_up": [{k: v for k, v in warm.items() if k != "environment"} for warm in self.warm],
+            "process_starts": self.starts,
             "rounds": self.rounds,
         }
 

@@ -23,7 +23,8 @@ from ptfast.measure.trials.verdicts import LEAST_ROUNDS, ProcessSpread, judge, r
 RECEIPT = "measure.json"
 STRETCH_S, STRETCHES = 0.5, 100
 """Seconds of a stretch, or less where the budget would not have so many of them."""
-MOST_ROUNDS = 40
+MOST_ROUNDS, MOST_PAIRS = 40, 4
+"""Rounds of two processes, and pairs of processes that a comparison in new ones may take."""
 AA_SHARE = 0.4
 """Part of what is left of the budget after starting up that the A/A run may take."""
 AA_ROUNDS = 8
@@ -145,7 +146,7 @@ class Session:
 
         Args:
             seconds: that this may take, starting up included; all that is left if not given.
-            fresh: in new processes.
+            fresh: in new processes, and in further ones as long as time is left and the verdict is not clear.
 
         Raises:
             PtfastError, ReportedError: what stops the base.
@@ -160,6 +161,11 @@ class Session:
         else:
             self.prepare(base, other)
             self._measure(comparison, end_s - self._elapsed_s, MOST_ROUNDS)
+            while fresh and self._is_worth_new_processes(comparison, end_s):
+                self.pool.end(base, other)
+                self.prepare(base, other)
+                comparison.starts.append(len(comparison.rounds))
+                self._measure(comparison, end_s - self._elapsed_s, MOST_ROUNDS)
             self._raise_if_lost(base)
             if error := self.pool.lost.get(other):
                 comparison.why = reason(error).removesuffix(".")
@@ -211,6 +217,7 @@ class Session:
         if any(arm in self.pool.lost for arm in arms):
             return
         num_steps, round_s = self._num_steps(arms), 0.0
+        most_rounds += len(comparison.rounds)
         while len(comparison.rounds) < most_rounds and self._elapsed_s + round_s < end_s:
             start_s = self._elapsed_s
             stretches: list[dict[str, Any]] = []
@@ -231,6 +238,13 @@ class Session:
         if within is None or effect is None:
             return False
         return effect.is_clear or self.spread.hides(within)
+
+    def _is_worth_new_processes(self, comparison: Comparison, end_s: float) -> bool:
+        """Return True if further processes could make clear what is not, and there is time for them."""
+        if comparison.effect is None or comparison.effect.is_clear or len(comparison.starts) == MOST_PAIRS:
+            return False
+        arms = (comparison.base, comparison.other)
+        return all(arm in self.pool.alive for arm in arms) and self._elapsed_s + self.least_s <= end_s
 
     def _num_steps(self, arms: Sequence[Arm]) -> list[int]:
         """Steps of a stretch of each of two: as many where batches are as large, else for as many samples."""

@@ -99,11 +99,18 @@ class ProcessSpread:
         """Degrees of freedom of the variance."""
         return PRIOR_PAIRS + len(self.effects)
 
-    def widen(self, effect: Effect) -> Effect:
-        """`effect` of two processes as one of two variants; its degrees of freedom by Welch-Satterthwaite."""
-        variance = effect.se**2 + self.variance
-        dof = variance**2 / (effect.se**4 / effect.dof + self.variance**2 / self.dof)
-        return Effect(effect.log_ratio, math.sqrt(variance), dof)
+    def widen(self, *pairs: Effect) -> Effect:
+        """The effect of two variants from that of one or more pairs of their processes, each counting alike.
+
+        What several pairs differ by counts as A/A pairs do. Degrees of freedom are by Welch-Satterthwaite.
+        """
+        count, spread = len(pairs), ProcessSpread((*self.effects, *_contrasts(pairs)))
+        errors, between = [(pair.se / count) ** 2 for pair in pairs], spread.variance / count
+        variance = math.fsum(errors) + between
+        uncertainty = between**2 / spread.dof
+        uncertainty += math.fsum(error**2 / pair.dof for error, pair in zip(errors, pairs, strict=True))
+        log_ratio = statistics.fmean(pair.log_ratio for pair in pairs)
+        return Effect(log_ratio, math.sqrt(variance), variance**2 / uncertainty)
 
     def hides(self, effect: Effect) -> bool:
         """Return True if more rounds of two processes would hardly narrow the interval of `effect`."""
@@ -119,6 +126,17 @@ class ProcessSpread:
         effect = self.widen(Effect(0.0, se, num_rounds - 1))
         quantiles = t_quantile(1 - ALPHA / 2, effect.dof) + t_quantile(POWER, effect.dof)
         return math.expm1(quantiles * effect.se)
+
+
+def _contrasts(pairs: Sequence[Effect]) -> list[Effect]:
+    """Differences between pairs of processes, independent and each as large by chance as an A/A pair's."""
+    found: list[Effect] = []
+    for count in range(1, len(pairs)):
+        before, this, scale = pairs[:count], pairs[count], math.sqrt(count / (count + 1))
+        difference = statistics.fmean(pair.log_ratio for pair in before) - this.log_ratio
+        se = math.hypot(*(pair.se / count for pair in before), this.se)
+        found.append(Effect(scale * difference, scale * se, this.dof))
+    return found
 
 
 def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
