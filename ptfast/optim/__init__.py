@@ -147,8 +147,9 @@ def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[
         yield Problem("C011", what, key="optimizer", value=path, suggestion="Use optimizer=adamw")
     if sharded and switching:
         what = "parallel=fsdp shares weights out once, as they train at the start"
-        hint = "Freeze throughout with trains_until: 0, or use parallel=ddp"
-        key = "optimizer.backbone_from" if waits else "optimizer.groups"
+        key, hint = "optimizer.groups", "Freeze throughout with trains_until: 0, or use parallel=ddp"
+        if waits:
+            key, hint = "optimizer.backbone_from", "Set it to null, or use parallel=ddp"
         yield Problem("C011", what, key=key, value=backbone, suggestion=hint)
 
 
