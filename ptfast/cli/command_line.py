@@ -88,9 +88,9 @@ def _dispatch(words: list[str]) -> int:
         hint = f"Usage: ptfast {name} {command.usage}".rstrip()
         raise ConfigError("C001", "one argument too many", key=others[command.max_arguments], suggestion=hint)
     if command.alone:
-        from ptfast.core.distributed import world
+        from ptfast.core.distributed import told_of_nodes, world
 
-        if world() is not None:
+        if world() is not None or told_of_nodes():
             hint = "Start it without torchrun; parallel=ddp launches the ranks"
             raise ConfigError("C014", "every rank would measure by itself", key=name, suggestion=hint)
     return command.run(flags, others)
@@ -109,13 +109,13 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
         else:
             print(show_config(flags["--cfg"], arguments, file), end="")
         return EXIT_OK
-    from ptfast.core.distributed import world
+    from ptfast.core.distributed import told_of_nodes, world
 
-    ranks = world()
+    ranks = world(meets=any(word.startswith("parallel.nnodes=") for word in arguments))
     if "--multirun" in flags:
         from ptfast.cli.sweep_command import sweep
 
-        if ranks is not None:
+        if ranks is not None or told_of_nodes():
             hint = "Start it without torchrun; parallel=ddp launches the ranks of each job"
             raise ConfigError("C014", "every rank would run the whole sweep", key="-m", suggestion=hint)
         return sweep(arguments, run)
@@ -131,15 +131,16 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
         composed, config = read()
         with composed.naming_places():
             return dry_run(config)
+    words = [f"--config={file}", *arguments] if file else arguments
     if ranks is not None:
         from ptfast.launch.launcher import start_rank
 
-        return start_rank(ranks, read)
+        return start_rank(ranks, read, words)
     composed, config = read()
     from ptfast.launch.launcher import start
 
     with composed.naming_places():
-        return start(composed, config)
+        return start(composed, config, words)
 
 
 def _config_file(path: str) -> Path:
@@ -164,8 +165,12 @@ def _read_config(arguments: list[str], file: Path | None = None) -> Any:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
     from ptfast.config.checks.rules import unused_keys
     from ptfast.config.read import load_config, read_config
+    from ptfast.core.distributed import told_of_nodes, world
 
     composed, config = load_config(file, arguments) if file else read_config(arguments)
+    if world(meets=True) is None and (config.parallel.nnodes > 1 or told_of_nodes()):
+        # The first of all ranks says it.
+        return composed, config
     for warning in [*composed.warnings, *unused_keys(config, composed.place)]:
         print(f"ptfast: warning: {warning}", file=sys.stderr)
     chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
@@ -203,6 +208,13 @@ def _saved_run(path: str, overrides: list[str]) -> Any:
 
     state_folder = find_state(Path(path))
     return state_folder, *load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)
+
+
+def _launch(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.launch_command import launch
+
+    engine, words = _first(arguments, "launch", "slurm|trainjob|sky|ray [+recipe=NAME] [key=value ...]")
+    return launch(engine, flags, words)
 
 
 def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -326,6 +338,13 @@ COMMANDS: dict[str, Command] = {
         "train a model; -m sweeps over key=a,b",
         _train,
         {"--multirun": False, "--dry-run": False, "--config": True, "--cfg": True, "--info": True},
+    ),
+    "launch": Command(
+        "slurm|trainjob|sky|ray [+recipe=NAME] [key=value ...]",
+        "train on a cluster: submit a job, or print it",
+        _launch,
+        dict.fromkeys(("--nodes", "--gpus", "--cpus", "--time", "--partition", "--image", "--storage"), True)
+        | {"--print": False},
     ),
     "eval": Command("RUN|STATE [key=value ...]", "evaluate a saved state", _eval, {"--split": True}),
     "predict": Command(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+STARTED_VARIABLE = "PTFAST_STARTED"
+"""Variable with the moment from which the wall time of a run counts, in seconds since the epoch."""
 STEP = ("data", "transfer", "forward", "backward", "gradient_sync", "optimizer", "callbacks")
 """The phases of a training step."""
 CAUSES = (

@@ -85,18 +85,21 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def world() -> Ranks | None:
-    """This process's place among the ranks that somebody has started; None where it is alone.
+def world(*, meets: bool = False) -> Ranks | None:
+    """This process's place among the ranks that somebody has started; None where it is none of them.
 
-    It is read from `WORLD`, set by torchrun or by any engine that sets all of it. One that sets torchrun's
-    options instead (`PET_*`) and starts a process a node, as Kubeflow does, has `WORLD` set from them.
+    It is read from `WORLD`, set by torchrun or by any engine that sets all of it.
+
+    Args:
+        meets: it has been told how to find processes on other machines, if there are any.
 
     Raises:
         ParallelError: P002 for variables that make no sense, and where several processes were started that
             do not know of each other: each would train by itself. The first says so; others exit.
     """
-    if not under_torchrun() and not all(map(os.environ.get, WORLD)) and not _take_options():
-        _refuse_several()
+    if not under_torchrun() and not all(map(os.environ.get, WORLD)):
+        if not (meets or told_of_nodes()):
+            _refuse_several()
         return None
     rank, size, local_rank = map(_number, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if rank >= size:
@@ -113,22 +116,9 @@ def _number(name: str, default: str = "") -> int:
     return int(text)
 
 
-def _take_options() -> bool:
-    """Set `WORLD` by torchrun's options, where they say that each of several nodes runs one process."""
-    get = os.environ.get
-    nodes, node = get("PET_NNODES", "1"), get("PET_NODE_RANK", "")
-    if nodes in ("1", "1:1"):
-        return False
-    address, port = get("PET_MASTER_ADDR"), get("PET_MASTER_PORT")
-    if not (nodes.isdecimal() and node and address and port) or get("PET_NPROC_PER_NODE", "1") != "1":
-        what, hint = (
-            "this is one node of several, and torchrun starts the ranks of each",
-            "torchrun -m ptfast",
-        )
-        _refuse(node, what, f"{hint} train ... parallel=ddp", "PET_NNODES", nodes)
-    one = {"RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update({**one, "MASTER_ADDR": str(address), "MASTER_PORT": str(port)})
-    return True
+def told_of_nodes() -> bool:
+    """Return True if torchrun's variables (`PET_*`) make this one of several machines, as Kubeflow's do."""
+    return os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
 
 
 def _refuse_several() -> None:
@@ -294,8 +284,11 @@ def once_per_machine(compute: Callable[[], T]) -> T:
     return found
 
 
-def broadcast_text(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> str:
+def broadcast_text(word: str | None, ranks: Ranks, place: str = "word", timeout_s: float = 600.0) -> str:
     """The first rank's `word`, on every rank, over their store: needs no process group yet.
+
+    Args:
+        place: where it is left in the store: each word has its own.
 
     Raises:
         ParallelError: P001 where the ranks do not find each other.
@@ -303,20 +296,31 @@ def broadcast_text(word: str | None, ranks: Ranks, timeout_s: float = 600.0) -> 
     if word is not None and not ranks.distributed:
         return word
     store = _open_store(ranks, timeout_s)
-    # A restarted group must not receive notes meant for the one before it.
-    place = f"ptfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    place = _place(place)
     heard = [f"{place}/heard/{rank}" for rank in range(ranks.num_ranks)]
     with _meeting():
         if not ranks.is_first:
-            heard_word: str = store.get(f"{place}/word").decode()
+            heard_word: str = store.get(place).decode()
             store.set(heard[ranks.rank], "")
             return heard_word
         assert word is not None
-        store.set(f"{place}/word", word)
-        if not under_torchrun():
+        store.set(place, word)
+        if not _agent_serves():
             # The store goes with this process.
             store.wait(heard[1:], timedelta(seconds=timeout_s))
         return word
+
+
+def gather_texts(word: str, ranks: Ranks, place: str, timeout_s: float = 600.0) -> list[str]:
+    """The `word` of each rank on the first, by way of their store; nothing on the others."""
+    if not ranks.distributed:
+        return [word]
+    store, place = _open_store(ranks, timeout_s), _place(place)
+    with _meeting():
+        store.set(f"{place}/{ranks.rank}", word)
+        if not ranks.is_first:
+            return []
+        return [store.get(f"{place}/{rank}").decode() for rank in range(ranks.num_ranks)]
 
 
 def count_neighbours(ranks: Ranks, timeout_s: float = 600.0) -> Ranks:
@@ -344,6 +348,18 @@ def _open_store(ranks: Ranks, timeout_s: float) -> Any:
         with _meeting():
             _stores.append(next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))[0])
     return _stores[0]
+
+
+def _agent_serves() -> bool:
+    """Return True if torchrun's agent keeps the store, which then outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _place(name: str) -> str:
+    """A place in the store: one that outlives its ranks must not give notes to those that come after."""
+    # Of a store that the first rank serves the others may count their restarts differently.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_serves() else "0"
+    return f"ptfast/{restarts}/{name}"
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ CODES = {
     "D006": "too few samples",
     "D007": "an archive, download or pack that is not whole, not safe or out of date",
     "D008": "a data set, collate function or loader worker that fails",
-    "E001": "a folder that cannot be written",
+    "E001": "a folder that cannot be written, or that not all machines see",
     "E002": "not enough space",
     "E003": "a run folder that another run holds",
     "E004": "a package that is not installed",

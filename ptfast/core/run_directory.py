@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -165,19 +166,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def environment(command_line: list[str]) -> dict[str, Any]:
-    """The conditions of the same bits: versions, device, cores, threads, commit, command line."""
+def versions() -> dict[str, str | None]:
+    """What is installed here of what a run computes with."""
     import numpy as np
     import torch
 
     torchvision = sys.modules.get("torchvision")
-    facts: dict[str, Any] = {
-        "command_line": command_line,
+    return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": getattr(torchvision, "__version__", None) or _version("torchvision"),
         "numpy": np.__version__,
         "ptfast": _version("ptfast"),
+    }
+
+
+def environment(command_line: list[str]) -> dict[str, Any]:
+    """The conditions of the same bits: versions, device, cores, threads, commit, command line."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "command_line": command_line,
+        "started": datetime.now().isoformat(),
+        **versions(),
         "platform": platform.platform(),
         "processor": devices.processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,15 @@ from ptfast.config.files.frozen import check_no_secrets, freeze, redact
 from ptfast.config.read import load_config
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.distributed import Ranks, broadcast_text, count_neighbours, under_torchrun
+from ptfast.core.clock import STARTED_VARIABLE
+from ptfast.core.distributed import (
+    Ranks,
+    broadcast_text,
+    count_neighbours,
+    gather_texts,
+    told_of_nodes,
+    under_torchrun,
+)
 from ptfast.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -35,19 +45,25 @@ from ptfast.core.errors import (
     render,
 )
 from ptfast.core.machine import die_with_parent
-from ptfast.launch.elastic import run_elastic
+from ptfast.launch.elastic import on_several_machines, on_this_machine, run_elastic
 from ptfast.launch.resume import Place, find_place
+from ptfast.launch.several_nodes import Node, check_nodes, check_shared, sees
 
 NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
 """Exit codes of what is wrong before training begins, if it is wrong at all."""
 
 
-def start(composed: Composed, config: Config) -> int:
+def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
     """Train what `config` says and return the exit code.
+
+    Args:
+        words: the command line that says so, with which each of several machines starts its ranks.
 
     Raises:
         PtfastError: whatever stops the run before or during training.
     """
+    if config.parallel.nnodes > 1 or told_of_nodes():
+        return _launch_node(config, words)
     num_ranks = resolve_num_ranks(config)
     accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
     check_batch(config.batch_size, config.micro_batches, num_ranks, accumulate, first)
@@ -66,11 +82,12 @@ def start(composed: Composed, config: Config) -> int:
         return rank_main.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder)
 
 
-def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]]) -> int:
+def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], words: Sequence[str]) -> int:
     """One of the ranks that the user has started: the first composes and picks the directory for all.
 
     Args:
         read_config: called by the first rank alone.
+        words: the command line.
 
     Returns:
         The exit code of a rank that trains alone; one of several ends here.
@@ -80,39 +97,60 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]])
     """
     from ptfast.launch.rank_main import leave
 
-    exit_code = _start_rank(ranks, read_config)
+    exit_code = _start_rank(ranks, read_config, words)
     if ranks.distributed:
         leave(exit_code)
     return exit_code
 
 
-def _start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]]) -> int:
+def _start_rank(
+    ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], words: Sequence[str]
+) -> int:
     if under_torchrun():
         # One that is killed would leave its ranks running.
         die_with_parent()
     ranks = count_neighbours(ranks)
+    several = ranks.num_local_ranks < ranks.num_ranks
+    nodes = gather_texts(Node.this(words).json(), ranks, "node") if several else []
     if not ranks.is_first:
         word = json.loads(broadcast_text(None, ranks))
+        if several and "exit_code" not in word:
+            gather_texts(sees(Path(word["folder"]), word["started"]), ranks, "seen")
+            word |= json.loads(broadcast_text(None, ranks, "shared"))
         return int(word["exit_code"]) if "exit_code" in word else _train_rank(word, ranks)
     with contextlib.ExitStack() as stack:
-        try:
+        with _telling_exit_code(ranks, "word"):
+            check_nodes(nodes)
             composed, config = read_config()
             stack.enter_context(composed.naming_places())
             _check_started(config, ranks)
             check_no_secrets(composed)
             place = find_place(composed, config)
-            if place.finished:
-                _say_finished(place)
-                broadcast_text(json.dumps({"exit_code": EXIT_OK}), ranks)
-                return EXIT_OK
-            stack.enter_context(_prepared(place, composed))
-        except Exception as error:
-            broadcast_text(json.dumps({"exit_code": exit_code_of(error)}), ranks)
-            raise
+            if not place.finished:
+                stack.enter_context(_prepared(place, composed))
+        if place.finished:
+            _say_finished(place)
+            broadcast_text(json.dumps({"exit_code": EXIT_OK}), ranks)
+            return EXIT_OK
         state = str(place.state_folder) if place.state_folder is not None else None
+        started = run_directory.read_json(place.folder / run_directory.ENVIRONMENT)["started"]
         word = {"folder": str(place.folder.absolute()), "state": state, "places": composed.places}
-        broadcast_text(json.dumps(word), ranks)
+        broadcast_text(json.dumps({**word, "started": started}), ranks)
+        if several:
+            with _telling_exit_code(ranks, "shared"):
+                check_shared(place.folder, gather_texts("", ranks, "seen"))
+            broadcast_text("{}", ranks, "shared")
         return _train_rank(word, ranks)
+
+
+@contextlib.contextmanager
+def _telling_exit_code(ranks: Ranks, place: str) -> Iterator[None]:
+    """Tell the other ranks, which wait for a word at `place`, of what goes wrong inside."""
+    try:
+        yield
+    except Exception as error:
+        broadcast_text(json.dumps({"exit_code": exit_code_of(error)}), ranks, place)
+        raise
 
 
 def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
@@ -170,19 +208,24 @@ def _say_finished(place: Place) -> None:
 
 
 def resolve_num_ranks(config: Config) -> int:
-    """Processes to launch on this machine: `parallel.nproc`, or one per visible GPU.
+    """Ranks of a run on this machine alone: `parallel.nproc`, or as torchrun's variable says, or one per GPU.
 
     Raises:
-        ConfigError: C011 for several machines, which only the user can start.
+        ConfigError: C011 for several machines.
     """
+    if config.parallel.nnodes > 1:
+        what, hint = "other machines are not measured", "Leave it out"
+        raise ConfigError("C011", what, key="parallel.nnodes", value=config.parallel.nnodes, suggestion=hint)
+    return _resolve_local_ranks(config)
+
+
+def _resolve_local_ranks(config: Config) -> int:
     if config.parallel.strategy == "single":
         return 1
-    if config.parallel.nnodes > 1:
-        hint = "Run torchrun --nnodes ... -m ptfast train ... on every node"
-        what = "other machines are not started from here"
-        raise ConfigError("C011", what, key="parallel.nnodes", value=config.parallel.nnodes, suggestion=hint)
     if config.parallel.nproc != "auto":
         return int(config.parallel.nproc)
+    if (told := os.environ.get("PET_NPROC_PER_NODE", "")).isdecimal():
+        return int(told)
     if config.device in ("auto", "cuda"):
         import torch
 
@@ -205,6 +248,38 @@ def _check_started(config: Config, ranks: Ranks) -> None:
     check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, accumulate, first)
 
 
+def _launch_node(config: Config, words: Sequence[str]) -> int:
+    """Run this machine's ranks among those of several, each of which starts the same command.
+
+    The ranks read the command line as under a user's own torchrun: nothing but the place where they meet is
+    known before they do.
+
+    Raises:
+        ConfigError: C011 for one process on each, C016 where nobody says where they meet.
+        ParallelError: P001 when a rank of this machine was killed, P002 where the others do not come.
+    """
+    parallel = config.parallel
+    if parallel.strategy == "single":
+        what = "several machines were started, which would all train the same"
+        raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
+    if not parallel.rdzv and not any(map(os.environ.get, ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"))):
+        hint = "Start this on each of them, with parallel.rdzv=HOST:29500 and one of them as HOST"
+        what = "the machines are not told where they meet"
+        raise ConfigError("C016", what, key="parallel.nnodes", value=parallel.nnodes, suggestion=hint)
+    # The ranks' time counts from their own start: they may be started again.
+    os.environ.pop(STARTED_VARIABLE, None)
+    num_ranks, timeout_s = _resolve_local_ranks(config), parallel.timeout.seconds
+    options = on_several_machines(num_ranks, parallel.nnodes, parallel.rdzv, timeout_s)
+    failures, received = run_elastic("ptfast", ["train", *words], options)
+    if received is not None:
+        return EXIT_INTERRUPTED if received == signal.SIGINT else EXIT_PREEMPTED
+    if error := killed_rank(failures, socket.gethostname()):
+        raise error
+    # The rank that failed first has said why, here or on another machine.
+    codes = [failure.exitcode for failure in sorted(failures.values(), key=lambda each: each.timestamp)]
+    return next((code for code in codes if code > 0), ParallelError.exit_code) if codes else EXIT_OK
+
+
 def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
     """Run `num_ranks` workers under torchrun's elastic launcher and return the run's exit code.
 
@@ -213,7 +288,8 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
     """
     state = str(place.state_folder) if place.state_folder is not None else ""
     start_s = time.time()
-    failures, received = run_elastic("ptfast.launch.rank_main", [str(place.folder), state], num_ranks)
+    arguments = [str(place.folder), state, str(os.getpid())]
+    failures, received = run_elastic("ptfast.launch.rank_main", arguments, on_this_machine(num_ranks))
     return _outcome(place.folder, composed, failures, received, start_s)
 
 
@@ -252,22 +328,28 @@ def _outcome(
 
 def _raise_failure(folder: Path, composed: Composed, failures: dict[int, Any]) -> None:
     """Raise what a rank has said of its failure, or that it was killed."""
-    # A rank that was killed is the cause of what the others say; SIGTERM is how torchrun ends those.
-    ended = -signal.SIGTERM
-    killed = [
-        rank for rank, failure in failures.items() if failure.exitcode < 0 and failure.exitcode != ended
-    ]
-    if killed:
-        rank = min(killed, key=lambda rank: failures[rank].timestamp)
-        number = -failures[rank].exitcode
-        hint = "The system's memory may have run out" if number == signal.SIGKILL else None
-        what = f"rank {rank} was killed by {signal.Signals(number).name}"
-        error = ParallelError("P001", what, key=str(folder), suggestion=hint)
+    # A rank that was killed is the cause of what the others say.
+    if error := killed_rank(failures, str(folder)):
         _note_failure(folder, str(error), error.exit_code)
         raise error
     if reported := reported_failure(folder, composed):
         _note_failure(folder, str(reported).split(": ", 2)[-1], reported.exit_code)
         raise reported
+
+
+def killed_rank(failures: dict[int, Any], key: str | None) -> ParallelError | None:
+    """The error that names the first rank that was killed; SIGTERM is how torchrun ends the others."""
+    ended = -signal.SIGTERM
+    killed = [
+        rank for rank, failure in failures.items() if failure.exitcode < 0 and failure.exitcode != ended
+    ]
+    if not killed:
+        return None
+    rank = min(killed, key=lambda rank: failures[rank].timestamp)
+    number = -failures[rank].exitcode
+    hint = "The system's memory may have run out" if number == signal.SIGKILL else None
+    what = f"rank {rank} was killed by {signal.Signals(number).name}"
+    return ParallelError("P001", what, key=key, suggestion=hint)
 
 
 def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config
 from ptfast.core import machine, run_directory
-from ptfast.core.clock import Clock
+from ptfast.core.clock import STARTED_VARIABLE, Clock
 from ptfast.core.distributed import (
     Ranks,
     barrier,
@@ -42,7 +42,6 @@ from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal.display import Display, build_display
 from ptfast.training.stopping import Preempted, Signals, caught_signals
 
-STARTED_VARIABLE = "PTFAST_STARTED"
 SKIPPED_NAMES = 5
 """Files that could not be read and are named; the others are counted."""
 _nothing = contextlib.nullcontext()

@@ -22,7 +22,7 @@ from ptfast.core.machine import die_with_parent, is_memory_error
 from ptfast.core.run import Run
 from ptfast.core.sections.targets import locate
 from ptfast.data.build_data import Data
-from ptfast.launch.elastic import run_elastic
+from ptfast.launch.elastic import on_this_machine, run_elastic
 from ptfast.launch.rank_main import leave, report_failure
 from ptfast.report.terminal.display import Display
 from ptfast.techniques.backend.torch_settings import resolve_device
@@ -120,7 +120,8 @@ def main() -> None:
 
 def _launch(num_ranks: int, arguments: list[str]) -> None:
     """Run ranks of this module, and end as the first of them does that fails."""
-    failures, _ = run_elastic("ptfast.measure.trials.trial_rank", arguments, num_ranks)
+    arguments = [*arguments, str(os.getpid())]
+    failures, _ = run_elastic("ptfast.measure.trials.trial_rank", arguments, on_this_machine(num_ranks))
     codes = [failure.exitcode for failure in failures.values()]
     # torchrun ends the ranks that are left by SIGTERM.
     killed = next((-code for code in codes if code < 0 and code != -signal.SIGTERM), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -26,7 +27,9 @@ class Parallel(Section):
     nproc: Count | OrAuto = "auto"
     """Processes on this machine; `auto` for one per visible GPU."""
     nnodes: Count = 1
-    """Machines that train together."""
+    """Machines that train together, on each of which the same command is started."""
+    rdzv: str | None = None
+    """HOST:PORT where these machines meet: one of them, and a port that is free there."""
     timeout: WallTime = Duration(600, "seconds")
     """How long ranks wait for one another before the run fails."""
     sync_batchnorm: bool = False
@@ -63,10 +66,21 @@ def keys_of_the_strategy(parallel: Parallel) -> Iterator[Problem]:
     if parallel.strategy == "single":
         if parallel.sync_batchnorm:
             yield _without_ranks("Use parallel=ddp")
-        for name in ("nproc", "nnodes"):
-            if (value := getattr(parallel, name)) not in (1, "auto"):
+        for name in ("nproc", "nnodes", "rdzv"):
+            if (value := getattr(parallel, name)) not in (1, "auto", None):
                 what, hint = "one process trains under parallel=single", "Use parallel=ddp"
                 yield Problem("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
+
+
+def readable_rendezvous(parallel: Parallel) -> Problem | None:
+    """Refuse a place to meet that is none."""
+    if parallel.rdzv is None:
+        return None
+    host, _, port = parallel.rdzv.rpartition(":")
+    if host and port.isdecimal() and int(port) < 2**16:
+        return None
+    hint = "Write parallel.rdzv=node1:29500"
+    return Problem("C005", "expected HOST:PORT", key="parallel.rdzv", value=parallel.rdzv, suggestion=hint)
 
 
 def one_static_graph(
@@ -128,11 +142,11 @@ def gpus_for_ranks(parallel: Parallel, device: str) -> Problem | None:
 
 
 FREE_KEYS = (
-    *(f"parallel.{name}" for name in ("strategy", "nproc", "nnodes", "timeout", "blocks")),
+    *(f"parallel.{name}" for name in ("strategy", "nproc", "nnodes", "rdzv", "timeout", "blocks")),
     *(f"parallel.{name}" for name in ("gradient_as_bucket_view", "bucket_mb", "static_graph")),
     "parallel.unused_parameters",
 )
-RULES = (keys_of_the_strategy, one_static_graph, finite_compression, whole_under_fsdp)
+RULES = (keys_of_the_strategy, readable_rendezvous, one_static_graph, finite_compression, whole_under_fsdp)
 MACHINE_RULES = (gpus_for_ranks,)
 UNUSED = (
     Unused(
@@ -146,6 +160,12 @@ UNUSED = (
         lambda parallel: parallel.strategy == "ddp",
         "to parallel={parallel.strategy}",
         "parallel=ddp",
+    ),
+    Unused(
+        ("parallel.rdzv",),
+        lambda parallel: parallel.nnodes > 1 or bool(os.environ.get("PET_NNODES")),
+        "to parallel.nnodes=1",
+        "parallel.nnodes=2",
     ),
     Unused(
         ("parallel.blocks",),

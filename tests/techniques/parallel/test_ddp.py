@@ -291,13 +291,6 @@ def test_what_whoever_starts_ranks_decides_cannot_be_contradicted(in_tmp: Path) 
         assert (caught.value.code, caught.value.key) == ("C011", key)
 
 
-def test_other_machines_are_not_started(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("parallel=ddp", "parallel.nproc=2", "parallel.nnodes=2") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "error[C011]: parallel.nnodes=2 (command line)" in line
-    assert "torchrun" in line
-
-
 def test_a_word_that_a_full_disk_swallows_is_the_first(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")

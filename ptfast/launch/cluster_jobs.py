@@ -1,0 +1,188 @@
+"""A training as clusters take it: SLURM, Kubeflow, SkyPilot and Ray."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+WARNING_S = 300
+"""How long before its limit SLURM warns a job, which saves and leaves then."""
+PORT = 29500
+MOUNT = "/storage"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a cluster is asked for.
+
+    Args:
+        words: arguments of `ptfast train` on every node, but for the place where nodes meet.
+        name: as clusters allow it.
+        gpu_type: such as H100; None for any.
+        num_gpus: of each node; None where nothing is asked for.
+        num_cpus: of each node.
+        limit_s: seconds after which it is ended.
+        storage: a volume, mounted at `MOUNT` on every node.
+    """
+
+    words: tuple[str, ...]
+    name: str
+    num_nodes: int = 1
+    gpu_type: str | None = None
+    num_gpus: int | None = None
+    num_cpus: int | None = None
+    limit_s: int | None = None
+    partition: str | None = None
+    image: str | None = None
+    storage: str | None = None
+
+    def command(self, program: str, meets: str) -> str:
+        """The command line of a shell on each node; `meets` is where, as the shell has it."""
+        rdzv = [f'parallel.nnodes={self.num_nodes} parallel.rdzv="{meets}"'] if self.num_nodes > 1 else []
+        return " ".join([program, "train", shlex.join(self.words), *rdzv])
+
+
+def slurm(job: Job) -> str:
+    """A batch script: warned of its limit it saves, is queued again and resumes."""
+    hours, rest = divmod(job.limit_s or 0, 3600)
+    gpus = f"{job.gpu_type.lower()}:{job.num_gpus}" if job.gpu_type else job.num_gpus
+    asked = {
+        "job-name": job.name,
+        "nodes": job.num_nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": job.num_cpus,
+        "gpus-per-node": gpus,
+        "time": f"{hours:02}:{rest // 60:02}:{rest % 60:02}" if job.limit_s else None,
+        "partition": job.partition,
+        "signal": f"B:USR1@{WARNING_S}",
+        "open-mode": "append",
+    }
+    options = "\n".join(f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None)
+    cores = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if job.num_cpus else ""
+    meets = "$head:$((20000 + SLURM_JOB_ID % 10000))"
+    return f"""\
+#!/bin/bash
+{options}
+#SBATCH --requeue
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun --kill-on-bad-exit=0{cores} {job.command(f"{shlex.quote(sys.executable)} -m ptfast", meets)} &
+training=$!
+trap 'kill -USR1 $training' USR1
+wait $training
+code=$?
+# The warning ends the wait, not the training.
+if [ $code -eq $((128 + $(kill -l USR1))) ]; then wait $training; code=$?; fi
+if [ $code -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $code
+"""
+
+
+def trainjob(job: Job) -> str:
+    """A TrainJob of Kubeflow Trainer, release 2.2 and later, whose runtime sets `PET_*` on every node."""
+    limits = {"nvidia.com/gpu": job.num_gpus} if job.num_gpus else {}
+    requests = {"cpu": job.num_cpus} if job.num_cpus else {}
+    resources = {name: value for name, value in (("limits", limits), ("requests", requests)) if value}
+    trainer = {
+        "image": job.image,
+        "command": ["ptfast", "train"],
+        "args": list(job.words),
+        "numNodes": job.num_nodes,
+        "numProcPerNode": job.num_gpus,
+        "resourcesPerNode": resources or None,
+    }
+    spec: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": _given(trainer)}
+    if job.limit_s:
+        spec["activeDeadlineSeconds"] = job.limit_s
+    if job.storage:
+        volume = {"name": "storage", "persistentVolumeClaim": {"claimName": job.storage}}
+        mounts = [{"name": "storage", "mountPath": MOUNT}]
+        pod = {"volumes": [volume], "containers": [{"name": "node", "volumeMounts": mounts}]}
+        node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+        template = {"spec": {"replicatedJobs": [node]}}
+        patch = {"manager": "ptfast/launch", "trainingRuntimeSpec": {"template": template}}
+        spec["runtimePatches"] = [patch]
+    head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
+    return _dump({**head, "metadata": {"generateName": f"{job.name}-"}, "spec": spec})
+
+
+def sky(job: Job) -> str:
+    """A task of SkyPilot for managed jobs, which replace machines that are taken away."""
+    resources = {
+        "accelerators": f"{job.gpu_type}:{job.num_gpus}" if job.num_gpus else None,
+        "cpus": job.num_cpus,
+        "image_id": f"docker:{job.image}" if job.image else None,
+    }
+    task: dict[str, Any] = {"name": job.name, "num_nodes": job.num_nodes, "workdir": "."}
+    task["resources"] = _given(resources) or None
+    task["volumes"] = {MOUNT: job.storage} if job.storage else None
+    task["setup"] = None if job.image else "pip install ptfast"
+    task["run"] = job.command("ptfast", f'$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}')
+    return _dump(_given(task))
+
+
+def ray(job: Job) -> str:
+    """A driver of Ray Train, whose workers are the ranks; it runs where `RAY_ADDRESS` says."""
+    num_gpus = job.num_gpus or 1
+    scaling = [f"num_workers={job.num_nodes * num_gpus}", f"use_gpu={bool(job.num_gpus)}"]
+    if job.num_cpus:
+        scaling.append(f'resources_per_worker={{"CPU": {max(job.num_cpus // num_gpus, 1)}}}')
+    words = "\n".join(f"    {json.dumps(word)}," for word in job.words)
+    return f'''\
+"""The ranks of one training as workers of Ray Train."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import torch.distributed as dist
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from ptfast.core.machine import die_with_parent
+
+FOLDER = {json.dumps(str(Path.cwd()))}
+WORDS = [
+{words}
+]
+
+
+def train_rank() -> None:
+    """Train as the rank that Ray has made this worker, at a port that its own process group leaves free."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = [free.getsockname()[1]]
+    dist.broadcast_object_list(port)
+    command = [sys.executable, "-m", "ptfast", "train", *WORDS]
+    environment = {{**os.environ, "MASTER_PORT": str(port[0])}}
+    subprocess.run(command, cwd=FOLDER, env=environment, check=True, preexec_fn=die_with_parent)
+
+
+if __name__ == "__main__":
+    TorchTrainer(
+        train_rank,
+        scaling_config=ScalingConfig({", ".join(scaling)}),
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
+    ).fit()
+'''
+
+
+def allowed_name(name: str) -> str:
+    """`name` as all clusters allow it: small letters, digits and dashes, a letter first."""
+    return re.sub(r"[^a-z0-9]+", "-", f"ptfast-{name}".lower()).strip("-")[:50]
+
+
+def _given(section: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if value is not None}
+
+
+def _dump(tree: dict[str, Any]) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, width=10_000)
