@@ -117,7 +117,7 @@ def _print(
     optional = (*LESS_IMPORTANT, ranking.loss if ranking.loss != ranking.metric else "")
     needed = [name for name in columns if name not in optional]
     if not fits([[name, *columns[name]] for name in needed]):
-        together = [" ".join(f"{key}={value}" for key, value in label.items()) for label in labels]
+        together = [" ".join(pairs) for pairs in _pairs(labels)]
         first = {"#": columns["#"], "differs in": together}
         columns = first | {name: cells for name, cells in columns.items() if name not in ranking.keys}
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
@@ -147,7 +147,7 @@ def _variant_rows(ranking: Ranking, variants: Sequence[Variant]) -> dict[str, li
     columns[metric] = [
         _written(metric, statistics.fmean(variant.values) if variant.values else None) for variant in variants
     ]
-    columns["± 95 %"] = [_written(metric, variant.half_width) for variant in variants]
+    columns["±95%"] = [_written(metric, variant.half_width) for variant in variants]
     columns["seeds"] = [str(len(variant.values)) for variant in variants]
     for name in _others(ranking):
         means = [variant.mean(lambda run, name=name: figure_of(run, name)) for variant in variants]
@@ -244,13 +244,20 @@ def _overlays(ranking: Ranking, names: Sequence[str]) -> list[Overlay]:
 def _names(ranking: Ranking) -> list[str]:
     """Runs by their rank, or their status where they have none, and what tells them apart."""
     names = []
-    for place, (run, value, label) in enumerate(
-        zip(ranking.runs, ranking.values, ranking.labels, strict=True), 1
-    ):
-        apart = ", ".join(f"{key}={text}" for key, text in label.items())
+    told_apart = zip(ranking.runs, ranking.values, _pairs(ranking.labels), strict=True)
+    for place, (run, value, pairs) in enumerate(told_apart, 1):
+        apart = ", ".join(pairs)
         rank = run.status if value is None else str(place)
         names.append(shorten(f"{rank}: {apart or run.run_dir.name}", 60))
     return names
+
+
+def _pairs(labels: Sequence[Label]) -> list[list[str]]:
+    """Each label as `key=value`, keys by their last word where no other ends in it."""
+    keys = dict.fromkeys(key for label in labels for key in label)
+    words = [key.rpartition(".")[2] for key in keys]
+    short = {key: word if words.count(word) == 1 else key for key, word in zip(keys, words, strict=True)}
+    return [[f"{short[key]}={value}" for key, value in label.items()] for label in labels]
 
 
 def _render(ranking: Ranking, folder: Path) -> str:

@@ -59,7 +59,7 @@ def html_table(
         if index < len(colors):
             cells[0] = f'<td class="first"><i class="{colors[index]}"></i>{escape(row[0])}</td>'
         if index < len(links):
-            cells[-1] = f'<td><a href="{escape(links[index])}">{escape(row[-1])}</a></td>'
+            cells[-1] = f'<td{css[-1]}><a href="{escape(links[index])}">{escape(row[-1])}</a></td>'
         lines.append("".join(cells))
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="card"><table>{body}</table></div>'
