@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from shown import COMMANDS_SHOWN, FENCE, OWN_PARTS, PAGES, TRAINING, Shown, fences, spans, users_folder
+from shown import (
+    COMMANDS_SHOWN,
+    FENCE,
+    OWN_CONF,
+    OWN_PARTS,
+    PAGES,
+    TRAINING,
+    Shown,
+    fences,
+    spans,
+    users_folder,
+)
 
 from ptfast.cli.command_line import COMMANDS, run
 from ptfast.cli.flags import read_flags
@@ -26,7 +37,7 @@ from scripts import doc_tables
 
 LINKING = {**PAGES, **{name: (ROOT / name).read_text() for name in ("CONTRIBUTING.md", "CHANGELOG.md")}}
 QUICK = [shown for shown in COMMANDS_SHOWN if shown.words[0] in ("recipes", "copy", "schema", "completion")]
-OTHERS_KEYS = {"docs/migrating.md"}
+OTHERS_KEYS = {"docs/migrating.md", OWN_CONF}
 """Pages that show the arguments of other frameworks."""
 FORMS = {"group=option", "group.key=value", "model=net"}
 """A word that stands for any key, and an option that a page has the reader make."""
@@ -186,9 +197,9 @@ def is_key(word: str) -> bool:
 
 
 def is_of_ours(word: str) -> bool:
-    """Return True for a keyword of an example, or of Hydra."""
+    """Return True for a keyword or a group of an example, or of Hydra."""
     section, _, name = word.partition("=")[0].lstrip("+").partition(".")
-    if section.startswith(("hydra", "recipe")):
+    if section.startswith(("hydra", "recipe")) or section in ("vars", "paths", "experiment"):
         return True
     code = "".join(fences(OWN_PARTS, "python"))
     return section in OURS and bool(re.search(rf"def \w+\(.*\b{name}: ", code))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ptfast.cli.flags import Command, read_flags
+from ptfast.cli.flags import CONFIG_DIR, Command, read_flags, search_in
 from ptfast.cli.help_text import WIDTH, help_text
 from ptfast.core.errors import (
     COMMAND_LINE,
@@ -81,6 +81,8 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError("C015", "no such command", key=name, suggestion=hint)
     command = COMMANDS[name]
     flags, others = read_flags(rest, command.flags)
+    if CONFIG_DIR in flags:
+        search_in(flags.pop(CONFIG_DIR))
     if "--help" in flags:
         print(help_text(COMMANDS, name))
         return EXIT_OK
@@ -97,8 +99,10 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _train(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.core.run_directory import config_file
+
     _check_pairs(flags)
-    file = _config_file(flags["--config"]) if "--config" in flags else None
+    file = config_file(Path(flags["--config"])) if "--config" in flags else None
     if "--info" in flags or "--cfg" in flags:
         from ptfast.config.multirun import show_config, show_info
 
@@ -143,14 +147,6 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
         return start(composed, config, words)
 
 
-def _config_file(path: str) -> Path:
-    """The file that `--config` names, by itself or by its run directory."""
-    from ptfast.core.run_directory import CONFIG
-
-    given = Path(path)
-    return given / CONFIG if given.is_dir() else given
-
-
 def _check_pairs(flags: dict[str, Any]) -> None:
     """Refuse flags of which one would be ignored: each of them but `--config` is a thing to do."""
     actions = [flag for flag in flags if flag != "--config"]
@@ -174,7 +170,8 @@ def _read_config(arguments: list[str], file: Path | None = None) -> Any:
     for warning in [*composed.warnings, *unused_keys(config, composed.place)]:
         print(f"ptfast: warning: {warning}", file=sys.stderr)
     chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
-    if not file and not composed.recipe and COMMAND_LINE not in map(composed.places.get, chosen):
+    default = config.data.target.path.endswith(".Digits") and config.model.target.path.endswith(".Mlp")
+    if default and not composed.recipe and COMMAND_LINE not in map(composed.places.get, chosen) and not file:
         print("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
     return composed, config
 

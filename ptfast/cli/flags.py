@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
+
+CONFIG_DIR = "--config-dir"
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,14 @@ def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, 
     """Part `--flags` from everything else.
 
     Args:
-        known: flag -> whether a value follows, as `--flag value` or `--flag=value`.
+        known: flag -> whether a value follows, as `--flag value` or `--flag=value`; those of every command
+            are known besides.
 
     Raises:
         ConfigError: C015 for a flag that is not known, or is not followed by its value; C006 for one that is
             given two values.
     """
+    known = {**known, CONFIG_DIR: True}
     flags: dict[str, Any] = {}
     others: list[str] = []
     rest = list(words)
@@ -64,6 +70,20 @@ def read_flags(words: Sequence[str], known: dict[str, bool]) -> tuple[dict[str, 
                 raise ConfigError("C015", "needs a value", key=name, suggestion=f"Write {name} VALUE")
             flags[name] = value
     return flags, others
+
+
+def search_in(folder: str) -> None:
+    """Look for options and recipes in `folder` first, in this process and those that it starts.
+
+    Raises:
+        ConfigError: C001, there is no such folder.
+    """
+    from ptfast.config.files import paths
+
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError("C001", "no such folder", key=CONFIG_DIR, value=folder, place=COMMAND_LINE)
+    os.environ[paths.CONFIG_DIR] = str(path)
 
 
 def read_seconds(flags: dict[str, Any], name: str, default: str) -> float:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ptfast.cli.flags import Command
+from ptfast.cli.flags import CONFIG_DIR, Command
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.nearest_name import did_you_mean
 
@@ -61,6 +61,7 @@ FLAG_HELP = {
     "--documents": "of text, as data.documents: none, lines or paragraphs",
     "--workers": "processes that convert; default: one for each core",
     "--verify": "check every byte of a pack, and its source: ptfast pack --verify DST",
+    CONFIG_DIR: "folder of GROUP/OPTION.yaml and recipes/ to look in first",
     "--traceback": "show where an error comes from",
 }
 """Meaning of each flag."""
@@ -119,7 +120,7 @@ First steps:
 
 def _of_command(name: str, command: Command) -> str:
     lines = [f"Usage: ptfast {name} {command.usage}", "", command.summary, ""]
-    for flag, takes_value in {**command.flags, "--traceback": False}.items():
+    for flag, takes_value in {**command.flags, CONFIG_DIR: True, "--traceback": False}.items():
         lines.append(f"  {flag + (' VALUE' if takes_value else ''):<19} {FLAG_HELP[flag]}")
     return "\n".join(lines)
 

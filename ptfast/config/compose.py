@@ -7,7 +7,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydra import __version__, version
@@ -21,13 +21,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ptfast.config.checks.inherited import drop_inherited
 from ptfast.config.checks.interpolations import resolve
+from ptfast.config.checks.variables import check_used, variable_sections
 from ptfast.config.files import paths, presets
+from ptfast.config.files.lineage import chosen_groups, lineage
 from ptfast.config.files.paths import shown
 from ptfast.config.files.search_path import PRIMARY, PtfastSource, search_path
 from ptfast.config.files.yaml_file import YamlFile, read_yaml
 from ptfast.config.hydra_internals import ConfigLoaderImpl, setup_globals
 from ptfast.config.overrides import Argument, parse
-from ptfast.config.schema import defaults, flatten
+from ptfast.config.schema import VARIABLES, defaults, flatten
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.sections.nearest_name import did_you_mean
 
@@ -175,7 +177,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     Raises:
         ConfigError: with the key, its place and the nearest valid name.
     """
-    given = parse(arguments)
+    given = _replacing_choices(parse(arguments))
     expanded, preset_places = presets.expand(given)
     tree, loader = _load([a for a in expanded if a.kind != "hydra"])
     places = {**dict.fromkeys(flatten(defaults()), DEFAULT), **loader.places()}
@@ -216,6 +218,9 @@ def apply(
         for group in (a.key for a in given if a.kind == "group"):
             _set_place(places, group, COMMAND_LINE)
             places |= {k: v for k, v in options.places.items() if k.split(".")[0] == group}
+            if group not in options.tree_unresolved:
+                what = "an option with keys of all groups cannot be laid over a whole config"
+                raise ConfigError("C011", what, key=group, place=COMMAND_LINE)
             OmegaConf.update(config, group, options.tree_unresolved[group], merge=False)
     parser = OverridesParser.create()
     for argument in given:
@@ -255,7 +260,20 @@ def finish(
     # Hydra has read the tree before: only interpolations can be wrong in it.
     resolves = complete and "${" in str(tree)
     resolved = resolve(tree, lambda key: place_of(key, places)) if resolves else copy.deepcopy(tree)
+    if complete:
+        warnings = [*warnings, *check_used(tree, places)]
+    for name in variable_sections() - {VARIABLES}:
+        resolved.pop(name, None)
     return Composed(resolved, tree, places, tree.get("recipe"), warnings, tuple(arguments))
+
+
+def _replacing_choices(given: list[Argument]) -> list[Argument]:
+    """The arguments, with choices of the user's own groups in place of those that the recipe makes."""
+    file = next((paths.recipe_file(a.option) for a in given if a.kind == "recipe"), None)
+    chosen = chosen_groups(lineage(paths.RECIPES, file)) if file and paths.own_groups() else set[str]()
+    return [
+        replace(a, text=a.text.lstrip("+")) if a.kind == "group" and a.key in chosen else a for a in given
+    ]
 
 
 def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], Loader]:

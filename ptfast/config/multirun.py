@@ -134,7 +134,7 @@ def sweep(
     overrides = [*_QUIET, *_QUIET_LOGS, f"hydra.sweep.dir={quoted_dir}", *(a.text for a in given)]
     with _translated():
         loader = Loader()
-        overrides += _direction(loader, overrides, points[0])
+        overrides += _direction(loader, overrides, points[0], [a for a in given if a.is_interval])
         hydra = Hydra(task_name="ptfast", config_loader=loader)
     # Hydra knows of a launcher outside its own packages by a package named hydra_plugins alone.
     Plugins.instance().class_name_to_class[f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"] = _Launcher
@@ -153,14 +153,23 @@ def _check_folder(point: Composed) -> None:
             raise ConfigError("C014", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)
 
 
-def _direction(loader: Loader, overrides: list[str], point: Composed) -> list[str]:
+def _direction(
+    loader: Loader, overrides: list[str], point: Composed, intervals: Sequence[Argument]
+) -> list[str]:
     """The override with the direction in which the sweep's metric is better, unless the user gives one.
 
     Raises:
-        ConfigError: C014 where neither `sweep.mode` nor the metric's name gives it.
+        ConfigError: C014 where neither `sweep.mode` nor the metric's name gives it, or where the sweeper
+            knows no intervals.
     """
     key = "hydra.sweeper.direction"
     sweeper = loader.load_configuration(PRIMARY, overrides, RunMode.MULTIRUN).hydra.sweeper
+    if intervals and str(sweeper._target_).endswith(".BasicSweeper"):
+        first, hint = intervals[0], "Add hydra/sweeper=optuna, or name the points: key=a,b"
+        what = "the points of an interval are chosen by another sweeper than Hydra's own"
+        raise ConfigError(
+            "C014", what, key=first.key, value=first.values[0], place=COMMAND_LINE, suggestion=hint
+        )
     if "direction" not in sweeper or key in loader.places() or any(o.startswith(key) for o in overrides):
         return []
     metric, mode = point.tree["sweep"]["metric"], point.tree["sweep"]["mode"]

@@ -13,8 +13,17 @@ from hydra.errors import HydraException
 
 from ptfast.config.checks.options import check_option, check_recipe
 from ptfast.config.files import paths
-from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, is_secret, together
 from ptfast.core.sections.nearest_name import did_you_mean
+
+_SET_BY_US = {
+    "hydra.run": "Use run.dir={} for the run's own folder",
+    "hydra.sweep": "Use run.root={} for the folder of all runs: a sweep lies in its sweeps/",
+    "hydra.output_subdir": "Leave it out: the run's config.yaml holds the config, without secrets",
+    "hydra.job.chdir": "Leave it out: a run stays in the folder that it was started in",
+    "hydra.mode": "Use -m to sweep",
+}
+"""Settings of Hydra's, with those below them, and what to give instead."""
 
 
 @dataclass(frozen=True)
@@ -61,37 +70,58 @@ def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
         sweep: whether `key=a,b` is allowed (`-m`).
 
     Raises:
-        ConfigError: C001, C003, C006, C014 or C015; see `ptfast.core.errors.CODES`.
+        ConfigError: C001, C003, C006, C011, C014 or C015, of every argument with one; see
+            `ptfast.core.errors.CODES`.
     """
+    given, errors = sift(arguments, sweep=sweep)
+    if errors:
+        raise together(errors)
+    return given
+
+
+def sift(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[Argument], list[PtfastError]]:
+    """The arguments that can be read, as `parse` gives them, and what is wrong with the others."""
     groups = paths.groups()
     parser = OverridesParser.create()
     result: dict[str, Argument] = {}
+    errors: list[PtfastError] = []
     for written in arguments:
-        argument = _parse_one(written, parser, groups)
-        if argument.is_sweep and not sweep:
-            value = written.partition("=")[2]
-            otherwise = f", write [{value}] for a list, or quote it twice for a text"
-            otherwise = "" if "(" in value or is_secret(argument.key) else otherwise
-            raise ConfigError(
-                "C014",
-                "several values in a single run",
-                key=argument.key,
-                value=value,
-                place=COMMAND_LINE,
-                suggestion=f"Add -m to sweep over them{otherwise}",
-            )
-        before = result.get(argument.key)
-        if before and before.values != argument.values:
-            both = f", with {' '.join(before.values)} and {' '.join(argument.values)}"
-            raise ConfigError(
-                "C006",
-                f"given twice{'' if is_secret(argument.key) else both}",
-                key=argument.key,
-                place=COMMAND_LINE,
-                suggestion="Keep one of them",
-            )
-        result[argument.key] = argument
-    return list(result.values())
+        try:
+            argument = _parse_one(written, parser, groups)
+            _check_single(argument, written, result.get(argument.key), sweep)
+            result[argument.key] = argument
+        except PtfastError as error:
+            if error.code == "C001":
+                # It may belong to the words around it: `epochs = 3`.
+                return [], [error]
+            errors.append(error)
+    return list(result.values()), errors
+
+
+def _check_single(argument: Argument, written: str, before: Argument | None, sweep: bool) -> None:
+    """Refuse a sweep where there is none, and a key that `before` gives another value."""
+    if argument.is_sweep and not sweep:
+        value = written.partition("=")[2]
+        otherwise = f", write [{value}] for a list, or quote it twice for a text"
+        otherwise = "" if "(" in value or is_secret(argument.key) else otherwise
+        sweeper = " and hydra/sweeper=optuna" if argument.is_interval else ""
+        raise ConfigError(
+            "C014",
+            "several values in a single run",
+            key=argument.key,
+            value=value,
+            place=COMMAND_LINE,
+            suggestion=f"Add -m{sweeper} to sweep over them{otherwise}",
+        )
+    if before and before.values != argument.values:
+        both = f", with {' '.join(before.values)} and {' '.join(argument.values)}"
+        raise ConfigError(
+            "C006",
+            f"given twice{'' if is_secret(argument.key) else both}",
+            key=argument.key,
+            place=COMMAND_LINE,
+            suggestion="Keep one of them",
+        )
 
 
 def merge(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
@@ -116,6 +146,7 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
     if override.package is not None:
         raise _malformed(written, "packages (`@`) are not supported")
     if override.is_hydra_override():
+        _check_hydra(key, written)
         return Argument("hydra", key, (written,), override.is_sweep_override(), written)
     values = _points(override, written)
     text = override.input_line or written
@@ -138,6 +169,21 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
     if key in ("task", "task.name", "task._target_") and not isinstance(override.value(), dict):
         return Argument("value", "task", values, is_sweep, f"++task.name={value}")
     return Argument("value", key, values, is_sweep, f"++{key}={value}")
+
+
+def _check_hydra(key: str, written: str) -> None:
+    """Refuse a setting of Hydra's that ptfast makes itself."""
+    for theirs, ours in _SET_BY_US.items():
+        if key == theirs or key.startswith(f"{theirs}."):
+            value = written.partition("=")[2]
+            raise ConfigError(
+                "C011",
+                "ptfast decides where runs are kept and what is written there",
+                key=key,
+                value=value,
+                place=COMMAND_LINE,
+                suggestion=ours.format(value),
+            )
 
 
 def _check_shape(written: str, groups: list[str]) -> None:

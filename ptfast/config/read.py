@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ptfast.config.checks.trust import is_own
 from ptfast.config.checks.validate import validate
 from ptfast.config.compose import Composed, compose
+from ptfast.config.files import paths
 from ptfast.config.files.frozen import load
+from ptfast.config.overrides import Argument, sift
 from ptfast.config.schema import Config
-from ptfast.core.errors import COMMAND_LINE, ConfigError
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
 
 
 def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
     """The config that a user's arguments mean; whatever they name is trusted.
 
     Raises:
-        ConfigError: the first thing wrong.
+        ConfigError: everything wrong that can be told at once.
     """
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if re.match(r"[+~]*hydra[./]", key):
-            hint = "Add -m to sweep, or leave it out"
-            raise ConfigError(
-                "C011", "only a sweep reads it", key=key, value=value, place=COMMAND_LINE, suggestion=hint
-            )
-    composed = compose(arguments)
-    return composed, validate(composed.tree, composed.place)
+    given, errors = sift(arguments)
+    errors += [_of_sweeps(argument) for argument in given if argument.kind == "hydra"]
+    failed = [(error.key or "").lstrip("+~") for error in errors]
+    if {paths.RECIPES, paths.PRESETS} & {*failed} or (errors and not given):
+        # Without what these were to set, what is found wrong with the rest may be right.
+        raise together(errors)
+    try:
+        composed = compose([argument.text for argument in given if argument.kind != "hydra"])
+        config = validate(composed.tree, composed.place)
+    except PtfastError as error:
+        found, error.others = (error, *error.others), ()
+        for one in found:
+            key = one.key or ""
+            if not any(key == above or key.startswith(f"{above}.") for above in filter(None, failed)):
+                errors.append(one)
+        raise together(errors) from error
+    if errors:
+        raise together(errors)
+    return replace(composed, arguments=tuple(arguments)), config
+
+
+def _of_sweeps(argument: Argument) -> ConfigError:
+    value = argument.text.partition("=")[2]
+    what, hint = "only a sweep reads it", "Add -m to sweep, or leave it out"
+    return ConfigError("C011", what, key=argument.key, value=value, place=COMMAND_LINE, suggestion=hint)
 
 
 def load_config(

@@ -55,6 +55,8 @@ DATA_PLACES = tuple(
     f"data.{name}" for name in ("root", "path", "targets", "shards", "val_shards", "test_shards")
 )
 """Locations of built-in data, which may be moved: its content is compared."""
+VARIABLES = "vars"
+"""The section that only interpolations read."""
 
 
 class Config(Section):
@@ -63,6 +65,8 @@ class Config(Section):
     recipe: str | None = None
     preset: str = "safe"
     """A named set of choices under the recipe's own."""
+    vars: dict[str, Any] = Field(default_factory=dict)
+    """Variables of your own, which other keys refer to as `${vars.NAME}`."""
     task: Task = Field(default_factory=Task)
     epochs: Count | None = None
     """Passes over the training data; null where `steps` says the length."""

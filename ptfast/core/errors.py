@@ -83,6 +83,8 @@ class PtfastError(Exception):
     """
 
     exit_code = EXIT_BUG
+    others: tuple[PtfastError, ...] = ()
+    """What else is wrong, found at the same time and printed below it."""
 
     def __init__(
         self,
@@ -121,6 +123,10 @@ class PtfastError(Exception):
     def placed(self, place: str) -> PtfastError:
         """The same error, saying where its key was given."""
         return _rebuild(type(self), {**self.parts, "place": place})
+
+    def suggesting(self, suggestion: str) -> PtfastError:
+        """The same error with another suggestion."""
+        return _rebuild(type(self), {**self.parts, "suggestion": suggestion})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process boundaries (loader workers, ranks): rebuild them from their parts.
@@ -207,9 +213,16 @@ class ReportedError(Exception):
         self.exit_code, self.details = exit_code, details
 
 
+def together(errors: Sequence[PtfastError]) -> PtfastError:
+    """The first of `errors`, to be raised, with the others to be printed below it."""
+    flat = [one for error in errors for one in (error, *error.others)]
+    flat[0].others = tuple({str(one): one for one in flat[1:] if str(one) != str(flat[0])}.values())
+    return flat[0]
+
+
 def render(error: PtfastError) -> str:
-    """The line a user sees for `error`."""
-    return f"ptfast: error[{error.code}]: {error}"
+    """The line a user sees for `error`, and one for each that was found with it."""
+    return "\n".join(f"ptfast: error[{one.code}]: {one}" for one in (error, *error.others))
 
 
 def bug_line(error: BaseException) -> str:

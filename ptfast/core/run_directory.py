@@ -75,6 +75,11 @@ def discard(folder: Path, made: list[Path]) -> None:
             path.rmdir()
 
 
+def config_file(path: Path) -> Path:
+    """The frozen config that `path` names, by itself or by its run directory."""
+    return path / CONFIG if path.is_dir() else path
+
+
 def list_runs(parent: Path) -> list[Path]:
     """Run directories in `parent`, newest first."""
     if not parent.is_dir():

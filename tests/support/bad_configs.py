@@ -344,8 +344,22 @@ HURRIED: dict[str, Case] = {
         "data=imagefolder", "C016", "data.root (conf/data/imagefolder.yaml:", "Give data.root="
     ),
     "a setting of Hydra's": train(
-        "hydra.run.dir=x", "C011", f"hydra.run.dir=x {TYPED} only a sweep reads it"
+        "hydra.verbose=true", "C011", f"hydra.verbose=true {TYPED} only a sweep reads it"
     ),
+    "Hydra's folder of a run": train("hydra.run.dir=x", "C011", f"hydra.run.dir=x {TYPED}", "Use run.dir=x"),
+    "Hydra's folder of a sweep": train(
+        "-m hydra.sweep.dir=x seed=1,2", "C011", f"hydra.sweep.dir=x {TYPED}", "Use run.root=x"
+    ),
+    "an interval": train(
+        "-m optimizer.lr=interval(0.001,0.1)",
+        "C014",
+        f"optimizer.lr=interval(0.001,0.1) {TYPED}",
+        "Add hydra/sweeper=optuna",
+    ),
+    "an interval without -m": train(
+        "optimizer.lr=interval(0.001,0.1)", "C014", "Add -m and hydra/sweeper=optuna to sweep over them."
+    ),
+    "a folder of options that is not there": train("--config-dir nope", "C001", f"--config-dir=nope {TYPED}"),
     "a launcher that is not there": train(
         "-m hydra/launcher=nope seed=1,2", "C003", "hydra/launcher=nope", "Options of hydra/launcher"
     ),

@@ -52,7 +52,10 @@ COMMANDS_SHOWN = sorted({shown.words: shown for shown in shown_commands()}.value
 """Each once, whatever pages show it."""
 OWN_PARTS = "docs/own-parts.md"
 """The page of which every example is trained."""
-TRAINING = [s for s in COMMANDS_SHOWN if s.words[0] in ("train", "find") and s.page != OWN_PARTS]
+OWN_CONF = "docs/own-conf.md"
+"""The page whose commands are given in a folder with a conf of its own."""
+APART = (OWN_PARTS, OWN_CONF)
+TRAINING = [s for s in COMMANDS_SHOWN if s.words[0] in ("train", "find") and s.page not in APART]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import ConfigError, PtfastError, together
 from ptfast.core.sections.nearest_name import nearest
 from ptfast.core.sections.problem import not_set
 
@@ -33,7 +33,8 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
 
     Raises:
         ConfigError: C016 for an interpolation of a value that is still `???`, C008 for one of a missing key
-            or variable, a cyclic one, or one that cannot be read. Each names the key and its place.
+            or variable, a cyclic one, or one that cannot be read. Each names the key and its place, and all
+            are found at once.
     """
     try:
         config = OmegaConf.create(tree)
@@ -42,6 +43,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
         raise ConfigError(
             "C008", f"cannot be read: {_first_line(error)}", key=key, place=place(key) if key else None
         ) from error
+    found: dict[str, PtfastError] = {}
     for key, parent, name in _interpolations(config, ""):
         try:
             value = parent[name]
@@ -49,9 +51,14 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
                 OmegaConf.to_container(value, resolve=True)
         except InterpolationToMissingValueError as error:
             key = str(error).splitlines()[0].rpartition(" ")[2]
-            raise not_set(key).error(place(key)) from error
+            found[key] = not_set(key).error(place(key))
         except (OmegaConfBaseException, RecursionError) as error:
-            raise _broken(key, parent._get_node(name)._value(), place(key), error) from error
+            broken = _broken(key, parent._get_node(name)._value(), place(key), error, config)
+            # Of keys that lead to one cause, the one that names it is told.
+            if broken.what not in found or broken.what.split()[-1] in str(broken.value):
+                found[broken.what] = broken
+    if found:
+        raise together([*found.values()])
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
@@ -90,7 +97,9 @@ def _interpolations(config: DictConfig | ListConfig, prefix: str) -> Iterator[tu
             yield from _interpolations(node, f"{prefix}{name}.")
 
 
-def _broken(key: str, written: Any, place: str, error: BaseException) -> ConfigError:
+def _broken(
+    key: str, written: Any, place: str, error: BaseException, config: DictConfig | ListConfig
+) -> ConfigError:
     message = str(error)
     suggestion = None
     variable = re.search(r"Environment variable '([^']*)' not found", message)
@@ -105,6 +114,10 @@ def _broken(key: str, written: Any, place: str, error: BaseException) -> ConfigE
         suggestion = f"Did you mean {near}?" if near else f"There are {', '.join(RESOLVERS)}"
     elif absent:
         what = f"there is no key {absent[1]}"
+        section, _, name = absent[1].rpartition(".")
+        inside = OmegaConf.select(config, section, throw_on_resolution_failure=False) if section else config
+        if isinstance(inside, DictConfig) and (near := nearest(name, map(str, inside))):
+            suggestion = f"Did you mean ${{{section and f'{section}.'}{near}}}?"
     elif isinstance(error, RecursionError) or "recursi" in message.lower():
         what = "an interpolation that leads back to itself"
     else:

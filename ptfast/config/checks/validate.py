@@ -1,4 +1,4 @@
-"""Check a composed config, every key of it, and give the typed `Config` or the first error with its place."""
+"""Check a composed config, every key of it, and give the typed `Config` or all errors with their places."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ptfast.config.checks.target_kinds import check_source, check_target
 from ptfast.config.checks.trust import Trust
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
+from ptfast.core.errors import together
 from ptfast.core.sections.key_rules import Place
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
 from ptfast.core.sections.problem import Problem, not_set
@@ -41,7 +42,8 @@ def validate(
         The config with every value in its type, and one of `epochs` and `steps` None.
 
     Raises:
-        ConfigError: the first thing wrong, unknown keys before all else.
+        ConfigError: everything that is wrong with single keys, unknown ones first; else every rule across
+            keys that is broken; else everything that this machine lacks.
     """
     trust = None if trusted else Trust(tuple(extra_trust))
     # A key that is misspelt or missing is reported before anything is imported, torch above all.
@@ -54,8 +56,9 @@ def validate(
         assert config is not None
         config, checker.problems = across_keys(config, place)
     if checker.problems:
-        first = min(checker.problems, key=lambda problem: problem.code != "C002")
-        raise first.error(place(first.key))
+        problems = sorted(checker.problems, key=lambda problem: (problem.code != "C002", problem.code[0]))
+        first = {problem.key: problem for problem in reversed(problems)}
+        raise together([p.error(place(p.key)) for p in problems if p is first[p.key]])
     assert config is not None
     return config
 

@@ -126,7 +126,7 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
     """Every dotted key of the config that `arguments` choose: of its sections and of its option files."""
     from ptfast.config.files.lineage import lineage
     from ptfast.config.files.yaml_file import read_yaml
-    from ptfast.config.schema import defaults, flatten
+    from ptfast.config.schema import VARIABLES, defaults, flatten
 
     primary = read_yaml(paths.builtin_root().conf / "config.yaml").data
     chosen: dict[str, str] = {}
@@ -134,13 +134,15 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
         chosen |= entry if isinstance(entry, dict) else {}
     given = dict(a.lstrip("+").split("=", 1) for a in arguments if "=" in a)
     recipe = paths.recipe_file(given.get(paths.RECIPES, ""))
+    variables: set[str] = set()
     for content in lineage(paths.RECIPES, recipe) if recipe else []:
+        variables |= {key for key in content.places if key.startswith(f"{VARIABLES}.")}
         for entry in content.defaults:
             if isinstance(entry, dict):
                 chosen |= {str(k).removeprefix("override ").lstrip("/ "): str(v) for k, v in entry.items()}
     chosen |= {group: option for group, option in given.items() if group in chosen}
     options = {group: _option(group, option) for group, option in chosen.items()}
-    return sorted({*flatten(defaults()), *flatten(primary | options)})
+    return sorted({*flatten(defaults()), *flatten(primary | options), *variables})
 
 
 def _option(group: str, option: str) -> dict[str, Any]:

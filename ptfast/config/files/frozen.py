@@ -17,6 +17,7 @@ from ptfast.config.files.search_path import with_sections
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.hydra_internals import OmegaConfDumper
 from ptfast.config.run_sections import RunOptions
+from ptfast.config.schema import VARIABLES
 from ptfast.core.errors import SECRET, ConfigError, is_secret
 
 
@@ -82,7 +83,9 @@ def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str,
 
     tree = composed.tree_unresolved
     if resolved:
+        # Where variables stood are their values: no key refers to them any more.
         tree = resolve_keeping_env(composed.tree, tree)
+        tree = {key: value for key, value in tree.items() if key in composed.tree} | {VARIABLES: {}}
     if tree.get("epochs") is not None and tree.get("steps") is not None:
         # Once in one file, it no longer shows which of the two was meant.
         tree = {**tree, loser: None} if (loser := losing_length(composed.place)) else tree

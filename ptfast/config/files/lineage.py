@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ptfast.config.checks.options import check_recipe
@@ -25,6 +25,12 @@ def lineage(group: str, file: Path) -> list[YamlFile]:
             cannot be read.
     """
     return list(_lineage(group, file, ()))
+
+
+def chosen_groups(files: Iterable[YamlFile]) -> set[str]:
+    """The groups of which the defaults lists of `files` choose an option."""
+    entries = [key for file in files for entry in file.defaults if isinstance(entry, dict) for key in entry]
+    return {str(key).removeprefix("override ").strip().lstrip("/") for key in entries}
 
 
 def base_file(group: str, entry: str, content: YamlFile, place: str | None = None) -> Path | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 # Presets are expanded into overrides before Hydra composes, so Hydra must not see them as a group.
 PRESETS = "preset"
 RECIPES = "recipe"
+CONFIG_DIR = "PTFAST_CONFIG_DIR"
+"""Environment variable that `--config-dir` sets, for processes that are started from this one, too."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +32,34 @@ def builtin_root() -> Root:
 
 
 def roots() -> list[Root]:
-    """Every root, the one searched first at the front."""
+    """Every root, the one searched first at the front: that of `--config-dir`, `./conf`, the package's."""
+    own = [Root(Path.cwd() / "conf", Path.cwd() / "recipes")]
+    if named := os.environ.get(CONFIG_DIR):
+        own.insert(0, Root(Path(named), Path(named) / "recipes"))
     builtin = builtin_root()
-    own = Root(Path.cwd() / "conf", Path.cwd() / "recipes")
-    if own.conf.resolve() == builtin.conf.resolve():
-        return [builtin]
-    return [own, builtin]
+    return [*(root for root in own if root.conf.resolve() != builtin.conf.resolve()), builtin]
 
 
 def has_own() -> bool:
-    """Return True if the user has option files or recipes in the working folder."""
+    """Return True if the user has option files or recipes of their own."""
     return any(root != builtin_root() and (root.conf.is_dir() or root.recipes.is_dir()) for root in roots())
 
 
 def groups() -> list[str]:
     """Names of all config groups, `preset` included, sorted."""
-    found = {folder.name for root in roots() if root.conf.is_dir() for folder in root.conf.iterdir()}
+    found = {
+        folder.name
+        for root in roots()
+        if root.conf.is_dir()
+        for folder in root.conf.iterdir()
+        if folder != root.recipes
+    }
     return sorted(name for name in found if options(name))
+
+
+def own_groups() -> list[str]:
+    """Names of the groups that the user has made beside the package's."""
+    return [name for name in groups() if not (builtin_root().conf / name).is_dir()] if has_own() else []
 
 
 def options(group: str) -> dict[str, Path]:

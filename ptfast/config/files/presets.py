@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from ptfast.config.checks.options import check_option
 from ptfast.config.files import paths
-from ptfast.config.files.lineage import lineage
+from ptfast.config.files.lineage import chosen_groups, lineage
 from ptfast.config.files.yaml_file import YamlFile, read_yaml
 from ptfast.config.overrides import Argument
 from ptfast.core.errors import ConfigError
@@ -55,13 +55,8 @@ def _of_recipe(recipe: Argument) -> tuple[str | None, set[str]]:
         if (own := recipe_file.data.get(paths.PRESETS)) is not None:
             check_option(paths.PRESETS, own, [paths.PRESETS], recipe_file.places[paths.PRESETS])
             name = own
-        taken |= {*recipe_file.places, *_chosen_groups(recipe_file.defaults)}
+        taken |= {*recipe_file.places, *chosen_groups([recipe_file])}
     return (name, taken) if name is not None else (None, set())
-
-
-def _chosen_groups(defaults: Iterable[Any]) -> list[str]:
-    entries = [key for entry in defaults if isinstance(entry, dict) for key in entry]
-    return [str(key).removeprefix("override ").strip().lstrip("/") for key in entries]
 
 
 def _argument(key: str, value: Any, place: str, groups: Sequence[str]) -> Argument:

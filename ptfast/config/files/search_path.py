@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from omegaconf import OmegaConf
 
 from ptfast.config.checks.options import check_option
 from ptfast.config.files import paths
-from ptfast.config.files.lineage import SELF, base_file, lineage
+from ptfast.config.files.lineage import SELF, base_file, chosen_groups, lineage
 from ptfast.config.files.yaml_file import YamlFile, read_yaml
 from ptfast.config.hydra_internals import ConfigSearchPathImpl
 from ptfast.config.schema import with_defaults
+from ptfast.core.errors import PtfastError, together
 
 PRIMARY = "config"
 
@@ -37,7 +39,8 @@ class PtfastSource(ConfigSource):
             raise ConfigLoadError(f"no such option: {config_path}")
         group = paths.RECIPES if _is_recipe(config_path) else config_path.rpartition("/")[0]
         content = read_yaml(file, allow_empty=group != paths.RECIPES)
-        header = self._get_header_dict(content.text)
+        # Hydra looks for it above all other comments.
+        header = self._get_header_dict("\n".join(re.findall(r"(?m)^#\s*@.*$", content.text)))
         data = with_sections(with_defaults(content.data) if config_path == PRIMARY else content.data)
         if "defaults" in data:
             # Files that inherit each other would keep Hydra going round.
@@ -134,8 +137,10 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
     defaults = content.data.get("defaults", [])
     if not isinstance(defaults, list):
         return defaults
-    groups = set(paths.groups())
+    groups, own_groups = set(paths.groups()), set(paths.own_groups())
+    before: set[str] = set()
     result: list[Any] = []
+    errors: list[PtfastError] = []
     for index, entry in enumerate(defaults):
         if isinstance(entry, dict) and len(entry) == 1:
             written, option = next(iter(entry.items()))
@@ -144,11 +149,19 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
                 result.append(entry)
                 continue
             place = content.places.get(f"defaults.{index}")
-            check_option(group, option, groups, place)
-            entry = {f"override /{group}": option}
+            try:
+                check_option(group, option, groups, place)
+            except PtfastError as error:
+                errors.append(error)
+            # The primary config chooses an option of every group but the user's own.
+            adds = group in own_groups and group not in before
+            entry = {f"{'' if adds else 'override '}/{group}": option}
         elif isinstance(entry, str) and entry != SELF:
             file = base_file(paths.RECIPES, entry, content)
+            before |= chosen_groups(lineage(paths.RECIPES, file)) if file else set()
             # In a list Hydra takes a name as it is, and finds no package behind an `@`.
             entry = {f"/{paths.RECIPES}": [str(file)]}
         result.append(entry)
+    if errors:
+        raise together(errors)
     return result

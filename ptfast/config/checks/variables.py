@@ -1,0 +1,60 @@
+"""Variables: sections that no part of a run reads, only interpolations of other keys."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ptfast.config.files import paths
+from ptfast.config.schema import VARIABLES, Config, flatten
+from ptfast.core.errors import COMMAND_LINE, ConfigError, together
+from ptfast.core.sections.nearest_name import did_you_mean
+
+
+def variable_sections() -> set[str]:
+    """The names of those sections: `vars`, and the groups that the user has made beside the package's."""
+    return {VARIABLES, *(set(paths.own_groups()) - set(Config.model_fields))}
+
+
+def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
+    """Refuse what was typed for a variable that no other key refers to.
+
+    Args:
+        tree: the whole config, with its interpolations.
+        places: where each key was given.
+
+    Returns:
+        A warning for each group of the user's own whose option no key refers to.
+
+    Raises:
+        ConfigError: C002.
+    """
+    sections = variable_sections()
+    typed = [key for key, place in places.items() if place == COMMAND_LINE]
+    typed = [key for key in typed if "." in key and key.partition(".")[0] in sections]
+    references = " ".join(str(value) for value in flatten(tree).values() if "${" in str(value))
+    known = sorted(set(re.findall(rf"\b(?:{'|'.join(map(re.escape, sections))})\b(?:\.\w+)*", references)))
+    errors = [
+        ConfigError(
+            "C002",
+            f"no key refers to ${{{key}}}",
+            key=key,
+            place=COMMAND_LINE,
+            suggestion=did_you_mean(key, known) or "A run's config.yaml holds values in place of variables",
+        )
+        for key in typed
+        if not _named(key, known)
+    ]
+    if errors:
+        raise together(errors)
+    idle = [name for name in sections - {VARIABLES} if tree.get(name) and not _named(name, known)]
+    return [
+        f"{name} ({places.get(name, COMMAND_LINE)}): no key refers to what it sets. "
+        "An option that sets keys of other groups begins with `# @package _global_`"
+        for name in sorted(idle)
+    ]
+
+
+def _named(key: str, names: list[str]) -> bool:
+    """Return True if one of `names` is `key`, lies in it, or holds it."""
+    return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in names)
