@@ -332,6 +332,8 @@ class Run:
     """The data in one line, for the panel."""
     groups_note: str | None = None
     """The demands on single parameters, for the panel."""
+    remedy: Callable[[], str | None] = lambda: None
+    """Says what makes the model fit the data, for when its first forward pass fails."""
 
     @property
     def progress(self) -> Progress:

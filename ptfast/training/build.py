@@ -20,6 +20,7 @@ from ptfast.core.run import Cadence, Display, Freezing, Logger, Resolved, Run, S
 from ptfast.core.saved_state import State, read_state
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
+from ptfast.models.data_fit import remedy
 from ptfast.optim.build_optimizer import (
     Grouping,
     build_optimizer,
@@ -39,7 +40,7 @@ from ptfast.training.averaging import build_average
 from ptfast.training.course import Course, build_course, check_last_batch, count_steps
 from ptfast.training.prepare_data import build_loaders, build_run_task, full_size, load_run_data
 from ptfast.training.prepare_machine import BuildContext, prepare_machine
-from ptfast.training.prepare_model import build_plain_model, place_model, shape_model
+from ptfast.training.prepare_model import build_plain_model, check_fits, place_model, shape_model
 from ptfast.training.sequence_batching import build_length_plan, check_takes
 from ptfast.training.state import restore_training
 from ptfast.training.step_parts.seeding import build_seeder, seed_everything
@@ -84,6 +85,7 @@ def build(
     task = build_run_task(context, data.info)
     seed_everything(config.seed)
     model = build_plain_model(context, data.info)
+    check_fits(model, context, task, data)
     course = _build_course(context, data, model)
     place_model(model, context, task, data, data.info)
     shaped = shape_model(model, context, data)
@@ -126,6 +128,7 @@ def build(
         callbacks=callbacks,
         data_note=data.note,
         groups_note=shaped.grouping.describe(),
+        remedy=partial(remedy, config.model.target, config.data.target, data.info),
     )
     _finish(run, context, changed)
     return run

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from ptfast.core.distributed import broadcast_buffers, on_first_rank
-from ptfast.core.errors import ConfigError, MachineError, PtfastError, shorten
+from ptfast.core.errors import ConfigError, MachineError, PtfastError, described, shorten
 from ptfast.core.machine import network_error
 from ptfast.core.protocols import DataInfo, Task
 from ptfast.core.sections.coerce import EMPTY
@@ -22,8 +24,10 @@ from ptfast.data.build_data import Data
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.models import Model
 from ptfast.models.build_model import build_model
+from ptfast.models.data_fit import looks_unfit, remedy
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.build_optimizer import Grouping
+from ptfast.tasks.supervised import SupervisedTask
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import Compilation, apply_compile
 from ptfast.techniques.parallel.wrapping import apply_sync_batchnorm, wrap_for_ranks
@@ -35,7 +39,7 @@ from ptfast.training.prepare_data import few_samples, reading
 from ptfast.training.prepare_machine import BuildContext
 from ptfast.training.sequence_batching import has_many_lengths
 from ptfast.training.state import restore_model
-from ptfast.training.user_code import constructing
+from ptfast.training.user_code import MODEL, TRACEBACK, constructing, failure
 
 NUM_INIT_SAMPLES = 5000
 """Training samples that a model may compute its first weights from."""
@@ -65,6 +69,39 @@ def build_plain_model(context: BuildContext, info: DataInfo) -> nn.Module:
         for note in load_weights(model, section.weights, replace_head=section.replace_head):
             context.display.note(note)
     return model
+
+
+def check_fits(model: nn.Module, context: BuildContext, task: Task, data: Data) -> None:
+    """Refuse a model that cannot take what the data gives, in a line with the key that mends it.
+
+    What fails on the meta device is tried on two samples before it is refused: not every model runs there.
+    What is not found here, in the time for it, fails in the first step with the same words.
+
+    Raises:
+        ConfigError: C017.
+    """
+    config, target = context.config, context.config.model.target
+    ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
+    # Other tasks may call the model with more than the inputs, or in other ways.
+    calls = getattr(type(task), "loss", None) is SupervisedTask.loss
+    if ours or not calls or context.state is not None or not looks_unfit(model, data.info):
+        return
+    if isinstance(data.train, IterableSource):
+        return
+    samples = few_samples(data, reading(context))
+    twin = copy.deepcopy(model)
+    if context.precision.half_weights:
+        apply_half_weights(twin)
+    twin.to(context.device)
+    try:
+        with context.precision.autocast():
+            task.loss(twin, samples)
+    except Exception as error:
+        given = {MODEL: f", given {described(samples[0])}"}
+        found = failure(error, SimpleNamespace(model=twin, task=task), ours=True, given=given)
+        if found is None:
+            return  # no fault of the model: training will say whose
+        raise found.suggesting(remedy(target, config.data.target, data.info) or TRACEBACK) from error
 
 
 @contextlib.contextmanager

@@ -122,6 +122,8 @@ class FirstStep:
             given = {MODEL: f", given {described(inputs)}", "task": f", given {described(data)}"}
             if (named := failure(error, run, ours=True, given=given)) is None:
                 raise
+            if self._fresh and named.key == MODEL and (hint := run.remedy()):
+                named = named.suggesting(hint)
             raise named from error
         outputs = seen.outputs if isinstance(seen, Fitting) else None
         self._check_loss(given, outputs)

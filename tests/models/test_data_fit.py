@@ -1,0 +1,106 @@
+"""Models that do not fit their data: found before training, with the key that mends it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from running import train
+from torch import Tensor, nn
+
+from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.targets import Target
+from ptfast.models.data_fit import looks_unfit, remedy
+
+HERE = __name__
+IMAGES = DataInfo("image", "classification", num_classes=10, input_shape=(3, 8, 8), in_channels=3)
+GREY = replace(IMAGES, input_shape=(1, 8, 8), in_channels=1)
+FOLDER = Target("ptfast.data.sources.imagefolder.ImageFolder", {"root": "images"})
+DIGITS = Target("ptfast.data.sources.digits.Digits")
+
+
+class Patches(nn.Module):
+    """Takes images of one size, as a vision transformer does."""
+
+    def __init__(self, num_classes: int, image_size: int = 32, in_chans: int = 3) -> None:
+        super().__init__()
+        self.image_size = image_size
+        self.layers = nn.Sequential(nn.Conv2d(in_chans, 4, 4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(4, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        assert images.shape[-1] == self.image_size, f"expected {self.image_size} pixels"
+        return self.head(self.layers(images))
+
+
+class Rgb(nn.Module):
+    """Has three channels written into it, and notes what it was given."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(4, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.seen.append(images)
+        return self.head(self.layers(images))
+
+
+class Shy(nn.Module):
+    """Fails on the meta device alone."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.is_meta:
+            raise RuntimeError("no kernel of mine")
+        return self.head(images.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "data", "info", "says"),
+    [
+        ("Patches", {"image_size": 8}, DIGITS, GREY, "Set model.in_chans=1"),
+        ("Patches", {}, FOLDER, IMAGES, "Set model.image_size=8 or data.image_size=32"),
+        ("Patches", {}, DIGITS, IMAGES, "Set model.image_size=8"),
+        ("Rgb", {}, DIGITS, GREY, "It takes images of 3 x 8 x 8, and the data gives 1 x 8 x 8"),
+    ],
+)
+def test_the_remedy_was_tried(
+    name: str, keywords: dict[str, int], data: Target, info: DataInfo, says: str
+) -> None:
+    target = Target(f"{HERE}.{name}", keywords)
+    assert looks_unfit(target.build(num_classes=10), info)
+    assert remedy(target, data, info) == says
+
+
+def test_a_look_leaves_the_model_and_the_generator_as_they_were() -> None:
+    model, state = Rgb(10), torch.get_rng_state()
+    assert not looks_unfit(model, IMAGES)
+    assert not model.seen
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not looks_unfit(model, replace(IMAGES, kind="text"))
+
+
+def test_a_run_is_refused_with_the_key_that_mends_it(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("model=custom", f"model._target_={HERE}.Patches", "model.image_size=8", "steps=1", "run.dir=a")
+    assert train(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"ptfast: error[C017]: model._target_={HERE}.Patches (command line): forward raises"
+    )
+    assert line.endswith("given a Tensor of float32 (2, 1, 8, 8). Set model.in_chans=1.")
+    assert not Path("a").exists()
+    assert train(*words, "model.in_chans=1") == 0
+    assert train("model=custom", f"model._target_={HERE}.Shy", "steps=1", "run.dir=b") == 0
+    # One of ptfast's own is not looked at beforehand.
+    assert train("model=resnet20", "model.in_channels=3", "steps=1", "run.dir=c") == 2
+    assert capsys.readouterr().err.endswith("Set model.in_channels=1.\n")
