@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptfast import tasks
 from ptfast.config.files import paths
 from ptfast.core.errors import ConfigError, MachineError, cannot_write
 from ptfast.core.protocols import TASKS
@@ -93,7 +92,7 @@ def copy_recipe(name: str, file: Path) -> str:
 
 def _task(name: str, path: str) -> Entry:
     """A built-in task with the first line of its module, which is not imported: that loads torch."""
-    file = Path(tasks.__file__).with_name(f"{path.split('.')[-2]}.py")
+    file = Path(__file__).parents[2] / "tasks" / f"{path.split('.')[-2]}.py"
     text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
     return Entry(name, file, (text.partition("\n")[0].removesuffix("."),))
 
