@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib
 import logging
 import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ptfast.cli.flags import CONFIG_DIR, Command, read_flags, search_in
 from ptfast.cli.help_text import WIDTH, help_text
@@ -26,10 +29,18 @@ from ptfast.core.errors import (
     render,
 )
 
+IMPORT_TORCH = ("train", "eval", "predict", "pack", "eject")
+"""Commands that take seconds to start, as those do that measure."""
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; whatever goes wrong is printed, as one line."""
-    words = list(arguments)
+    code = _run(list(arguments))
+    _flush(sys.stdout, sys.stderr)
+    return code
+
+
+def _run(words: list[str]) -> int:
     show_traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]
     try:
@@ -41,8 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         _print_error("ptfast: interrupted", traceback.format_exc() if show_traceback else "")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left (`ptfast recipes | head`); keep Python from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has left (`ptfast recipes | head`).
         return EXIT_OK
     except ReportedError as error:
         _print_error(str(error), error.details if show_traceback else "")
@@ -95,6 +105,8 @@ def _dispatch(words: list[str]) -> int:
         if world() is not None or told_of_nodes():
             hint = "Start it without torchrun; parallel=ddp launches the ranks"
             raise ConfigError("C014", "every rank would measure by itself", key=name, suggestion=hint)
+    if (command.alone or name in IMPORT_TORCH) and not {"--cfg", "--info"} & set(flags):
+        _say_starting()
     return command.run(flags, others)
 
 
@@ -162,17 +174,20 @@ def _read_config(arguments: list[str], file: Path | None = None) -> Any:
     from ptfast.config.checks.rules import unused_keys
     from ptfast.config.read import load_config, read_config
     from ptfast.core.distributed import told_of_nodes, world
+    from ptfast.report.terminal.display import say
 
     composed, config = load_config(file, arguments) if file else read_config(arguments)
+    if file:
+        composed = dataclasses.replace(composed, arguments=["--config", str(file), *arguments])
     if world(meets=True) is None and (config.parallel.nnodes > 1 or told_of_nodes()):
         # The first of all ranks says it.
         return composed, config
     for warning in [*composed.warnings, *unused_keys(config, composed.place)]:
-        print(f"ptfast: warning: {warning}", file=sys.stderr)
+        say(f"ptfast: warning: {warning}", sys.stderr)
     chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
     default = config.data.target.path.endswith(".Digits") and config.model.target.path.endswith(".Mlp")
     if default and not composed.recipe and COMMAND_LINE not in map(composed.places.get, chosen) and not file:
-        print("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
+        say("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
     return composed, config
 
 
@@ -216,48 +231,30 @@ def _launch(flags: dict[str, Any], arguments: list[str]) -> int:
 
 def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.config.editors.help import recipes
+    from ptfast.report.terminal.display import say
 
     for entry in recipes():
         summary = textwrap.fill(entry.summary, WIDTH, initial_indent="    ", subsequent_indent="    ")
-        print(f"{entry.name}\n{summary}\n    {entry.command}\n")
+        print(f"{entry.name}\n{summary}")
+        say(f"    {entry.command}\n")
     print("ptfast copy NAME FILE writes one to edit.")
     return EXIT_OK
 
 
-def _find(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.measuring.find_command import find
+def _measured(name: str) -> Callable[[dict[str, Any], list[str]], int]:
+    """The function of a command in `measuring/`, which is imported as the command runs."""
 
-    return find(flags, arguments, _read_config)
+    def run(flags: dict[str, Any], arguments: list[str]) -> int:
+        module = importlib.import_module(f"ptfast.cli.measuring.{name}_command")
+        return getattr(module, name)(flags, arguments, _read_config)
 
-
-def _tune(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.measuring.tune_command import tune
-
-    return tune(flags, arguments, _read_config)
-
-
-def _audit(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.measuring.audit_command import audit
-
-    return audit(flags, arguments, _read_config)
+    return run
 
 
 def _race(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.cli.measuring.race_command import race
 
     return race(flags, arguments)
-
-
-def _eject(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.measuring.eject_command import eject
-
-    return eject(flags, arguments, _read_config)
-
-
-def _ablate(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.measuring.ablate_command import ablate
-
-    return ablate(flags, arguments, _read_config)
 
 
 def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -374,7 +371,7 @@ COMMANDS: dict[str, Command] = {
     "find": Command(
         "lr|batch|workers [+recipe=NAME] [key=value ...]",
         "measure the best learning rate, batch size or loader",
-        _find,
+        _measured("find"),
         dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
         | {"--noise": False, "--checkpointing": False},
         alone=True,
@@ -382,22 +379,22 @@ COMMANDS: dict[str, Command] = {
     "ablate": Command(
         "[+recipe=NAME] [key=value ...]",
         "measure what each technique is worth here; write the best recipe",
-        _ablate,
+        _measured("ablate"),
         {"--budget": True, "--only": True, "--compile": False, "--claims": False, "--out": True},
         alone=True,
     ),
     "tune": Command(
         "[+recipe=NAME] [key=value ...]",
         "find the fastest settings for this machine; write them as a recipe",
-        _tune,
+        _measured("tune"),
         {"--budget": True, "--compile": False, "--batch": False, "--write": True, "--out": True},
         alone=True,
     ),
     "audit": Command(
         "[+recipe=NAME] [key=value ...]",
         "find what costs speed in the model, data, loop and machine",
-        _audit,
-        {"--budget": True, "--fix": True, "--strict": False},
+        _measured("audit"),
+        {"--budget": True, "--fix": True, "--strict": False, "--out": True},
         alone=True,
     ),
     "race": Command(
@@ -410,7 +407,7 @@ COMMANDS: dict[str, Command] = {
     "eject": Command(
         "[+recipe=NAME] [key=value ...] --out FILE",
         "write a run as one PyTorch script without ptfast",
-        _eject,
+        _measured("eject"),
         {"--out": True},
     ),
     "recipes": Command("", "list the recipes and what each reaches", _recipes, {}, 0),
@@ -426,8 +423,31 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+def _say_starting() -> None:
+    """Tell a terminal what goes on in the seconds in which there is nothing else to see."""
+    from ptfast.report.terminal.display import is_terminal
+
+    if is_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
+        print("reading the config, importing torch ...", file=sys.stderr, flush=True)
+
+
 def _print_error(line: str, details: str) -> None:
-    sys.stdout.flush()
-    if details:
-        print(details, file=sys.stderr)
-    print(line, file=sys.stderr)
+    _flush(sys.stdout)
+    from ptfast.report.terminal.display import say
+
+    with contextlib.suppress(BrokenPipeError):
+        if details:
+            print(details, file=sys.stderr)
+        say(line, sys.stderr)
+
+
+def _flush(*streams: TextIO | None) -> None:
+    """Write what streams hold back; one whose reader has left writes nowhere from now on.
+
+    Python would complain of what is left in it at exit.
+    """
+    for stream in filter(None, streams):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

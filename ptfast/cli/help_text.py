@@ -65,6 +65,51 @@ FLAG_HELP = {
     "--traceback": "show where an error comes from",
 }
 """Meaning of each flag."""
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "train": (
+        "train +recipe=resnet_digits",
+        "train +recipe=resnet_cifar precision=amp optimizer=lamb optimizer.lr=0.01",
+        "train -m +recipe=resnet_digits optimizer.lr=0.01,0.1 seed=0,1",
+        "train +recipe=resnet_digits --cfg job",
+        "train +recipe=resnet_digits --dry-run",
+    ),
+    "launch": ("launch slurm +recipe=resnet_cifar --nodes 2 --print",),
+    "eval": ("eval RUN", "eval RUN/saved/best --split test"),
+    "predict": ("predict RUN pictures/ --out found.jsonl", "predict RUN --prompt 'ROMEO:'"),
+    "compare": ("compare RUN RUN --metric val.accuracy --out both.html",),
+    "pack": ("pack images/ packed/ --size 256", "pack --verify packed/"),
+    "find": (
+        "find lr +recipe=resnet_digits",
+        "find batch +recipe=resnet_cifar --write mine.yaml",
+        "find workers +recipe=resnet_cifar --seconds 3",
+    ),
+    "ablate": (
+        "ablate +recipe=resnet_cifar --budget 10m",
+        "ablate +recipe=resnet_cifar --only 'fused optimizer step,channels last'",
+        "ablate --claims",
+    ),
+    "tune": ("tune +recipe=resnet_cifar --budget 5m --write tuned.yaml",),
+    "audit": ("audit +recipe=resnet_cifar --fix mended.yaml", "audit +recipe=resnet_cifar --strict"),
+    "race": (
+        "race +recipe=resnet_digits schedule=onecycle,constant --target accuracy:0.95",
+        "race +recipe=resnet_digits --arms 'optimizer=adamw; optimizer=lamb' --target loss:0.2",
+    ),
+    "eject": ("eject +recipe=resnet_digits --out train.py",),
+    "recipes": ("recipes",),
+    "techniques": ("techniques", "techniques precision", "techniques fused optimizer step"),
+}
+"""Command lines, without `ptfast`."""
+_FOLDER = "folder to write into; by default a new one under runs"
+OWN_FLAG_HELP = {
+    **{(name, "--out"): _FOLDER for name in ("find", "ablate", "tune", "audit", "race")},
+    ("compare", "--out"): "page (.html) or picture (.png) to write",
+    ("eject", "--out"): "script to write, such as train.py",
+    ("predict", "--out"): "file to write instead of the terminal",
+    ("audit", "--budget"): "time to measure for, 2m by default; 0 measures no prices",
+    ("ablate", "--budget"): "time to measure for, 10m by default",
+    ("tune", "--budget"): "time to measure for, 5m by default",
+}
+"""Meaning of flags that differ by command."""
 
 
 def help_text(commands: Mapping[str, Command], topic: str | None = None) -> str:
@@ -96,32 +141,31 @@ def _overview(commands: Mapping[str, Command]) -> str:
     groups = textwrap.fill(
         " ".join(sorted([*paths.groups(), "task"])), WIDTH, initial_indent="  ", subsequent_indent="  "
     )
-    rows = "\n".join(f"  {name:<12}{command.summary}" for name, command in commands.items())
+    main = {name: command for name, command in commands.items() if name in EXAMPLES}
+    rows = "\n".join(f"  {name:<12}{command.summary}" for name, command in main.items())
+    others = ", ".join(name for name in commands if name not in main)
     return f"""\
-ptfast {__version__}: train PyTorch models from YAML recipes,
-as fast as the machine allows
-
-Usage: ptfast COMMAND [key=value ...] [--flags]
-
-Commands (ptfast COMMAND --help shows arguments and flags):
-{rows}
-
-Config groups (ptfast --help GROUP shows options and keys):
-{groups}
-
-An option is chosen with group=option, a key is set with group.key=value:
+ptfast {__version__}: PyTorch training from YAML, as fast as this machine allows
   ptfast train +recipe=resnet_digits optimizer=adamw optimizer.lr=1e-3
 
-First steps:
-  ptfast recipes                        what there is to train
-  ptfast train +recipe=resnet_digits    train it
-  ptfast train --cfg job                print a config without training"""
+Commands; ptfast COMMAND --help shows arguments, flags and examples:
+{rows}
+  {"also":<12}{others}
+Config groups; ptfast --help GROUP shows options (GROUP=OPTION) and keys:
+{groups}"""
 
 
 def _of_command(name: str, command: Command) -> str:
-    lines = [f"Usage: ptfast {name} {command.usage}", "", command.summary, ""]
+    summary = f"{command.summary[0].upper()}{command.summary[1:]}."
+    lines = [f"Usage: ptfast {name} {command.usage}".rstrip(), "", summary]
+    if name in EXAMPLES:
+        lines += ["", "Examples:", *(f"  ptfast {example}" for example in EXAMPLES[name])]
+    lines += ["", "Flags:"]
     for flag, takes_value in {**command.flags, CONFIG_DIR: True, "--traceback": False}.items():
-        lines.append(f"  {flag + (' VALUE' if takes_value else ''):<19} {FLAG_HELP[flag]}")
+        text = OWN_FLAG_HELP.get((name, flag)) or FLAG_HELP[flag]
+        lines.append(_row(flag + " VALUE" * takes_value, text))
+    if "key=value" in command.usage:
+        lines += ["", "key=value sets a key of the config: ptfast --help lists its groups."]
     return "\n".join(lines)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptfast.cli.flags import read_number_of
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, cannot_write
+from ptfast.core.units import labelled
+from ptfast.report.terminal.display import is_terminal, say, standard_output
 
 if TYPE_CHECKING:
     from ptfast.config.schema import Config
@@ -56,7 +58,7 @@ def predict(
 
 
 def predict_files(config: Config, state_folder: Path, paths: list[str], out: str | None = None) -> int:
-    """Write one record per input: where it came from, and what the task predicts.
+    """Write one record per input: where it came from, and what the task predicts; in words on a terminal.
 
     Inputs are read as in training: the same size, statistics and vocabulary, which the state carries.
 
@@ -90,6 +92,9 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
             records = saved.task.predict(model, inputs)
             names = name if isinstance(name, list) else [name]
             for source, record in zip(names, records, strict=True):
+                if out is None and is_terminal(standard_output()):
+                    say(f"{source}: {_told(record)}")
+                    continue
                 lines.append(json.dumps({"input": source, **record}))
                 if out is None:
                     print(lines.pop(), flush=True)
@@ -154,3 +159,10 @@ def _write(text: str, out: str) -> None:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as error:
         raise cannot_write(error, "--out", out) from error
+
+
+def _told(record: Mapping[str, Any]) -> str:
+    """A prediction in words: the likeliest classes with their probabilities, or every entry by name."""
+    if isinstance(top := record.get("top"), dict):
+        return ", ".join(f"{name} {share:.1%}" for name, share in top.items())
+    return "  ".join(labelled(name, value) for name, value in record.items())

@@ -12,7 +12,7 @@ from ptfast.config.run_sections import Eval, Logger, RunOptions, Saving, Stop, S
 from ptfast.core.durations import Duration
 from ptfast.core.errors import is_secret
 from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
-from ptfast.core.sections.section import Count, Section
+from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.sections.targets import Target, plain
 from ptfast.data import Data
 from ptfast.data.loaders import Dataloader
@@ -80,8 +80,8 @@ class Config(Section):
     """Seed of everything random."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """`auto` takes a GPU where there is one."""
-    log_every: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(50, "steps")
-    """Interval at which figures are logged, such as `50steps`."""
+    log_every: OrAuto | Annotated[Duration, InUnit("steps"), POSITIVE] = "auto"
+    """Interval at which figures are logged, such as `50steps`; `auto` for a hundred times a run."""
     trust: list[str] = Field(default_factory=list)
     """Packages that import paths in a file from elsewhere may name."""
     tuned_for: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -124,6 +125,30 @@ def peak_memory_bytes(device_type: str) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def held_memory_bytes(device_type: str) -> int:
+    """Memory that is taken now: by torch on the GPU, or by this process on the host (0 where nobody says)."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.memory_reserved()
+    return _kilobytes(os.getpid(), "status", "VmRSS:")
+
+
+def processor_time_s() -> float:
+    """Processor seconds so far of this process and of its children, such as loader workers."""
+    children = [child.pid for child in multiprocessing.active_children() if child.pid]
+    return time.process_time() + sum(map(processor_time_of, children))
+
+
+def processor_time_of(pid: int) -> float:
+    """Processor seconds of another process; 0 where it has ended or the system does not say."""
+    try:
+        fields = (ROOT / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _kilobytes(pid: int, name: str, row: str) -> int:

@@ -27,6 +27,7 @@ CONFIG = "config.yaml"
 RESOLVED = "resolved.json"
 ENVIRONMENT = "environment.json"
 WANDB = "wandb.json"
+EXAMPLES = "examples.json"
 FAILURE = ".failure.json"
 
 

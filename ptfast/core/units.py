@@ -15,7 +15,7 @@ NUMBER = re.compile(
 )
 """Pattern of numbers in a table: with a unit, or a stand-in for one that is missing."""
 
-FRACTIONS = ("accuracy", "precision", "recall", "f1")
+FRACTIONS = ("accuracy", "precision", "recall", "f1", "use")
 """Figures between 0 and 1 that read best as a percentage, alone or as the last word of a longer name."""
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits", "error", "mae", "mse", "rmse", "bytes", "s", "padding")

@@ -29,6 +29,7 @@ from ptfast.core.distributed import (
     gather_texts,
     told_of_nodes,
     under_torchrun,
+    world,
 )
 from ptfast.core.errors import (
     EXIT_INTERRUPTED,
@@ -181,7 +182,7 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
     # Only who holds the directory may remove it: two starts may have been given the same.
     with run_directory.hold(place.folder):
         try:
-            for name in (run_directory.FAILURE, run_directory.SUMMARY):
+            for name in (run_directory.FAILURE, run_directory.SUMMARY, run_directory.EXAMPLES):
                 (place.folder / name).unlink(missing_ok=True)
             if place.state_folder is None:
                 for name in (run_directory.RESOLVED, run_directory.WANDB):
@@ -189,7 +190,8 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
             for warning in freeze(composed, place.folder / run_directory.CONFIG):
                 print(f"ptfast: warning: {warning}", file=sys.stderr)
             remember(place.folder / run_directory.CONFIG)
-            command_line = ["ptfast", "train", *redact(composed.arguments)]
+            start = ["ptfast"] if world(meets=True) is None else ["torchrun", "...", "-m", "ptfast"]
+            command_line = [*start, "train", *redact(composed.arguments)]
             environment = run_directory.environment(command_line)
             run_directory.write_json(place.folder / run_directory.ENVIRONMENT, environment)
             yield

@@ -37,6 +37,7 @@ from ptfast.core.errors import (
 )
 from ptfast.core.run import Run
 from ptfast.core.units import num_bytes
+from ptfast.launch.resume import resume_command
 from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
 from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal.display import Display, build_display
@@ -44,6 +45,8 @@ from ptfast.training.stopping import Preempted, Signals, caught_signals
 
 SKIPPED_NAMES = 5
 """Files that could not be read and are named; the others are counted."""
+CUT_SHORT = ("paused", "preempted", "interrupted")
+"""How a run ends whose state is saved before its last step, to be resumed."""
 _nothing = contextlib.nullcontext()
 EXIT_CODES = {
     "finished": EXIT_OK,
@@ -156,6 +159,8 @@ class RankPart:
         compiling = run.compilation.booking(run.clock) if run.compilation is not None else _nothing
         with looking, compiling, naming_mismatch(self.config.checkpointing.mode):
             status = fit(run)
+        if self.ranks.is_first and status in ("finished", "stopped", "paused"):
+            _note_examples(run)
         return Outcome(status, EXIT_CODES[status])
 
     def ended_by(self, error: BaseException, signals: Signals) -> tuple[Outcome, BaseException | None]:
@@ -217,6 +222,8 @@ class RankPart:
         if light is not None:
             summary["speed_of_light"] = light
         summary |= {"recipe": self.config.recipe, "run_dir": str(self.folder)}
+        if outcome.status in CUT_SHORT and summary.get("steps"):
+            summary["resume"] = resume_command(self.folder)
         try:
             run_directory.write_json(self.folder / run_directory.SUMMARY, summary)
             if run is not None and run.progress.step:
@@ -267,6 +274,17 @@ def _note_environment(folder: Path, run: Run) -> None:
     path = folder / run_directory.ENVIRONMENT
     used = {"device": device_name(run), "threads": run.resolved.threads, "ranks": run.ranks.num_ranks}
     run_directory.write_json(path, run_directory.read_json(path) | used)
+
+
+def _note_examples(run: Run) -> None:
+    """Write what the model says of some samples, for the report."""
+    from ptfast.training.evaluation.examples import examples
+
+    run.clock.to("evaluation")
+    # The task of a user may predict nothing, or something else, and its data be no pairs.
+    with contextlib.suppress(Exception):
+        if found := examples(run):
+            run_directory.write_json(run.folder / run_directory.EXAMPLES, found)
 
 
 def _open_loggers(folder: Path, extra: Any, step: int, display: Display) -> Any:
@@ -335,8 +353,9 @@ def leave(exit_code: int) -> NoReturn:
 
     On the interpreter's own way out, threads that gloo has left behind abort the process now and then.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
     os._exit(exit_code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,15 @@ def find_place(composed: Composed, config: Config) -> Place:
     if given and given.resolve() != source.resolve() and _holds_run(given):
         raise ConfigError("C011", "holds another run already", key="run.dir", value=given)
     return _continue(source, tree, config, state_folder, facts, given or source)
+
+
+def resume_command(folder: Path) -> str:
+    """The command line that resumes the run in `folder`, as it was started but for where and what from."""
+    words = run_directory.read_json(folder / run_directory.ENVIRONMENT).get("command_line", [])
+    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.resume", "run.dir")]
+    # The dots stand for the user's own options of torchrun.
+    quoted = [word if word == "..." else shlex.quote(word) for word in kept]
+    return " ".join([*quoted, "run.resume=auto", shlex.quote(f"run.dir={folder}")])
 
 
 def run_name(config: Config) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
+from ptfast.report.terminal.display import say
 
 
 def check_outputs(out: Path | None, write: Path | None) -> None:
@@ -40,4 +41,4 @@ def make_folder(config: Config, what: str, out: Path | None) -> Path:
 def write_recipe(file: Path, arguments: Sequence[str], found: dict[str, Any], comment: list[str]) -> None:
     """Write a recipe of the arguments with what was found, and show how to train with it."""
     called = write_overlay(file, arguments, found, comment)
-    print(f"wrote {file}; train with it: ptfast train +recipe={called}")
+    say(f"wrote {file}; train with it: ptfast train +recipe={called}")

@@ -20,8 +20,10 @@ Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 PLACE = ("step", "epoch", "split")
 """Keys of a record that say where it was taken; all others are figures."""
-RESOURCES = ("step_s", "peak_memory_bytes", "padding_share")
-"""Figures of what a run takes, which are logged and neither shown nor drawn."""
+USAGE = ("memory_bytes", "cpu_cores", "gpu_use")
+"""Figures of what a run keeps busy, drawn in its report."""
+RESOURCES = ("step_s", "peak_memory_bytes", "padding_share", *USAGE)
+"""Figures of what a run takes, which are logged and not shown while it trains."""
 
 
 @runtime_checkable

@@ -46,6 +46,9 @@ from ptfast.training.state import restore_training
 from ptfast.training.step_parts.seeding import build_seeder, seed_everything
 from ptfast.training.user_code import constructing
 
+CURVE_POINTS = 100
+"""Log lines of a run, where `log_every` is `auto`."""
+
 
 def build(
     config: Config,
@@ -225,7 +228,7 @@ def _settings(
         batch_size=config.batch_size,
         micro_batches=context.micro_batches,
         cadence=Cadence(
-            course.every("log_every", config.log_every),
+            course.every("log_every", config.log_every, times=CURVE_POINTS),
             course.every("eval.every", config.eval.every),
             course.every("saving.every", config.saving.every),
             switch_steps=freezing.switch_steps if freezing is not None else (),

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
@@ -42,15 +43,18 @@ class Course:
         with _naming(key, duration):
             return self.plan.steps(duration, self.total_steps)
 
-    def every(self, key: str, duration: Duration) -> Sequence[int]:
+    def every(self, key: str, duration: Duration | Literal["auto"], times: int = 10) -> Sequence[int]:
         """The steps at which something recurs that happens every `duration`, the value of `key`.
+
+        Args:
+            times: how often in a run where `duration` leaves it open.
 
         Raises:
             ConfigError: C011 for a unit that this data cannot be counted in.
         """
-        if self.plan.size is None and duration == Duration(1, "epochs"):
-            # The default, where there are no epochs: ten times a run.
-            duration = Duration(math.ceil(self.total_steps / 10), "steps")
+        # One epoch, the default, says nothing where there are none.
+        if duration == "auto" or (self.plan.size is None and duration == Duration(1, "epochs")):
+            duration = Duration(math.ceil(self.total_steps / times), "steps")
         with _naming(key, duration):
             return self.plan.every(duration, self.total_steps)
 

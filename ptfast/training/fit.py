@@ -146,13 +146,14 @@ def _train_stretch(
 
 
 def _report(run: Run, trainer: Trainer, stretch: Stretch, steps_of_process: int) -> None:
-    """Call back at the end of an epoch, note whether an evaluation is due, and log what is to be logged."""
+    """Call back at the end of an epoch, note if an evaluation is due, and log or show figures."""
     progress, cadence = run.progress, run.settings.cadence
     step, took_any = progress.step, stretch.steps > 0
     if took_any and step in cadence.epoch_steps:
         run.call_back("on_epoch", round(run.epoch))
     progress.evaluation_due = took_any and (step >= run.total_steps or step in cadence.eval_steps)
     if not progress.evaluation_due and not (took_any and step in cadence.log_steps):
+        trainer.window.show(stretch.loss)
         return
     trainer.window.log(stretch.loss)
     if run.compilation is not None and (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from ptfast.core.errors import EXIT_OK, ConfigError
 from ptfast.core.protocols import DataInfo, Task
 from ptfast.core.run import Resolved
 from ptfast.core.saved_state import read_state
+from ptfast.core.units import duration, listed
 from ptfast.data.build_data import Data, check_same_data, read_info
 from ptfast.data.loaders.side_stream import open_side_stream
-from ptfast.report.terminal.plain_display import Display as NoDisplay
+from ptfast.report.terminal.display import Display as NoDisplay
+from ptfast.report.terminal.display import is_terminal, standard_output, terminal_display
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.precision.number_formats import Precision
@@ -88,6 +91,8 @@ def evaluate_saved(
 ) -> int:
     """Evaluate a saved state on every split its data has besides `train`, or on one, and print the figures.
 
+    On a terminal they are a panel, elsewhere a JSON record a line.
+
     Args:
         other_data: whether the config names other data than the model was trained on. It is read by the
             vocabulary, the statistics and the classes of training.
@@ -113,8 +118,11 @@ def evaluate_saved(
     if split is not None and split not in loaders:
         hint = f"There are: {', '.join(loaders)}"
         raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
+    redraws, rows = is_terminal(standard_output()), []
+    display = terminal_display()
+    start_s = time.perf_counter()
     for name in [split] if split else loaders:
-        with naming_user_code(saved):
+        with naming_user_code(saved), display.status(f"evaluating {name}"):
             figures = evaluate(
                 saved.model,
                 task,
@@ -127,10 +135,16 @@ def evaluate_saved(
                 shift=config.eval.shift,
                 full_size=full_size(config.eval, data.info, saved.context.micro_batch_size),
             )
-        left_out = {"left_out": loaders[name].left_out} if loaders[name].left_out else {}
-        print(json.dumps({"step": saved.step, "split": name, **figures, **left_out}))
+        if left_out := loaders[name].left_out:
+            figures = figures | {"left_out": left_out}
+        rows.append((name, listed(figures)))
+        if not redraws:
+            print(json.dumps({"step": saved.step, "split": name, **figures}), flush=True)
     for loader in loaders.values():
         loader.close()
+    rows += [("time", duration(time.perf_counter() - start_s)), ("state", str(state_folder))]
+    title = f"{config.recipe or 'train'}: evaluated at step {saved.step:,}"
+    display.panel(title, rows)
     return EXIT_OK
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -82,12 +83,15 @@ def test_worker_processes_change_nothing(in_tmp: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
-def test_a_stopped_run_goes_on(in_tmp: Path, name: str, code: int) -> None:
+def test_a_stopped_run_goes_on(
+    in_tmp: Path, name: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(*BASE, "run.dir=whole") == 0
     arm(name)
     assert train(*BASE, "run.dir=stopped") == code
     assert list_states(Path("stopped/saved"))[0].name == "step-17"
-    assert train(*BASE, "run.dir=stopped") == 0
+    command = capsys.readouterr().out.splitlines()[-1].partition("saved at step 17; resume with: ptfast ")[2]
+    assert command_line.run(shlex.split(command)) == 0
     assert_same_run(Path("whole"), Path("stopped"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -234,16 +235,21 @@ def test_a_formula_is_measured_beside_its_kernel(tmp_path: Path, defect: str) ->
 
 
 def test_overrides_are_measured_and_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def priced(findings: list[Finding], *others: Any) -> None:
+    def priced(findings: list[Finding], *others: Any) -> dict[str, Any]:
         findings[:] = [replace(found, price=Price(0.002, 0.001, 0.003, "faster")) for found in findings]
+        return {"budget_s": 120.0}
 
     monkeypatch.setattr(audit_run, "price_by_override", priced)
-    file = tmp_path / "mended.yaml"
+    file = in_tmp / "mended.yaml"
     words = ["batching=none", *NET, *POINTS, "batch_size=16", "dataloader=plain"]
     words = [*{word.partition("=")[0]: word for word in [*words, *RAGGED]}.values()]
-    assert command_line.run(["audit", *words, f"--fix={file}", "--strict"]) == 8
+    assert command_line.run(["audit", *words, f"--fix={file}", "--strict", "--out=figures"]) == 8
+    receipt = json.loads(Path("figures/measure.json").read_text())
+    assert receipt["budget_s"] == 120
+    prices_of = {found["check"]: found["price"] for found in receipt["findings"]}
+    assert prices_of["padding"]["verdict"] == "faster"
     shown = capsys.readouterr().out
     assert "padding" in shown
     assert "2 ms a step [1 to 3]" in shown
@@ -262,7 +268,7 @@ def test_an_interrupted_audit_shows_what_was_found(
 
 
 def test_a_model_that_cannot_be_traced_is_audited_without(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command_line.run(["audit", *NET, *POINTS, *PLAIN, "model.defect=untraced", "--budget=0"]) == 0
     assert "could not be traced: RuntimeError: not under a mode" in capsys.readouterr().out

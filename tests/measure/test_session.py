@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ptfast.core.errors import ConfigError
+from ptfast.core.machine import processor_time_of
 from ptfast.measure.trials import system_load
 from ptfast.measure.trials.comparison import Arm, Comparison
 from ptfast.measure.trials.session import Session
@@ -178,6 +179,6 @@ def test_idle_processes_rest(tmp_path: Path) -> None:
         session.pool.prepare(BASE)
         session.pool.train(BASE, 5)
         process = session.pool.alive[BASE]._process
-        before = system_load._process_time(process.pid)
+        before = processor_time_of(process.pid)
         subprocess.run(["sleep", "1"], check=True)
-        assert system_load._process_time(process.pid) - before < 0.1
+        assert processor_time_of(process.pid) - before < 0.1

@@ -128,7 +128,7 @@ def test_what_is_no_faster_measured_again_is_not_written(
 
 def test_a_short_budget_names_what_it_did_not_reach(tuned: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tuned(40.0)
-    assert "not reached: give a longer --budget" in capsys.readouterr().out
+    assert "not reached, give a longer --budget: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

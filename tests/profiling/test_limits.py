@@ -259,7 +259,7 @@ def test_the_bound_is_what_takes_the_largest_part() -> None:
     assert situation(work=replace(small, calls=50_000)).step.bound == "overhead"
 
 
-def test_a_long_run_measures_and_a_short_one_says_that_it_does_not(
+def test_a_long_run_measures_and_a_short_one_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PTFAST_CACHE", str(tmp_path))
@@ -268,10 +268,7 @@ def test_a_long_run_measures_and_a_short_one_says_that_it_does_not(
     config = read_config(SMALL)[1]
     measured: list[Any] = []
     monkeypatch.setattr(closing, "measured_peaks", lambda *args: measured.append(args) or PEAKS)
-    told = closing.speed_of_light(run, config, may_measure=True)
-    assert told is not None
-    assert told.keys() == {"line"}
-    assert "10 s" in told["line"]
+    assert closing.speed_of_light(run, config, may_measure=True) is None
 
     for name in ("forward", "backward"):
         run.clock.seconds[name] += 10.0

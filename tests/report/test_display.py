@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ptfast.core import units
-from ptfast.report.terminal.display import Display, PlainDisplay, build_display, table
+from ptfast.report.terminal.display import Display, PlainDisplay, build_display, say, table
 from ptfast.report.terminal.live_display import LiveDisplay
 
 FIGURES = {"loss": 0.231, "lr": 3.2e-3, "samples_per_s": 3412.4}
@@ -136,8 +136,8 @@ def test_the_closing_summary_names_what_was_reached_and_where_it_lies() -> None:
         assert part in text
     assert "test" not in text
     assert "resume" not in text
-    display.finish({**SUMMARY, "status": "interrupted"})
-    assert "  resume    the same command with run.resume=auto\n" in stream.getvalue()
+    display.finish({**SUMMARY, "status": "interrupted", "resume": "ptfast train run.resume=auto"})
+    assert stream.getvalue().endswith("saved at step 1,300; resume with: ptfast train run.resume=auto\n")
 
 
 def test_a_run_too_short_to_tell_shows_no_throughput() -> None:
@@ -259,6 +259,26 @@ def test_brackets_in_values_are_no_markup_and_no_color_is_respected(monkeypatch:
     assert "[red]3[/red]" in stream.getvalue()
     assert "debug=anomaly is on" in stream.getvalue()
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", stream.getvalue())
+
+
+class Terminal(io.StringIO):
+    """A terminal that somebody reads later."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_a_terminal_shows_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    say(f"  + {'fused ' * 9}/a/path/that/is/longer/than/the/terminal\nend", stream)
+    lines = stream.getvalue().splitlines()
+    assert lines[1].startswith("    fused")
+    assert lines[-2:] == ["    /a/path/that/is/longer/than/the/terminal", "end"]
+    assert all(len(line) < 40 for line in lines[:-2])
+    table(["setting", "95 %"], [["word " * 12, "0.9"]], stream=stream)
+    assert "95 %" in stream.getvalue()
 
 
 def test_tables_align_numbers_to_the_right() -> None:

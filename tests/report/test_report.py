@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ptfast.core.errors import MachineError
+from ptfast.report.html.run_files import training_times
 from ptfast.report.html.run_report import headline, write_report
-from ptfast.report.html.svg_charts import MAX_POINTS, Series, line_chart, stacked_bar, thin
+from ptfast.report.html.svg_charts import MAX_POINTS, SCRIPT_FILE, Series, line_chart, stacked_bar, thin
 
 
 def write_run(run_dir: Path, **summary: Any) -> None:
@@ -22,6 +23,7 @@ def write_run(run_dir: Path, **summary: Any) -> None:
     for step in range(10, 1001, 10):
         figures = {"loss": 2 * math.exp(-step / 200) + 0.01, "lr": 0.1 - step / 1e4}
         figures |= {"samples_per_s": 3400.0, "step_s": 0.02, "peak_memory_bytes": 2**30, "padding_share": 0.1}
+        figures |= {"memory_bytes": 2**29, "cpu_cores": 1.5}
         records.append({"step": step, "epoch": step / 100, "split": "train", **figures})
         if step % 100 == 0:
             records.append(
@@ -42,6 +44,15 @@ def write_run(run_dir: Path, **summary: Any) -> None:
     (run_dir / "summary.json").write_text(json.dumps({**facts, **summary}))
     (run_dir / "config.yaml").write_text("recipe: resnet_digits\nmodel: '<script>alert(1)</script>'\n")
     (run_dir / "environment.json").write_text(json.dumps({"torch": "2.9", "command_line": ["a", "<b>"]}))
+
+
+def write_examples(run_dir: Path, image: str, name: str) -> None:
+    sample = {"target": name, "prediction": "dog", "probability": 0.9}
+    samples = [sample | {"image": image}, sample | {"image": "data:image/png;base64,AAAA"}]
+    mistaken = [{"class": "dog", "samples": 3}]
+    classes = [{"class": name, "samples": 12, "hits": 9, "mistaken": mistaken}]
+    facts = {"split": "val", "num_samples": 12, "samples": samples, "classes": classes}
+    (run_dir / "examples.json").write_text(json.dumps(facts))
 
 
 def read(run_dir: Path) -> str:
@@ -70,13 +81,16 @@ def test_the_page_holds_figures_curves_budget_config_and_environment(tmp_path: P
     # In the order of a run, whatever is largest.
     assert re.findall(r'<i class="[^"]+"></i>([^<]+)<', text)[-3:] == ["start-up", "forward", "backward"]
     titles = re.findall(r"<figcaption><b>(.*?)</b>", text)
-    assert titles == ["loss, log scale", "accuracy", "learning rate", "throughput (samples/s)"]
+    assert titles[:4] == ["loss, log scale", "accuracy", "learning rate", "throughput (samples/s)"]
+    assert titles[4:] == ["memory", "processor cores busy"]
 
 
-def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_runs_no_words_of_the_run(tmp_path: Path) -> None:
     write_run(tmp_path / "run", error="<img src=x onerror=alert(1)>", recipe="<i>name</i>")
-    text = read(tmp_path / "run")
-    assert not re.search(r"<(script|link|img|iframe)|https?://|url\(|@import|<i>name", text)
+    write_examples(tmp_path / "run", "javascript:alert(1)", "<b>cat</b>")
+    text = read(tmp_path / "run").replace(f"<script>\n{SCRIPT_FILE.read_text()}</script>", "")
+    assert not re.search(r"<(script|link|iframe)|<img(?! alt=\"\" src=\"data:image/)", text)
+    assert not re.search(r"https?://|url\(|@import|<i>name|<b>cat|javascript:", text)
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "&lt;img src=x" in text
 
@@ -91,12 +105,27 @@ def test_a_missing_or_damaged_file_leaves_out_its_part_only(tmp_path: Path, miss
         if missing in (path.name, "all"):
             path.unlink()
     text = read(run_dir)
-    assert ("<figure>" in text) == (missing not in ("metrics.jsonl", "all"))
+    assert ("<figure" in text) == (missing not in ("metrics.jsonl", "all"))
     assert ("Where the time went" in text) == (missing not in ("summary.json", "all"))
     assert ("resnet_digits" in text) == (missing != "all")
     for path in run_dir.iterdir():
         path.write_bytes(b"\xff{[")
     assert "unfinished" in read(run_dir)
+
+
+def test_predictions_stand_in_the_page_by_sample_and_by_class(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_examples(tmp_path, "data:image/png;base64,AAAA", "cat")
+    text = read(tmp_path)
+    assert text.count('<img alt="" src="data:image/png;base64,AAAA"><div><b>cat</b>') == 2
+    for part in ("predicted dog (90%)", "12 samples of val", "75.0%", "dog (3)"):
+        assert part in text
+
+
+def test_the_time_axis_counts_steps_that_were_not_timed_as_the_others() -> None:
+    records = [{"split": "train", "step": step} for step in (1, 11, 21)]
+    records[1]["step_s"], records[2]["step_s"] = 0.5, 1.5
+    assert training_times(records) == {0: 0.0, 1: 1.0, 11: 6.0, 21: 21.0}
 
 
 def test_values_that_are_not_finite_are_left_out_of_curves(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ptfast.training.build import build
 
 WITH_TESTS = {"PYTHONPATH": os.pathsep.join(IMPORT_PATHS)}
 """Environment of a command that imports classes from the tests."""
-FREE = ("samples_per_s", "step_s", "peak_memory_bytes")
+FREE = ("samples_per_s", "step_s", "peak_memory_bytes", "memory_bytes", "cpu_cores", "gpu_use")
 """Figures that no two runs share."""
 
 

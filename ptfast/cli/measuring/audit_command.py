@@ -29,4 +29,5 @@ def audit(flags: dict[str, Any], arguments: list[str], read_config: Callable[[li
             budget_s=budget_s,
             strict="--strict" in flags,
             fix=Path(flags["--fix"]).expanduser() if "--fix" in flags else None,
+            out=Path(flags["--out"]).expanduser() if "--out" in flags else None,
         )

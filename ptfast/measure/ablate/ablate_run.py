@@ -24,7 +24,7 @@ from ptfast.measure.ablate.waterfall import draw
 from ptfast.measure.found import check_outputs, label, write_recipe
 from ptfast.measure.trials.comparison import Comparison
 from ptfast.measure.trials.session import RECEIPT, Session
-from ptfast.report.terminal.display import is_terminal, standard_output
+from ptfast.report.terminal.display import is_terminal, say, standard_output
 
 BEST, PICTURE = "best.yaml", "ablate.png"
 
@@ -66,13 +66,13 @@ def ablate(
                 live(f"{what}: round {rounds}, {ratio(comparison)}  {clock(session.left_s)} left")
 
             session.on_round = on_round
-            print(f"measuring for {duration(budget_s)}; a run starts first, and is compared with itself")
+            say(f"measuring for {duration(budget_s)}; a run starts first, and is compared with itself")
             session.calibrate(PLAIN)
             live("")
-            print("\n".join(session.describe_floor()))
+            say("\n".join(session.describe_floor()))
             meets = session.pool.warm[PLAIN]["meets"]
             techniques, left_out = choose(meets, ThisMachine(), only=only, compiles=compiles)
-            print(f"techniques to measure: {len(techniques)}")
+            say(f"techniques to measure: {len(techniques)}")
 
             def on_done(heading: str, comparison: Comparison) -> None:
                 live("")
@@ -83,7 +83,7 @@ def ablate(
                 ablation.run()
             except KeyboardInterrupt:
                 live("")
-                print("interrupted: this is what was found by then")
+                say("interrupted: this is what was found by then")
                 code = EXIT_INTERRUPTED
         show(ablation, left_out)
         _write(ablation, folder, arguments, config, left_out, interrupted=code != EXIT_OK)
@@ -94,7 +94,7 @@ def _note(heading: str, comparison: Comparison, left_s: float) -> None:
     """A line on a comparison that was made."""
     found = comparison.why or f"{ratio(comparison)} [{bounds(comparison)}] {comparison.verdict}"
     rounds = f", {len(comparison.rounds)} rounds" if comparison.rounds else ""
-    print(f"  {heading:<40} {found}{rounds}  {clock(left_s)} left", flush=True)
+    say(f"  {heading:<40} {found}{rounds}  {clock(left_s)} left")
 
 
 def _write(
@@ -119,7 +119,7 @@ def _write(
     }
     command = ["ptfast", "ablate", *arguments, "--budget", f"{session.budget_s:g}s"]
     session.write_receipt(folder / RECEIPT, command, **facts)
-    print(f"\nfigures: {folder}")
+    say(f"\nfigures: {folder}")
     if ablation.stack:
         draw(folder / PICTURE, ablation, f"{name}: what each technique adds")
     elif best == PLAIN:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Iterator, Mapping
 
 from ptfast.config.catalogue import Technique
@@ -11,7 +9,7 @@ from ptfast.core.errors import name_some
 from ptfast.core.units import num_bytes
 from ptfast.measure.ablate.ablation import NOT_REACHED, Ablation
 from ptfast.measure.trials.comparison import Comparison
-from ptfast.report.terminal.display import is_terminal, standard_output, table
+from ptfast.report.terminal.display import say, standard_output, table
 
 HEADERS = ("technique", "class", "alone", "95 %", "verdict", "stack", "memory", "loss")
 PER_STEP = ("reduced", "training")
@@ -22,13 +20,11 @@ def show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
     """Print the techniques by worth, what was not measured, and the stack with what it came to."""
     measured = [t for t in ablation.techniques if t.name in ablation.added]
     rows = [_row(technique, ablation) for technique in sorted(measured, key=lambda t: _worth(t, ablation))]
-    print()
+    say()
     if rows:
         table(HEADERS, rows, stream=standard_output())
-    columns = shutil.get_terminal_size().columns
-    wraps = is_terminal(standard_output())
     for line in [*_remarks(ablation), *_unmeasured(ablation, left_out), "", *_stack(ablation)]:
-        print(textwrap.fill(line, columns - 1, subsequent_indent="  ") if wraps else line)
+        say(line)
 
 
 def verdict(comparison: Comparison, technique: Technique) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ptfast.measure.audit.finding import Finding
-from ptfast.report.terminal.display import is_terminal, standard_output
+from ptfast.report.terminal.display import is_terminal, say, standard_output
 
 
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
@@ -24,11 +24,9 @@ def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
         if group:
             (_table if is_terminal(stream) else _lines)(title, group)
     for note in notes:
-        print(note)
+        say(note)
     open_count = sum(not finding.handled for finding in findings)
-    print(
-        f"{open_count} finding{'s' * (open_count != 1)}" if open_count else "nothing found that costs speed"
-    )
+    say(f"{open_count} finding{'s' * (open_count != 1)}" if open_count else "nothing found that costs speed")
 
 
 def price(finding: Finding) -> str:
@@ -52,7 +50,7 @@ def _lines(title: str, findings: Sequence[Finding]) -> None:
     for finding in findings:
         parts = [finding.area, finding.check, finding.what, f"at {finding.where}", price(finding)]
         handled = "handled" if finding.handled else ""
-        print("; ".join(filter(None, [*parts, f"fix: {fix(finding)}", handled])))
+        say("; ".join(filter(None, [*parts, f"fix: {fix(finding)}", handled])))
 
 
 def _table(title: str, findings: Sequence[Finding]) -> None:
@@ -61,14 +59,13 @@ def _table(title: str, findings: Sequence[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    priced = any(finding.price is not None for finding in findings)
     look = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
     ruled = Table(title=f"{len(findings)} {title}", title_style="bold", **look)  # type: ignore[arg-type]
     ruled.add_column("area")
-    if priced:
-        ruled.add_column("price", justify="right")
     ruled.add_column("finding, place, fix", overflow="fold")
     for finding in findings:
-        text = Text.assemble((finding.what, "bold"), "\n", (finding.where, "cyan"), "\n", fix(finding))
-        ruled.add_row(finding.area, *([price(finding)] if priced else []), text)
+        cost = price(finding)
+        costs = (f"{cost}: " if cost else "", "yellow")
+        text = Text.assemble(costs, (finding.what, "bold"), "\n", (finding.where, "cyan"), "\n", fix(finding))
+        ruled.add_row(finding.area, text)
     Console(highlight=False, markup=False, emoji=False).print(ruled)

@@ -6,21 +6,24 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from ptfast.config.files.frozen import redact
 from ptfast.config.files.overlay import check_overlay, write_overlay
 from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
+from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from ptfast.core.machine import is_memory_error
-from ptfast.core.units import duration
 from ptfast.launch.rank_main import out_of_memory
 from ptfast.measure.audit import data_checks, loop_checks, machine_checks, model_checks
 from ptfast.measure.audit.audit_report import show
 from ptfast.measure.audit.examined import Examined, examining
 from ptfast.measure.audit.finding import Finding
-from ptfast.measure.audit.prices import price_by_override, price_here
-from ptfast.measure.found import label
-from ptfast.report.terminal.display import Display, build_display
+from ptfast.measure.audit.prices import OnTrial, price_by_override, price_here
+from ptfast.measure.found import check_outputs, label, make_folder
+from ptfast.measure.trials.session import RECEIPT
+from ptfast.report.terminal.display import Display, build_display, say
 
 Check = Callable[[Examined], Iterator[Finding]]
 FIX = "--fix"
@@ -40,6 +43,7 @@ def audit(
     budget_s: float,
     strict: bool,
     fix: Path | None,
+    out: Path | None = None,
 ) -> int:
     """Train for some steps, print what costs speed in them, and write a recipe with what overrides mend.
 
@@ -48,6 +52,7 @@ def audit(
         budget_s: for measuring what findings cost; 0 measures none.
         strict: return 8 where something is found that the run does not mend itself.
         fix: file of the recipe.
+        out: folder of the receipt; None for a new one under `run.root`.
 
     Returns:
         0 or 8; 130 where Ctrl-C has ended it, with what was found by then.
@@ -55,9 +60,11 @@ def audit(
     Raises:
         PtfastError: whatever would stop the run in its first steps.
     """
+    check_outputs(out, None)
     if fix is not None:
         check_overlay(fix, FIX)
     display, result = build_display(), Audit()
+    flags = [f"--budget={budget_s:g}s" if budget_s else "--budget=0", *["--strict"] * strict]
     try:
         with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
             folder = Path(name)
@@ -67,11 +74,14 @@ def audit(
         if result.findings:
             show(result.findings, [*result.notes, "interrupted: this is what was found so far"])
         else:
-            print("interrupted before anything was found")
+            say("interrupted before anything was found")
         return EXIT_INTERRUPTED
     finally:
         display.close()
     show(result.findings, result.notes)
+    folder = make_folder(config, "audit", out)
+    run_directory.write_json(folder / RECEIPT, result.receipt(["ptfast", "audit", *arguments, *flags]))
+    say(f"figures: {folder}")
     if fix is not None:
         _write_fix(fix, config, arguments, result.findings)
     return EXIT_FINDINGS if strict and any(not finding.handled for finding in result.findings) else EXIT_OK
@@ -83,6 +93,14 @@ class Audit:
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    trials: dict[str, Any] = field(default_factory=dict)
+    """Receipt of the session that measured overrides."""
+
+    def receipt(self, command: Sequence[str]) -> dict[str, Any]:
+        """What was found and measured, where, and how it is repeated, as plain values."""
+        facts = {"command": redact(command), "environment": run_directory.environment(redact(command))}
+        found = [finding.receipt() for finding in self.findings]
+        return {**facts, **self.trials, "notes": self.notes, "findings": found}
 
     def examine(self, config: Config, folder: Path, display: Display, budget_s: float) -> None:
         """Run all checks on some steps of the run of `config`, and measure what they found in this process.
@@ -98,8 +116,7 @@ class Audit:
                 if examined.untraced:
                     self.notes.append(f"operators could not be traced: {examined.untraced}")
                 if budget_s:
-                    with display.status("measuring what findings cost"):
-                        price_here(self.findings, budget_s, examined.device_type)
+                    price_here(self.findings, budget_s, examined.device_type, _showing(display))
         except Exception as error:
             if not is_memory_error(error):
                 raise
@@ -112,12 +129,16 @@ class Audit:
         if not budget_s or not any(finding.overrides and not finding.handled for finding in self.findings):
             return
         try:
-            with display.status(f"measuring what overrides gain, for up to {duration(budget_s)}"):
-                price_by_override(self.findings, arguments, budget_s, folder)
+            on_trial = _showing(display)
+            self.trials = price_by_override(self.findings, arguments, budget_s, folder, on_trial)
         except ConfigError as error:
             if error.key != "--budget":
                 raise
             self.notes.append(f"overrides were not measured: {error}")
+
+
+def _showing(display: Display) -> OnTrial:
+    return lambda what, left_s: display.status(f"measuring {what}", left_s)
 
 
 def run_checks(examined: Examined, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
@@ -139,11 +160,11 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
     kept = [finding for finding in mending if finding.kind in ("exact", "reordered") and finding.gains]
     left = [finding for finding in mending if finding not in kept]
     if not kept:
-        print(f"{file} is not written: no override keeps the result and mends a finding")
+        say(f"{file} is not written: no override keeps the result and mends a finding")
         return
     words = [word for finding in kept for word in finding.overrides]
     comment = [f"What ptfast audit mends in {label(config)}"]
     comment += [f"{finding.check}: {' '.join(finding.overrides)}" for finding in kept]
     comment += [f"left out ({finding.kind}): {' '.join(finding.overrides)}" for finding in left]
     called = write_overlay(file, merge(arguments, words), {}, comment, FIX)
-    print(f"wrote {file}; train with it: ptfast train +recipe={called}")
+    say(f"wrote {file}; train with it: ptfast train +recipe={called}")

@@ -6,7 +6,7 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,11 @@ class Finding:
     area: str = ""
     check: str = ""
     """Name of the check that found it."""
+
+    def receipt(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trial"}
+        return facts | {"price": self.price and asdict(self.price)}
 
     @property
     def gains(self) -> bool:

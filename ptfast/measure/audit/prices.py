@@ -6,8 +6,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +25,17 @@ SHARE = 0.2
 MOST_ROUNDS = 20
 
 
-def price_here(findings: list[Finding], budget_s: float, device_type: str) -> None:
+OnTrial = Callable[[str, float], AbstractContextManager[None]]
+"""Called with the name of what is measured next and the seconds that are left at most; open while it is."""
+
+
+def _silent(what: str, left_s: float) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def price_here(
+    findings: list[Finding], budget_s: float, device_type: str, on_trial: OnTrial = _silent
+) -> None:
     """Measure in this process what findings with a trial cost, and put the prices into `findings`.
 
     Both sides of a trial have the same process with its memory and threads, so that no A/A run is needed.
@@ -31,15 +43,20 @@ def price_here(findings: list[Finding], budget_s: float, device_type: str) -> No
     tried = [number for number, finding in enumerate(findings) if finding.trial is not None]
     seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
     results: list[tuple[Effect | None, float]] = []
-    for number in tried:
-        results.append(_measure(findings[number].trial, seconds, device_type))
+    for position, number in enumerate(tried):
+        with on_trial(findings[number].check, seconds * (len(tried) - position)):
+            results.append(_measure(findings[number].trial, seconds, device_type))
         _put(findings, tried, results, judge([effect for effect, _ in results]))
 
 
 def price_by_override(
-    findings: list[Finding], arguments: Sequence[str], budget_s: float, folder: Path
-) -> None:
-    """Measure in other processes what overrides gain, and put the prices into `findings`.
+    findings: list[Finding],
+    arguments: Sequence[str],
+    budget_s: float,
+    folder: Path,
+    on_trial: OnTrial = _silent,
+) -> dict[str, Any]:
+    """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt.
 
     Raises:
         ConfigError: C005 for a budget that is too small for that.
@@ -48,12 +65,15 @@ def price_by_override(
     tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
     base = Arm("as it is")
     with Session(arguments, budget_s=budget_s, folder=folder) as session:
-        session.calibrate(base)
+        with on_trial("the noise", session.left_s):
+            session.calibrate(base)
         for position, number in enumerate(tried):
             other = Arm(findings[number].check, findings[number].overrides)
-            session.compare(base, other, seconds=session.left_s / (len(tried) - position))
+            with on_trial(" ".join(other.overrides), session.left_s):
+                session.compare(base, other, seconds=session.left_s / (len(tried) - position))
             results = [(each.effect, _step_s(each)) for each in session.comparisons]
             _put(findings, tried, results, [each.verdict for each in session.comparisons])
+        return session.receipt()
 
 
 def _step_s(comparison: Comparison) -> float:

@@ -16,6 +16,7 @@ from ptfast.measure.batch.batch_table import limit_of, show_searches
 from ptfast.measure.batch.noise_forecast import NUM_STEPS, forecast_noise
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
 from ptfast.measure.trials.memory_guard import LESS_MEMORY
+from ptfast.report.terminal.display import say
 
 SMALLEST, LARGEST = 8, 65_536
 ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
@@ -67,7 +68,7 @@ def find_batch(
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         search = BatchSearch(composed, config, Path(name), seconds)
         first = multiple(smallest or SMALLEST, search.parts)
-        print(f"measuring batches of {first} samples and more, {seconds:g} s each")
+        say(f"measuring batches of {first} samples and more, {seconds:g} s each")
         search.ascend(first, largest or LARGEST)
         if search.refused and not search.seen and search.too_large is None:
             size, what = next(iter(search.refused.items()))
@@ -96,7 +97,7 @@ def find_batch(
         facts["noise"] = asdict(forecast)
         if (advised := forecast.advise(search)) is not None:
             facts["chosen"], lr_ratio = advised
-    print(f"figures: {write_figures(config, 'batch', out, facts)}")
+    say(f"figures: {write_figures(config, 'batch', out, facts)}")
     if write is not None:
         _write(write, arguments, search, facts["chosen"], lr_ratio)
     return EXIT_OK
@@ -130,11 +131,11 @@ def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[B
             search.composed, search.config, search.folder / mode, search.seconds, checkpointing=mode
         )
         tried.folder.mkdir()
-        print(f"with checkpointing={mode}:")
+        say(f"with checkpointing={mode}:")
         try:
             tried.ascend(start, largest)
         except ReportedError as error:
-            print(f"left out: {error}")
+            say(f"left out: {error}")
             if not found:
                 return []
             continue

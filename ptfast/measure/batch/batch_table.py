@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ptfast.core.machine import memory_limit
 from ptfast.core.units import num_bytes
 from ptfast.measure.batch.batch_search import BatchSearch
-from ptfast.report.terminal.display import standard_output, table
+from ptfast.report.terminal.display import say, standard_output, table
 
 
 def show_searches(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> None:
@@ -16,16 +16,16 @@ def show_searches(searches: Sequence[BatchSearch], best: BatchSearch, chosen: in
     most = best.median(chosen)
     several = len(searches) > 1
     for search in searches:
-        print(f"\ncheckpointing={search.mode}" if several else "")
+        say(f"\ncheckpointing={search.mode}" if several else "")
         if search.seen:
             _show_sizes(search, chosen if search is best else None, most)
         if search.too_large is not None:
             spare = " with room to spare" if search.too_large.get("rehearsed") else ""
-            print(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search)}")
+            say(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search)}")
     mode = f" checkpointing={best.mode}" if several else ""
-    print(f"\nbest: batch_size={chosen}{mode} at {most:,.0f} samples/s")
+    say(f"\nbest: batch_size={chosen}{mode} at {most:,.0f} samples/s")
     if chosen == max(best.seen) and best.too_large is None and not best.refused:
-        print("the largest that was tried: --to goes further")
+        say("the largest that was tried: --to goes further")
 
 
 def _show_sizes(search: BatchSearch, chosen: int | None, most: float) -> None:

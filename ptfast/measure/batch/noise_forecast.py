@@ -12,7 +12,7 @@ from ptfast.measure.batch.batch_search import BatchSearch
 from ptfast.measure.batch.critical_batch import Critical, estimate
 from ptfast.measure.batch.gradient_noise import PARTS
 from ptfast.measure.trials.search import TIE
-from ptfast.report.terminal.display import standard_output, table
+from ptfast.report.terminal.display import say, standard_output, table
 
 NUM_STEPS = 200
 POINTS = 5
@@ -97,7 +97,7 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     # Two samples in the least of micro-batches: of one, BatchNorm can tell nothing.
     batch_size = max(search.config.batch_size // parts, 2) * parts
     forecast = NoiseForecast(batch_size)
-    print(f"\ngradient noise: {num_steps} steps of {batch_size} samples in {parts} micro-batches", flush=True)
+    say(f"\ngradient noise: {num_steps} steps of {batch_size} samples in {parts} micro-batches")
 
     def show(result: dict[str, Any]) -> None:
         if "loss" in result:
@@ -131,28 +131,28 @@ def _take(forecast: NoiseForecast, result: dict[str, Any]) -> None:
 def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> None:
     stream = standard_output()
     if ended is not None:
-        print(f"the training for it ended early: {ended}")
+        say(f"the training for it ended early: {ended}")
     if forecast.points:
         rows = [
             ["{:,} to {:,}".format(*point["steps"]), f"{point['loss']:.4g}", _scale(point["scale"])]
             for point in forecast.points
         ]
-        print()
+        say()
         table(["steps", "loss", "noise scale"], rows, stream=stream)
     critical = forecast.critical
     if critical is None:
-        print(f"{forecast.num_steps} steps are too few to tell the gradient noise from chance")
+        say(f"{forecast.num_steps} steps are too few to tell the gradient noise from chance")
         return
     if critical.batch is None:
-        print("the noise swamps the true gradient, whose length cannot be told from nothing in these steps")
+        say("the noise swamps the true gradient, whose length cannot be told from nothing in these steps")
         least = f"above about {grouped(critical.at_least)} samples" if critical.at_least else "large"
-        print(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
+        say(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
         return
     of_all = f"the first {forecast.num_steps:,} of {forecast.total_steps:,} steps"
-    print(f"critical batch: {_scale(critical)} samples over {of_all}")
+    say(f"critical batch: {_scale(critical)} samples over {of_all}")
     rows = forecast.rows(search)
     advised = forecast.advise(search)
-    print(f"\npredicted, to the loss of {forecast.loss:.4g}:")
+    say(f"\npredicted, to the loss of {forecast.loss:.4g}:")
     cells = [
         [
             f"{row['size']:,}" + (" *" if advised and row["size"] == advised[0] else ""),
@@ -164,7 +164,7 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
         for row in rows
     ]
     table(["batch", "steps", "spread", "samples", "time"], cells, stream=stream)
-    print(_advice(forecast, search, rows, advised))
+    say(_advice(forecast, search, rows, advised))
 
 
 def _advice(

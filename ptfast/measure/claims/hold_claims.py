@@ -12,12 +12,11 @@ from ptfast.config.files.overlay import check_out
 from ptfast.config.overrides import merge
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_OK
-from ptfast.core.units import duration
 from ptfast.measure.claims.claim import CLAIMS, Claim, Finding, Words, judge
 from ptfast.measure.claims.claim_data import filled_in
 from ptfast.measure.trials.comparison import Arm, Comparison
 from ptfast.measure.trials.session import RECEIPT, Session
-from ptfast.report.terminal.display import build_display, table
+from ptfast.report.terminal.display import build_display, say, table
 
 COMMON: Words = ("preset=plain",)
 """What every trial begins with: the ways of a blog post before its tips."""
@@ -60,7 +59,7 @@ def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
                     run_directory.create_folder(folder)
                     command = ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"]
                     session.write_receipt(folder / RECEIPT, command, claims=[_facts(row) for row in rows])
-                    print(f"figures: {folder}")
+                    say(f"figures: {folder}")
     return EXIT_OK
 
 
@@ -80,10 +79,10 @@ def _measure(session: Session, scratch: Path, rows: list[Row]) -> None:
         without = Arm(" ".join(claim.without), tuple(merge([*data], claim.without)))
         with_it = Arm(" ".join(claim.with_it), tuple(merge([*data], claim.with_it)))
         if session.aa is None:
-            with display.status("measuring the noise"):
+            with display.status("measuring the noise", session.left_s):
                 session.calibrate(without)
-            print("\n".join(session.describe_floor()))
-        with display.status(f"{claim.technique} ({num_left} to go, {duration(session.left_s)} left)"):
+            say("\n".join(session.describe_floor()))
+        with display.status(f"{claim.technique} ({num_left} to go)", session.left_s):
             seconds = max(session.least_s, session.left_s / num_left)
             comparison = session.compare(without, with_it, seconds=seconds)
         session.pool.end(with_it)

@@ -21,7 +21,7 @@ from ptfast.core.run import Run
 from ptfast.core.sections.targets import Target, keywords, plain
 from ptfast.measure.eject.partial_source import Gathered
 from ptfast.measure.eject.script_constants import COMMENTS, PARTS, constants_of, data_part, refused
-from ptfast.report.terminal.display import build_display
+from ptfast.report.terminal.display import build_display, say
 from ptfast.training.build import build
 
 COVERED = (
@@ -66,7 +66,7 @@ def eject(config: Config, tree: dict[str, Any], command: str, out: Path) -> int:
 
         shutil.copyfile(Path(digits.__file__).with_name("digits.npz"), out.with_name("digits.npz"))
         copied = ", and digits.npz beside it"
-    print(f"wrote {out}, {len(text.splitlines()):,} lines{copied}; run it there with: python {out.name}")
+    say(f"wrote {out}, {len(text.splitlines()):,} lines{copied}; run it there with: python {out.name}")
     return EXIT_OK
 
 

@@ -15,9 +15,9 @@ from ptfast.core.units import duration, grouped, num_bytes
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
 from ptfast.measure.loader.loader_candidate import Loader, workers
 from ptfast.measure.loader.loader_search import NOTHING, RULE, LoaderSearch, named_loaders, search_loaders
-from ptfast.report.terminal.display import is_terminal, standard_output, table
+from ptfast.report.terminal.display import is_terminal, say, standard_output, table
 
-NARROW = 80
+NARROW = 100
 """Columns of a terminal below which the table says less."""
 
 
@@ -53,11 +53,11 @@ def find_workers(
     check_outputs(out, write)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         search = LoaderSearch(composed, config, Path(name), seconds)
-        print(f"measuring loaders beside the training, {seconds:g} s each")
+        say(f"measuring loaders beside the training, {seconds:g} s each")
         search_loaders(search, most)
     chosen = search.chosen()
     _show(search, chosen)
-    print(f"figures: {write_figures(config, 'workers', out, _figures(search, chosen))}")
+    say(f"figures: {write_figures(config, 'workers', out, _figures(search, chosen))}")
     if write is not None:
         _write(write, arguments, search, chosen)
     return EXIT_OK
@@ -96,14 +96,14 @@ def _show(search: LoaderSearch, chosen: Loader) -> None:
             row["on the GPU"] = num_bytes(trials[0]["gpu_bytes"])
         rows.append(row | {"": marks.get(loader, "")})
     headers = [name for name in rows[0] if not (narrow and name in ("workers", "spread", "of the best"))]
-    print()
+    say()
     table(headers, [[row.get(name, "") for name in headers] for row in rows], stream=stream)
     for loader, why in search.failed.items():
-        print(f"not measured: {search.label(loader)} ({why})")
+        say(f"not measured: {search.label(loader)} ({why})")
     for line in [*search.notes, *_remarks(search, chosen)]:
-        print(line)
+        say(line)
     settings = " ".join(f"{key}={_word(value)}" for key, value in _found(search.config, chosen).items())
-    print(f"\nchosen: {settings} at {search.median(chosen):,.0f} samples/s")
+    say(f"\nchosen: {settings} at {search.median(chosen):,.0f} samples/s")
 
 
 def _remarks(search: LoaderSearch, chosen: Loader) -> Iterator[str]:

@@ -21,7 +21,7 @@ from ptfast.measure.found import check_outputs, label, write_figures, write_reci
 from ptfast.measure.lr.lr_suggestion import LOSS_DIVERGED, first_trial, smooth, suggestions
 from ptfast.measure.trials.trial_process import measure_once
 from ptfast.measure.trials.trial_rank import TRIALS, TrialRank, read_lines
-from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
+from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
 from ptfast.report.terminal.text_chart import chart
 
 PICTURE = "lr.png"
@@ -161,13 +161,13 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
     rows.append(("as configured", f"{facts['lr']:.2g}", ""))
     table(["learning rate", name, f"loss after {facts['trial_steps']} steps"], rows, stream=stream)
     seen = f", {facts['epochs']:.2g} epochs" if facts["epochs"] else ""
-    print(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}", file=stream)
+    say(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}", stream)
     if facts["epochs"] and facts["epochs"] > 2:
-        print("each sample was seen more than twice: the true curve falls less at its end", file=stream)
+        say("each sample was seen more than twice: the true curve falls less at its end", stream)
     if is_terminal(stream):
-        print(f"picture and figures: {folder}", file=stream)
+        say(f"picture and figures: {folder}", stream)
     else:
-        print(f"folder {folder}", file=stream)
+        say(f"folder {folder}", stream)
 
 
 def _advice(facts: dict[str, Any]) -> str:

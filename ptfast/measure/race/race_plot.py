@@ -26,7 +26,9 @@ def draw(path: Path, names: Sequence[str], finishes: Sequence[Finish], title: st
             ends = [getattr(run, total) for run in runs]
             shares = [count / len(runs) for count in range(len(reached) + 1)] if runs else [0.0]
             xs = [0.0, *reached, max([*ends, *reached], default=0.0)]
-            axes.step(xs, [*shares, shares[-1]], where="post", color=f"C{arm}", lw=2, label=name)
+            # Where curves lie upon each other, those below stand out on both sides.
+            width = 2 + 2 * min(len(names) - 1 - arm, 4)
+            axes.step(xs, [*shares, shares[-1]], where="post", color=f"C{arm}", lw=width, label=name)
             missed = [getattr(run, total) for run in runs if getattr(run, figure) is None]
             axes.plot(missed, [shares[-1]] * len(missed), "|", color=f"C{arm}", markersize=12, mew=2)
         axes.set_xlabel(label)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from ptfast.core.errors import ConfigError
 from ptfast.core.units import better_mode
 from ptfast.measure.trials.verdicts import ALPHA, Effect, estimate
+from ptfast.report.html.run_files import training_times
 from ptfast.report.loggers import METRICS_FILE
 
 _RESAMPLES = 4000
@@ -82,14 +82,7 @@ def read_finish(folder: Path, target: Target, arm: int, seed: int, ended: str = 
         ConfigError: C005 where the run has evaluated, and there is no such figure.
     """
     lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
-    windows = [line for line in lines if line["split"] == "train"]
-    known_s = [line["step_s"] for line in windows if "step_s" in line]
-    # The first steps warm up and are not timed: they count as the others.
-    typical_s = statistics.median(known_s) if known_s else 0.0
-    train_s: dict[int, float] = {0: 0.0}
-    for before, line in zip([{"step": 0}, *windows], windows, strict=False):
-        steps = line["step"] - before["step"]
-        train_s[line["step"]] = train_s[before["step"]] + steps * line.get("step_s", typical_s)
+    train_s = training_times(lines)
     total_steps = max(train_s)
     reached: int | None = None
     best: float | None = None

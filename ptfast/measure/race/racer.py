@@ -32,7 +32,7 @@ from ptfast.measure.race.race_plot import draw
 from ptfast.measure.race.race_results import Finish, Lead, Target, lead, read_finish
 from ptfast.measure.trials.session import RECEIPT
 from ptfast.measure.trials.verdicts import judge
-from ptfast.report.terminal.display import is_terminal, standard_output, table
+from ptfast.report.terminal.display import is_terminal, say, standard_output, table, terminal_display
 
 PICTURE = "race.png"
 _WORDS = {"faster": "sooner", "slower": "later"}
@@ -50,6 +50,7 @@ class Race:
         self.arms, self.target, self.num_seeds, self.folder = list(arms), target, num_seeds, folder
         self.finishes: list[Finish] = []
         self._wall_s: dict[int, list[float]] = {}
+        self._display = terminal_display()
 
     def run(self) -> None:
         """Train, seed by seed, and say of each run how it ended.
@@ -61,7 +62,9 @@ class Race:
         for seed in range(self.num_seeds):
             for number, arm in enumerate(self.arms):
                 start_s = time.monotonic()
-                finish = self._train(number, arm, seed)
+                what = f"run {len(self.finishes) + 1} of {len(self.arms) * self.num_seeds}: {arm.name}"
+                with self._display.status(what, self._left_s() if self.finishes else None):
+                    finish = self._train(number, arm, seed)
                 self._wall_s.setdefault(number, []).append(time.monotonic() - start_s)
                 self.finishes.append(finish)
                 self._say(arm, finish)
@@ -109,13 +112,16 @@ class Race:
         else:
             best = "" if finish.best is None else f", best {finish.best:.4g}"
             how = f"{'diverged' if finish.ended == 'diverged' else 'missed it'}{best}"
+        eta = f"  eta {clock(self._left_s())}" if done < total else ""
+        say(f"{done}/{total}  seed {finish.seed}  {arm.name}: {how}{eta}")
+
+    def _left_s(self) -> float:
+        """Seconds that the runs to come will take, by those of the same arm, or of any."""
         known_s = [statistics.fmean(times) for times in self._wall_s.values()]
-        left_s = sum(
+        return sum(
             (self.num_seeds - len(self._wall_s.get(number, []))) * self._typical_s(number, known_s)
             for number in range(len(self.arms))
         )
-        eta = f"  eta {clock(left_s)}" if done < total else ""
-        print(f"{done}/{total}  seed {finish.seed}  {arm.name}: {how}{eta}", flush=True)
 
     def _typical_s(self, number: int, known_s: list[float]) -> float:
         return statistics.fmean(self._wall_s.get(number) or known_s)
@@ -148,7 +154,7 @@ def race(
         what, hint = "is not empty", "Choose a new one"
         raise MachineError("E001", what, key="--out", value=out, suggestion=hint)
     folder = make_folder(arms[0].config, "race", out)
-    print(f"{len(arms)} arms, {num_seeds} seeds, {len(arms) * num_seeds} runs to {target}, in {folder}")
+    say(f"{len(arms)} arms, {num_seeds} seeds, {len(arms) * num_seeds} runs to {target}, in {folder}")
     interrupted = False
     racing = Race(arms, target, num_seeds, folder)
     try:
@@ -174,7 +180,7 @@ def _tuned(arm: Arm, folder: Path) -> Arm:
         lines = folder.with_suffix(".log").read_text(errors="replace").splitlines()
         raise ReportedError(lines[-1] if lines else f"ptfast: find lr left with {code}", max(code, 1))
     lr = float(f"{found['chosen'] / found['lr_scale']:.3g}")
-    print(f"{arm.name}: learning rate {lr:g} by find lr", flush=True)
+    say(f"{arm.name}: learning rate {lr:g} by find lr")
     return arm.at_rate(lr)
 
 
@@ -201,7 +207,7 @@ def _ptfast(words: Sequence[str], log: Path) -> int:
 
 def _show(racing: Race, note: str) -> None:
     target, finishes = racing.target, racing.finishes
-    print()
+    say()
     by_time, by_steps = racing.leads("train_s"), racing.leads("steps")
     verdicts = judge([each.effect if each is not None else None for each in by_time])
     rows = []
@@ -223,16 +229,16 @@ def _show(racing: Race, note: str) -> None:
     if all(finish.steps is None for finish in finishes):
         bests = [finish.best for finish in finishes if finish.best is not None]
         best = max(bests) if target.better(1, 0) else min(bests) if bests else math.nan
-        print(f"no run reached {target}; best seen {best:.4g}")
-    print(f"by steps, by time: how many times sooner than {racing.arms[0].name}, with its 95 % interval")
+        say(f"no run reached {target}; best seen {best:.4g}")
+    say(f"by steps, by time: how many times sooner than {racing.arms[0].name}, with its 95 % interval")
     if (missed := sum(finish.steps is None for finish in finishes)) and missed < len(finishes):
-        print(f"{missed} of {len(finishes)} runs missed it and count as later than any that did not")
+        say(f"{missed} of {len(finishes)} runs missed it and count as later than any that did not")
     if diverged := sum(finish.ended == "diverged" for finish in finishes):
-        print(f"{diverged} of {len(finishes)} runs diverged")
+        say(f"{diverged} of {len(finishes)} runs diverged")
     if racing.num_seeds == 1:
-        print("one seed gives no interval: another may turn the order around; --seeds 5 says")
+        say("one seed gives no interval: another may turn the order around; --seeds 5 says")
     if note:
-        print(note)
+        say(note)
 
 
 def _ratio(found: Lead | None) -> str:
@@ -272,4 +278,4 @@ def _write(racing: Race, command: Sequence[str], tuned: bool) -> None:
 
 def _say_folder(folder: Path) -> None:
     stream = standard_output()
-    print(f"picture and figures: {folder}" if is_terminal(stream) else f"folder {folder}", file=stream)
+    say(f"picture and figures: {folder}" if is_terminal(stream) else f"folder {folder}", stream)

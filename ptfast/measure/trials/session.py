@@ -186,19 +186,18 @@ class Session:
         Args:
             facts: further entries.
         """
-        run_directory.write_json(
-            path,
-            {
-                "command": redact(command),
-                "environment": self._environment(),
-                "budget_s": self.budget_s,
-                "took_s": self._elapsed_s,
-                "stretch_s": self.stretch_s,
-                **facts,
-                "aa": self.aa and self.aa.receipt(),
-                "comparisons": [comparison.receipt() for comparison in self.comparisons],
-            },
-        )
+        run_directory.write_json(path, {"command": redact(command), **facts, **self.receipt()})
+
+    def receipt(self) -> dict[str, Any]:
+        """Raw figures, machine, versions and verdicts as plain values."""
+        return {
+            "environment": self._environment(),
+            "budget_s": self.budget_s,
+            "took_s": self._elapsed_s,
+            "stretch_s": self.stretch_s,
+            "aa": self.aa and self.aa.receipt(),
+            "comparisons": [comparison.receipt() for comparison in self.comparisons],
+        }
 
     def _raise_if_lost(self, arm: Arm) -> None:
         error = self.pool.lost.get(arm)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ptfast.core.machine import processor_time_of, processor_time_s
+
 ROOT = Path("/")
 """Root of the system's files."""
 OTHERS_CORES, STEAL_CORES, SLOWED = 0.1, 0.05, 0.9
@@ -37,10 +39,8 @@ class ProcessorTimes:
     @classmethod
     def read(cls) -> ProcessorTimes:
         """Read the clocks of this process, its children and its CPUs."""
-        children = [child.pid for child in multiprocessing.active_children() if child.pid]
         busy_s, steal_s = _machine_times()
-        own_s = time.process_time() + sum(map(_process_time, children))
-        return cls(time.perf_counter(), own_s, busy_s, steal_s)
+        return cls(time.perf_counter(), processor_time_s(), busy_s, steal_s)
 
     def until(self, later: ProcessorTimes, own_s: float) -> dict[str, Any]:
         """What a stretch up to `later` looks like from outside.
@@ -84,7 +84,7 @@ def wait_for_children(most_s: float = 1.0, look_s: float = 0.02) -> None:
     children = [child.pid for child in multiprocessing.active_children() if child.pid]
     end, before = time.perf_counter() + most_s, -1.0
     while children and time.perf_counter() < end:
-        now = sum(map(_process_time, children))
+        now = sum(map(processor_time_of, children))
         if now == before:
             return
         before = now
@@ -105,15 +105,6 @@ def _machine_times() -> tuple[float, float] | tuple[None, None]:
     steal = sum(row[_STEAL] for row in rows)
     busy = sum(map(sum, rows)) - steal - sum(row[field] for row in rows for field in _IDLE)
     return busy / tick, steal / tick
-
-
-def _process_time(pid: int) -> float:
-    """Processor seconds of another process; 0 where it has ended or the system does not say."""
-    try:
-        fields = (ROOT / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def _mhz() -> float | None:

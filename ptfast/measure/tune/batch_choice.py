@@ -17,7 +17,7 @@ from ptfast.measure.trials.arm_pool import OUT_OF_MEMORY
 from ptfast.measure.trials.comparison import Arm, Comparison
 from ptfast.measure.trials.session import Session
 from ptfast.measure.trials.verdicts import Effect
-from ptfast.report.terminal.display import table
+from ptfast.report.terminal.display import say, table
 
 FACTORS = (0.5, 2.0, 4.0)
 """Sizes that are tried, as multiples of the config's."""
@@ -64,7 +64,7 @@ def choose_batch(session: Session, arm: Arm, folder: Path) -> BatchChoice | None
         step_s = NOISE_STEP * session.pool.step_s[arm]
         num_steps = min(NUM_STEPS, int(NOISE_SHARE * session.left_s / step_s))
     if num_steps < 2 * LEAST_STEPS:
-        print(f"batch_size stays {own:,}: others were not reached, give a longer --budget")
+        say(f"batch_size stays {own:,}: others were not reached, give a longer --budget")
         return None
     # Its processes hold memory, and would have to be started anew to measure again.
     session.pool.close()
@@ -75,13 +75,13 @@ def choose_batch(session: Session, arm: Arm, folder: Path) -> BatchChoice | None
     rows = [
         [f"{size:,}", each.why or _cell(each.effect), _cell(gains.get(size))] for size, each in tried.items()
     ]
-    print()
+    say()
     table(["batch", f"samples/s, to those of {own:,}", "sooner at the same loss"], rows)
     best = max(gains, key=lambda size: gains[size].log_ratio, default=own)
     if best != own and gains[best].log_ratio > 0:
         effect = session.compare(arm, _with_size(arm, best), fresh=True).effect
         gain = _gains({best: effect} if effect else {}, critical, own).get(best)
-        print(f"batch_size={best} measured again: {_cell(effect)}, to the same loss {_cell(gain)}")
+        say(f"batch_size={best} measured again: {_cell(effect)}, to the same loss {_cell(gain)}")
         if any(OUT_OF_MEMORY in each.why for each in tried.values()):
             # What a trial scraped through with may be missing in a run.
             session.pool.close()
@@ -91,7 +91,7 @@ def choose_batch(session: Session, arm: Arm, folder: Path) -> BatchChoice | None
             values, comment = scaled_rate(config, best, lr_ratio)
             worth = f"batch_size={best}: {_cell(effect)} the samples a second, {_cell(gain)} to the same loss"
             return BatchChoice({"batch_size": best, **values}, [worth, *comment])
-    print(f"no other batch is clearly sooner at the same loss: batch_size stays {own:,}")
+    say(f"no other batch is clearly sooner at the same loss: batch_size stays {own:,}")
     return None
 
 

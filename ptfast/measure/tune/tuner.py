@@ -16,7 +16,6 @@ from ptfast.config.schema import Config
 from ptfast.core.devices import machine_name
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.run import Resolved
-from ptfast.core.units import duration
 from ptfast.measure.batch.batch_finder import check_batch_search
 from ptfast.measure.found import label, make_folder
 from ptfast.measure.trials.comparison import Arm, Comparison
@@ -24,7 +23,7 @@ from ptfast.measure.trials.session import RECEIPT, Session
 from ptfast.measure.trials.verdicts import Effect
 from ptfast.measure.tune.batch_choice import choose_batch
 from ptfast.measure.tune.dimensions import Words, dimensions
-from ptfast.report.terminal.display import build_display, table
+from ptfast.report.terminal.display import build_display, say, table
 
 SINGLES_SHARE, TOGETHER_SHARE = 0.6, 0.6
 """Parts of what is left of the budget: for settings one by one, and then for several together."""
@@ -91,9 +90,9 @@ def tune(
                 if search.session.comparisons:
                     folder = make_folder(config, "tune", out)
                     search.session.write_receipt(folder / RECEIPT, command)
-                    print(f"figures: {folder}")
+                    say(f"figures: {folder}")
     if faster is None and batch is None:
-        print("no recipe is written")
+        say("no recipe is written")
         return EXIT_OK
     machine = machine_name(config.device)
     comment = [f"{label(config)}, tuned for {machine}", *(search.lines(*faster) if faster else ())]
@@ -102,7 +101,7 @@ def tune(
         comment += batch.comment
         values |= batch.values
     called = write_overlay(write, merge(list(arguments), base.overrides), values, comment)
-    print(f"wrote {write}; train with it: ptfast train +recipe={called}")
+    say(f"wrote {write}; train with it: ptfast train +recipe={called}")
     return EXIT_OK
 
 
@@ -131,9 +130,9 @@ class Tuner:
     def run(self) -> tuple[Arm, Effect] | None:
         """The settings that are fastest, and their gain measured again; None where none is clear."""
         session = self.session
-        with self.display.status("measuring the noise"):
+        with self.display.status("measuring the noise", session.left_s):
             session.calibrate(self.start)
-        print("\n".join(session.describe_floor()))
+        say("\n".join(session.describe_floor()))
         self._reserve_s = BATCH_SHARE * session.left_s if self.batches else 0.0
         warm = session.pool.warm[self.start]
         resolved = Resolved(**warm["resolved"])
@@ -145,7 +144,7 @@ class Tuner:
         contenders = self._halve(_together(promising)) if len(promising) > 1 else []
         self.show()
         if not promising:
-            print("nothing that was tried is faster")
+            say("nothing that was tried is faster")
             return None
         return self._confirmed(max([*contenders, *promising], key=self.gain))
 
@@ -169,8 +168,10 @@ class Tuner:
                 low, high = effect.interval()
                 speed, spread = f"{effect.ratio:.2f}x", f"{low:.2f}-{high:.2f}"
             rows.append([arm.name, speed, spread, comparison.why or comparison.verdict])
-        rows += [[arm.name, "", "", "not reached: give a longer --budget"] for arm in self.not_reached]
-        table(["setting", "speed-up", "95 %", "verdict"], rows)
+        if rows:
+            table(["setting", "speed-up", "95 %", "verdict"], rows)
+        if self.not_reached:
+            say(f"not reached, give a longer --budget: {', '.join(arm.name for arm in self.not_reached)}")
 
     def lines(self, winner: Arm, effect: Effect) -> list[str]:
         """What the winner is worth, and each of its settings by itself, for a comment."""
@@ -182,18 +183,16 @@ class Tuner:
 
     def _confirmed(self, winner: Arm) -> tuple[Arm, Effect] | None:
         """Measure the winner again, in new processes; returns it and its gain, None if that is not clear."""
-        with self.display.status(f"measuring {winner.name} again"):
+        with self.display.status(f"measuring {winner.name} again", self.session.left_s):
             seconds = self.session.left_s - self._reserve_s
             effect = self.session.compare(self.start, winner, seconds=seconds, fresh=True).effect
         if effect is None:
-            print(f"{winner.name} was not measured again: give a longer --budget")
+            say(f"{winner.name} was not measured again: give a longer --budget")
             return None
         low, high = effect.interval()
-        print(
-            f"promised {self.worth(winner):.2f}x, measured again {effect.ratio:.2f}x [{low:.2f}-{high:.2f}]"
-        )
+        say(f"promised {self.worth(winner):.2f}x, measured again {effect.ratio:.2f}x [{low:.2f}-{high:.2f}]")
         if low <= 1:
-            print("that is not clearly faster than the run as it is")
+            say("that is not clearly faster than the run as it is")
             return None
         return winner, effect
 
@@ -220,8 +219,8 @@ class Tuner:
             if self.session.left_s < end_s + self.session.least_s:
                 self.not_reached += [arm for arm in arms[number:] if arm not in self.measured]
                 return
-            left = duration(self.session.left_s)
-            with self.display.status(f"{arm.name} ({number + 1} of {len(arms)}, {left} left)"):
+            what = f"{arm.name} ({number + 1} of {len(arms)})"
+            with self.display.status(what, self.session.left_s):
                 if arm not in self.session.pool.alive:
                     self.session.prepare(self.start, *arms[number : number + AT_ONCE])
                 seconds = max(self.session.least_s, (self.session.left_s - end_s) / (len(arms) - number))

@@ -13,8 +13,9 @@ STYLE_FILE = Path(__file__).with_name("style.css")
 BADGES = {"finished": "good", "stopped": "good", "failed": "bad"}
 
 
-def page(title: str, body: str) -> str:
-    """A whole HTML document around `body`, which is HTML already."""
+def page(title: str, body: str, script: str = "") -> str:
+    """A whole HTML document around `body`, which is HTML already, and a script of ours."""
+    body += f"\n<script>\n{script}</script>" if script else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -22,12 +23,13 @@ def page(title: str, body: str) -> str:
     )
 
 
-def header(title: str, status: str | None, sub: str) -> str:
-    """The head of a page, with the run's status beside the title."""
+def header(title: str, status: str | None, *subs: str) -> str:
+    """The head of a page, with the run's status beside the title and lines below it."""
     badge = ""
     if status:
         badge = f'<span class="badge {BADGES.get(status, "fair")}">{escape(status)}</span>'
-    return f'<h1>{escape(title)}{badge}</h1><p class="sub">{escape(sub)}</p>'
+    lines = "<br>".join(escape(sub) for sub in subs if sub)
+    return f'<h1>{escape(title)}{badge}</h1><p class="sub">{lines}</p>'
 
 
 def tiles(figures: Sequence[tuple[str, str]]) -> str:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ptfast.core.run_directory import CONFIG, ENVIRONMENT, SUMMARY, read_json
-from ptfast.report.loggers import METRICS_FILE, PLACE, RESOURCES, Record, read_records
+from ptfast.core.run_directory import CONFIG, ENVIRONMENT, EXAMPLES, SUMMARY, read_json
+from ptfast.report.loggers import METRICS_FILE, PLACE, RESOURCES, USAGE, Record, read_records
 
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Content of one run's metrics.jsonl, summary.json, config.yaml and environment.json."""
+    """Content of one run's metrics.jsonl, summary.json, examples.json, config.yaml and environment.json."""
 
     run_dir: Path
     records: list[Record] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    examples: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
 
     @property
@@ -49,11 +53,19 @@ class RunFiles:
     @cached_property
     def curves(self) -> dict[str, dict[str, Points]]:
         """Points (step, value) by figure and split; what is not finite is left out."""
+        return self._points(lambda name: name not in (*PLACE, *RESOURCES))
+
+    @cached_property
+    def usage(self) -> dict[str, dict[str, Points]]:
+        """The same of what the run kept busy."""
+        return self._points(lambda name: name in USAGE)
+
+    def _points(self, wanted: Callable[[str], bool]) -> dict[str, dict[str, Points]]:
         curves: dict[str, dict[str, Points]] = {}
         for record in self.records:
             step, split = record.get("step"), str(record.get("split", "train"))
             for name, value in record.items():
-                if name not in (*PLACE, *RESOURCES) and is_finite(value) and is_finite(step):
+                if wanted(name) and is_finite(value) and is_finite(step):
                     curves.setdefault(name, {}).setdefault(split, []).append((step, value))
         for splits in curves.values():
             for points in splits.values():
@@ -65,6 +77,15 @@ class RunFiles:
         """The last step that was logged."""
         return max((step for record in self.records if is_finite(step := record.get("step"))), default=0)
 
+    @cached_property
+    def knots(self) -> list[tuple[float, float, float]]:
+        """(step, epoch, seconds of training) of the training records, by step."""
+        seconds = training_times(self.records)
+        epochs = {
+            record["step"]: record["epoch"] for record in self.records if is_finite(record.get("epoch"))
+        }
+        return [(step, epochs.get(step, 0.0), s) for step, s in sorted(seconds.items()) if step]
+
     def figures(self, split: str) -> dict[str, Any]:
         """Figures of `train`, `val`, `test` or `best`: the summary's, or else the last ones logged."""
         in_summary = self.summary.get(split)
@@ -74,6 +95,24 @@ class RunFiles:
         return {name: value for name, value in latest.items() if name not in (*PLACE, *RESOURCES)}
 
 
+def training_times(records: Sequence[Record]) -> dict[int, float]:
+    """Seconds of training up to each step that was logged, 0 among them, by the speed of each stretch.
+
+    Evaluations, saving and starting up are left out; the first steps, which warm up and are not timed, count
+    as the others.
+    """
+    windows = [
+        record for record in records if record.get("split") == "train" and is_finite(record.get("step"))
+    ]
+    known_s = [record["step_s"] for record in windows if is_finite(record.get("step_s"))]
+    typical_s = statistics.median(known_s) if known_s else 0.0
+    seconds: dict[int, float] = {0: 0.0}
+    for before, record in pairwise([{"step": 0}, *windows]):
+        step_s = record.get("step_s", typical_s)
+        seconds[record["step"]] = seconds[before["step"]] + (record["step"] - before["step"]) * step_s
+    return seconds
+
+
 def read_run(run_dir: Path) -> RunFiles:
     """Read what there is of a run."""
     return RunFiles(
@@ -81,6 +120,7 @@ def read_run(run_dir: Path) -> RunFiles:
         records=read_records(run_dir / METRICS_FILE),
         summary=read_json(run_dir / SUMMARY),
         environment=read_json(run_dir / ENVIRONMENT),
+        examples=read_json(run_dir / EXAMPLES),
         config_text=_read_text(run_dir / CONFIG),
     )
 

@@ -12,7 +12,7 @@ from ptfast.core.errors import cannot_write
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.html.html_page import facts, header, html_table, page, tiles
 from ptfast.report.html.run_files import RunFiles, is_finite, read_run
-from ptfast.report.html.svg_charts import Series, line_chart, stacked_bar
+from ptfast.report.html.svg_charts import SCRIPT_FILE, Series, curve_controls, line_chart, stacked_bar
 
 __all__ = ["chart_order", "headline", "write_report"]
 
@@ -35,6 +35,7 @@ CAUSE_COLORS = {
 }
 """The same in every report, so that two can be laid side by side."""
 SPLITS = ("train", "val", "test", "best")
+MOST_CLASSES, MOST_KNOTS = 20, 200
 
 
 def write_report(run_dir: Path) -> Path:
@@ -53,13 +54,27 @@ def write_report(run_dir: Path) -> Path:
 
 def _render(run: RunFiles) -> str:
     title = str(run.summary.get("recipe") or run.config.get("recipe") or run.name)
-    body = [header(title, run.status, str(run.run_dir.absolute())), _error(run), tiles(_key_figures(run))]
+    head = header(title, run.status, str(run.run_dir.absolute()), _versions(run))
+    body = [head, _error(run), tiles(_key_figures(run))]
     if table := _figure_table(run):
         body += ["<h2>Figures</h2>", table]
     if charts := _charts(run):
-        body += ["<h2>Curves</h2>", f'<div class="grid2">{charts}</div>']
-    body += [_time_budget(run), _speed_of_light(run), _settings(run)]
-    return page(f"{title} ({run.status})", "\n".join(filter(None, body)))
+        knots = run.knots[:: len(run.knots) // MOST_KNOTS + 1] + run.knots[-1:]
+        controls = curve_controls(run.last_step, knots)
+        body += ["<h2>Curves</h2>", controls, f'<div class="grid2">{charts}</div>']
+    body += [_examples(run), _time_budget(run), _speed_of_light(run), _settings(run)]
+    script = SCRIPT_FILE.read_text() if charts else ""
+    return page(f"{title} ({run.status})", "\n".join(filter(None, body)), script)
+
+
+def _versions(run: RunFiles) -> str:
+    """What the run was computed with, in a line."""
+    facts = run.environment
+    named = [f"{name} {facts[name]}" for name in ("ptfast", "torch", "python") if facts.get(name)]
+    named += [str(facts[name]) for name in ("device", "processor") if facts.get(name)]
+    named += [f"{facts[name]} {name}" for name in ("threads", "ranks") if facts.get(name, 1) > 1]
+    commit = [f"commit {str(facts['git_commit'])[:10]}"] if facts.get("git_commit") else []
+    return " · ".join([*named, *commit])
 
 
 def _error(run: RunFiles) -> str:
@@ -97,7 +112,7 @@ def headline(figures: Mapping[str, Any]) -> str | None:
 def _figure_table(run: RunFiles) -> str:
     """Figures of each split; steps where they were taken."""
     shown = {split: run.figures(split) for split in SPLITS if run.figures(split)}
-    hidden = ("step", "lr", "samples_per_s")
+    hidden = ("step", "lr", "samples_per_s", "grad_norm")
     names = list(dict.fromkeys(name for figures in shown.values() for name in figures if name not in hidden))
     if not names:
         return ""
@@ -111,20 +126,60 @@ def _figure_table(run: RunFiles) -> str:
 
 def chart_order(names: Sequence[str]) -> list[str]:
     """Loss first, then the task's figures, then how the training ran."""
-    last = {"lr": 1, "samples_per_s": 2}
+    last = {"grad_norm": 1, "lr": 2, "samples_per_s": 3}
     return sorted(names, key=lambda name: (name != "loss", last.get(name, 0)))
 
 
 def _charts(run: RunFiles) -> str:
     charts = []
     last_step = run.last_step
-    for name in chart_order(list(run.curves)):
-        splits = run.curves[name]
+    curves = {name: run.curves[name] for name in chart_order(list(run.curves))}
+    for name, splits in (curves | run.usage).items():
         # A test figure is one point at the end, and stands in the table.
         shown = [split for split in splits if split != "test" or len(splits[split]) > 1]
         colors = {"train": 0, "val": 1, "test": 2}
         charts.append(line_chart(name, [Series(s, splits[s], colors.get(s, 3)) for s in shown], last_step))
     return "".join(charts)
+
+
+def _examples(run: RunFiles) -> str:
+    """What the model says of some held-out samples, and class by class."""
+    facts = run.examples
+    classes, samples = facts.get("classes") or [], facts.get("samples") or []
+    body = []
+    if samples:
+        body += [f"<h2>Samples of {escape(str(facts['split']))}, mistakes first</h2>"]
+        body += [f'<div class="samples">{"".join(map(_sample, samples))}</div>']
+    if classes:
+        rows = [
+            [
+                str(row["class"]),
+                grouped(row["samples"]),
+                f"{row['hits'] / row['samples']:.1%}",
+                ", ".join(f"{each['class']} ({grouped(each['samples'])})" for each in row["mistaken"]),
+            ]
+            for row in classes[:MOST_CLASSES]
+        ]
+        more = f", the {MOST_CLASSES} least accurate of {grouped(len(classes))}"
+        what = f"{grouped(facts['num_samples'])} samples of {escape(str(facts['split']))}"
+        body.append(f"<h2>By class: {what}{more * (len(classes) > MOST_CLASSES)}</h2>")
+        body.append(html_table(["class", "samples", "accuracy", "taken for"], rows))
+    return "".join(body)
+
+
+def _sample(sample: dict[str, Any]) -> str:
+    """A sample with its target and its prediction."""
+    target, prediction = sample["target"], sample["prediction"]
+    is_figure = isinstance(prediction, float)
+    words = [f"{value:.4g}" if is_figure else str(value) for value in (target, prediction)]
+    sure = f" ({sample['probability']:.0%})" if "probability" in sample else ""
+    verdict = "" if is_figure else "hit" if target == prediction else "miss"
+    # What others have written into the file is no picture of ours.
+    image = str(sample.get("image", ""))
+    shown = f'<img alt="" src="{escape(image)}">' if image.startswith("data:image/") else ""
+    text = f"<q>{escape(str(sample['text']))}</q>" if "text" in sample else ""
+    told = f"<b>{escape(words[0])}</b><span>predicted {escape(words[1])}{sure}</span>"
+    return f'<div class="card sample {verdict}">{shown}{text}<div>{told}</div></div>'
 
 
 def _time_budget(run: RunFiles) -> str:

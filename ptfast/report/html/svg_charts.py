@@ -1,4 +1,4 @@
-"""Line charts and stacked bars as inline SVG that follows the page's colours; no library, no script."""
+"""Line charts and stacked bars as inline SVG that follows the page's colours."""
 
 from __future__ import annotations
 
@@ -6,16 +6,30 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
-from ptfast.core.units import figure, grouped, is_fraction, short_count
+from ptfast.core.units import figure, grouped, is_fraction, num_bytes, short_count
 
 Points = Sequence[tuple[float, float]]
 
+SCRIPT_FILE = Path(__file__).with_name("charts.js")
+"""Redraws curves as `curve_controls` say."""
 NUM_COLORS = 8
 WIDTH, HEIGHT = 560, 270
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 10, 40
 MAX_POINTS = 300
 MAX_MARKERS = 40
+TITLES = {
+    "lr": "learning rate",
+    "samples_per_s": "throughput (samples/s)",
+    "grad_norm": "gradient norm",
+    "memory_bytes": "memory",
+    "cpu_cores": "processor cores busy",
+    "gpu_use": "GPU use",
+}
+"""Figures that are called something else than their names."""
+FROM_ZERO = ("cpu_cores", "gpu_use")
+"""Figures whose axis begins at 0, as that of rates does."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +79,11 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
     ys = [y for s in thinned for _, y in s.points]
     x_axis = _step_axis(last_step)
     y_axis = _value_axis(name, ys)
-    shapes = [*_frame(x_axis, y_axis), *(_line(name, s, x_axis, y_axis) for s in thinned)]
+    shapes = [*_frame(y_axis), *_steps(x_axis), *(_line(name, s, x_axis, y_axis) for s in thinned)]
     title = escape((title or figure_title(name)) + (", log scale" if y_axis.is_log else ""))
     legend = "".join(f'<span class="key {s.css}"><i></i>{escape(s.name)}</span>' for s in thinned)
     return (
-        f"<figure><figcaption><b>{title}</b>{legend}</figcaption>"
+        f'<figure class="curve{" exact" * (name == "lr")}"><figcaption><b>{title}</b>{legend}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title} by step">'
         f"{''.join(shapes)}</svg></figure>"
     )
@@ -114,30 +128,56 @@ def is_logarithmic(name: str, low: float, high: float) -> bool:
 
 def figure_title(name: str) -> str:
     """A figure's name with its unit: `throughput (samples/s)`."""
-    if name == "lr":
-        return "learning rate"
-    if name == "samples_per_s":
-        return "throughput (samples/s)"
+    if name in TITLES:
+        return TITLES[name]
     return name.replace("_", " ")
 
 
-def _frame(x_axis: Axis, y_axis: Axis) -> list[str]:
-    bottom = HEIGHT - BOTTOM
+def curve_controls(last_step: float, knots: Sequence[tuple[float, float, float]]) -> str:
+    """Choice of the x axis and of smoothing for the curves of a page, for the script `SCRIPT_FILE`.
+
+    Without a script it stays hidden.
+
+    Args:
+        last_step: of the curves.
+        knots: (step, epoch, seconds of training), rising, between which the two are linear.
+    """
+    names = ["step", *["epoch"] * any(knot[1] for knot in knots), *["time"] * any(knot[2] for knot in knots)]
+    places = {"step": 0, "epoch": 1, "time": 2}
+    radios = "".join(
+        f'<label><input type="radio" name="axis" value="{places[name]}"{" checked" * (name == "step")}>'
+        f"{name}</label>"
+        for name in names
+    )
+    slider = '<label>smoothing <input type="range" name="smoothing" min="0" max="0.98" step="0.02" value="0">'
+    rows = ",".join(f"[{step:.0f},{epoch:.5g},{seconds:.5g}]" for step, epoch, seconds in knots)
+    box = f"[{LEFT},{WIDTH - RIGHT},{HEIGHT - BOTTOM}]"
+    facts = f'data-box="{box}" data-last="{last_step:.0f}" data-knots="[{rows}]"'
+    return f'<form id="controls" hidden {facts}>{radios}{slider}</label></form>'
+
+
+def _frame(y_axis: Axis) -> list[str]:
     shapes = []
     for tick in y_axis.ticks:
         y = _y(y_axis, tick)
         shapes.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         label = escape(y_axis.label(tick))
         shapes.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    return [*shapes, f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>']
+
+
+def _steps(x_axis: Axis) -> list[str]:
+    """Ticks and title of the x axis, in a group by themselves."""
+    bottom = HEIGHT - BOTTOM
+    shapes = []
     for tick in x_axis.ticks:
         x = _x(x_axis, tick)
         shapes.append(f'<path class="axis" d="M{x:.1f} {bottom}v4"/>')
         label = escape(x_axis.label(tick))
         shapes.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
-    shapes.append(f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     shapes.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
-    return shapes
+    return ['<g class="x">', *shapes, "</g>"]
 
 
 def _line(name: str, series: Series, x_axis: Axis, y_axis: Axis) -> str:
@@ -163,6 +203,12 @@ def _value_axis(name: str, values: Sequence[float]) -> Axis:
     low, high = min(values), max(values)
     if name.endswith("_per_s"):
         return _linear_axis(0.0, high, lambda _: short_count)
+    if name.endswith("_bytes"):
+        unit = 1024 ** int(math.log(max(high, 1), 1024))
+        axis = _linear_axis(0.0, high / unit, _plain_labels)
+        return Axis(0.0, axis.high * unit, [tick * unit for tick in axis.ticks], num_bytes)
+    if name in FROM_ZERO:
+        low = 0.0
     if is_fraction(name) and low >= 0 and high <= 1:
         axis = _linear_axis(low, high, lambda step: lambda v: f"{v:.{_decimals(step * 100)}%}")
         return Axis(

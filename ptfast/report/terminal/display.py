@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Container, Sequence
 from typing import Any, TextIO
 
@@ -12,7 +14,17 @@ from ptfast.core.errors import one_line
 from ptfast.core.units import are_numbers
 from ptfast.report.terminal.plain_display import Display, PlainDisplay
 
-__all__ = ["Display", "PlainDisplay", "build_display", "fits", "is_terminal", "standard_output", "table"]
+__all__ = [
+    "Display",
+    "PlainDisplay",
+    "build_display",
+    "fits",
+    "is_terminal",
+    "say",
+    "standard_output",
+    "table",
+    "terminal_display",
+]
 
 
 def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
@@ -25,6 +37,25 @@ def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
     from ptfast.report.terminal.live_display import LiveDisplay
 
     return LiveDisplay(stream)
+
+
+def terminal_display() -> Display:
+    """The display of a terminal; a silent one where output is no terminal, or JSON for a program."""
+    return build_display() if is_terminal(standard_output()) else Display()
+
+
+def say(text: str = "", stream: TextIO | None = None) -> None:
+    """Print lines at once; on a terminal each is broken between words, and goes on further to the right."""
+    stream = stream or standard_output()
+    if is_terminal(stream):
+        wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns - 1)
+        wrapper.break_long_words = wrapper.break_on_hyphens = False
+        lines = []
+        for line in text.split("\n"):
+            wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
+            lines.append(wrapper.fill(line))
+        text = "\n".join(lines)
+    print(text, file=stream, flush=True)
 
 
 def standard_output() -> TextIO:
@@ -127,7 +158,10 @@ def _least_width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def _longest_word(column: Sequence[str]) -> int:
-    return max((len(word) for cell in column for word in cell.split()), default=0)
+    """The longest of what stays in a line: words, numbers with their units, a short header such as `95 %`."""
+    header, *cells = column
+    words = [word for cell in cells for word in ([cell] if are_numbers([cell]) else cell.split())]
+    return max(map(len, [*words, *([header] if len(header) < 12 else header.split())]), default=0)
 
 
 def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[None]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ptfast.core.errors import one_line
-from ptfast.core.units import listed
+from ptfast.core.units import clock, listed
 from ptfast.report.terminal.plain_display import PlainDisplay, Rows, closing
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.live import Live
+    from rich.text import Text
 
 REDRAW_S = 0.5
 """Shortest time between two drawings of the live line; one costs about half a millisecond."""
@@ -24,6 +25,19 @@ MAX_WIDTH = 100
 """Panels grow no wider: lines longer than this are hard to follow."""
 
 STATUS_STYLES = {"finished": "green", "stopped": "green", "failed": "red"}
+
+
+class Countdown:
+    """A text with the time until `end_s` by the clock `now`, as it is whenever it is drawn."""
+
+    def __init__(self, text: str, end_s: float | None, now: Callable[[], float]) -> None:
+        self._text, self._end_s, self._now = text, end_s, now
+
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        eta = "" if self._end_s is None else f"  eta {clock(self._end_s - self._now())}"
+        return Text(self._text + eta)
 
 
 class LiveDisplay(PlainDisplay):
@@ -70,11 +84,10 @@ class LiveDisplay(PlainDisplay):
         self._show(box, width=width)
 
     @contextlib.contextmanager
-    def status(self, text: str) -> Iterator[None]:
-        from rich.text import Text
-
+    def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
         self.close()
-        with self._console.status(Text(one_line(text)), refresh_per_second=4):
+        end_s = None if left_s is None else self._now() + left_s
+        with self._console.status(Countdown(one_line(text), end_s, self._now), refresh_per_second=4):
             yield
 
     def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
@@ -108,6 +121,7 @@ class LiveDisplay(PlainDisplay):
         self.close()
         title, rows, loud = closing(summary)
         self.panel(title, rows, loud, style=STATUS_STYLES.get(str(summary.get("status")), "yellow"))
+        self._say_how_to_resume(summary)
 
     def close(self) -> None:
         live, self._live = self._live, None
@@ -165,11 +179,12 @@ class LiveDisplay(PlainDisplay):
                 line.append("  ").append(shown[name], style="bold" if name == "loss" else "")
         yield line
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, copied: bool = False) -> None:
         from rich.text import Text
 
-        self._show(Text(one_line(text)))
+        # What the terminal itself breaks is copied as one line.
+        self._show(Text(one_line(text)), soft_wrap=copied)
 
-    def _show(self, renderable: Any, width: int | None = None) -> None:
+    def _show(self, renderable: Any, **options: Any) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self._console.print(renderable, width=width)
+            self._console.print(renderable, **options)

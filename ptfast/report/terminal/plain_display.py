@@ -13,8 +13,6 @@ from ptfast.core.errors import one_line
 from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
 
 Rows = Sequence[tuple[str, str]]
-CUT_SHORT = ("paused", "preempted", "interrupted")
-"""How a run ends whose state is saved before its last step, to be resumed."""
 LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds", "next": "next switch"}
 """Rows of the closing summary on the machine's limits."""
 
@@ -28,8 +26,12 @@ class Display:
     def panel(self, title: str, rows: Rows, loud: Sequence[str] = ()) -> None:
         """Show what is switched on and what it resolved to; `loud` lines are warnings that stand out."""
 
-    def status(self, text: str) -> AbstractContextManager[None]:
-        """Show that something long is running for as long as the context is open."""
+    def status(self, text: str, left_s: float | None = None) -> AbstractContextManager[None]:
+        """Show that something long is running for as long as the context is open.
+
+        Args:
+            left_s: seconds that it and what follows will take at most, where that is known.
+        """
         return contextlib.nullcontext()
 
     def start(
@@ -85,8 +87,8 @@ class PlainDisplay(Display):
             self.warn(text)
 
     @contextlib.contextmanager
-    def status(self, text: str) -> Iterator[None]:
-        self._print(f"{text} ...")
+    def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
+        self._print(f"{text} ..." + ("" if left_s is None else f" eta {clock(left_s)}"))
         yield
 
     def start(
@@ -121,8 +123,14 @@ class PlainDisplay(Display):
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.close()
         self.panel(*closing(summary))
+        self._say_how_to_resume(summary)
 
-    def _print(self, text: str) -> None:
+    def _say_how_to_resume(self, summary: Mapping[str, Any]) -> None:
+        """The command that resumes a run that was cut short, on a line of its own for copying."""
+        if command := summary.get("resume"):
+            self._print(f"saved at step {summary['steps']:,}; resume with: {command}", copied=True)
+
+    def _print(self, text: str, *, copied: bool = False) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = one_line(text).encode(encoding, "replace").decode(encoding)
         # A reader that has gone (`| head`, a closed terminal) must not end the training.
@@ -206,8 +214,6 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     rows += [(name, light[key]) for key, name in LIGHT_ROWS.items() if light.get(key)]
     if summary.get("run_dir"):
         rows.append(("run", str(summary["run_dir"])))
-    if summary.get("steps") and summary.get("status") in CUT_SHORT:
-        rows.append(("resume", "the same command with run.resume=auto"))
     title = str(summary.get("status", "finished"))
     if summary.get("recipe"):
         title = f"{summary['recipe']}: {title}"

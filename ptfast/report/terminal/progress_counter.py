@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from ptfast.core.errors import one_line
-from ptfast.core.units import clock, grouped
+from ptfast.core.units import clock, grouped, num_bytes
 from ptfast.report.terminal.display import is_terminal, standard_output
 
 _BAR = 30
@@ -21,7 +21,7 @@ class Counter:
 
     Args:
         what: is being done, such as `packing`.
-        unit: what is counted, in the plural.
+        unit: what is counted, in the plural; `bytes` are shown in larger units of them.
         total: where it ends.
     """
 
@@ -51,10 +51,12 @@ class Counter:
         # The longer it takes, the further apart the lines are.
         self._next_s = now + (_REDRAW_S if self._redraws else min(30.0, max(1.0, elapsed_s / 20)))
         share = count / self._total if self._total else 1.0
-        words = [f"{share:4.0%}", f"{grouped(count)}/{grouped(self._total)} {self._unit}"]
+        written = num_bytes if self._unit == "bytes" else grouped
+        unit = "" if self._unit == "bytes" else f" {self._unit}"
+        words = [f"{share:4.0%}", f"{written(count)}/{written(self._total)}{unit}"]
         if elapsed_s > 0 and count > self._first:
             rate = (count - self._first) / elapsed_s
-            words += [f"{grouped(rate)} {self._unit}/s", f"eta {clock((self._total - count) / rate)}"]
+            words += [f"{written(rate)}{unit}/s", f"eta {clock((self._total - count) / rate)}"]
         self._write(share, "  ".join(words))
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ class Gradients(Section):
     """Largest absolute value of each gradient."""
     clip_adaptive: Annotated[float, POSITIVE] | None = None
     """Largest norm of a unit's gradient as a part of its weights' norm, such as 0.01; the head is spared."""
-    log_norm: bool = False
+    log_norm: bool = True
     """Log the global norm of the gradients before clipping as `grad_norm`."""
 
 
@@ -46,7 +46,6 @@ def panel(gradients: Gradients) -> dict[str, object]:
         "clip norm": gradients.clip_norm,
         "clip value": gradients.clip_value,
         "clip adaptive": f"{adaptive:g} of a unit's weights" if adaptive else None,
-        "gradients": "their norm is logged" if gradients.log_norm else None,
     }
 
 

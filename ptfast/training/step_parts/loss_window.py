@@ -17,6 +17,7 @@ from ptfast.optim.build_optimizer import reference_lr
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
 from ptfast.training.step_parts.first_step import FirstStep
 from ptfast.training.step_parts.gradient_inspection import GradientInspection
+from ptfast.training.step_parts.usage import Usage
 
 MOST_SKIPPED = 30
 """Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""
@@ -50,6 +51,7 @@ class LossWindow:
         self._before = self.sums()
         self._grad_norm = math.nan
         self._logged_pace, self._logged_step = self._pace(), -1
+        self._usage = Usage(run.device.type)
 
     def add(self, loss: Tensor, num_items: Tensor | int) -> None:
         """Add the losses of a micro-batch; no wait of the host."""
@@ -104,6 +106,15 @@ class LossWindow:
         hint = f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
         raise NumericsError("N001", what, suggestion=hint)
 
+    def show(self, loss: float) -> None:
+        """Show figures of the open window on the terminal, without a line in the log.
+
+        Args:
+            loss: what `read` gave.
+        """
+        run = self._run
+        run.display.progress(run.progress.step, run.epoch, self._figures(loss, self._speed()))
+
     def log(self, loss: float) -> None:
         """Write one line of training figures and open the next window.
 
@@ -113,9 +124,8 @@ class LossWindow:
         run, progress = self._run, self._run.progress
         if self._logged_step == progress.step:
             return
-        figures, resources = {"loss": loss, "lr": reference_lr(run.optimizer)}, self._resources()
-        if "samples_per_s" in resources:
-            figures["samples_per_s"] = resources["samples_per_s"]
+        resources = self._resources()
+        figures = self._figures(loss, resources)
         if skipped := progress.skipped_steps - progress.skipped_logged:
             figures["skipped_steps"] = skipped
             progress.skipped_logged = progress.skipped_steps
@@ -138,13 +148,20 @@ class LossWindow:
         progress = self._run.progress
         return progress.timed_steps, progress.timed_samples, progress.timed_s
 
-    def _resources(self) -> dict[str, float]:
-        """Speed since the last log line, warm-up left out, and memory."""
+    def _figures(self, loss: float, speed: dict[str, float]) -> dict[str, float]:
+        figures = {"loss": loss, "lr": reference_lr(self._run.optimizer)}
+        return figures | {name: speed[name] for name in ("samples_per_s",) if name in speed}
+
+    def _speed(self) -> dict[str, float]:
+        """Speed since the last log line, warm-up left out."""
         now, then = self._pace(), self._logged_pace
         steps, samples, seconds = (b - a for a, b in zip(then, now, strict=True))
-        resources: dict[str, float] = {}
-        if steps and seconds > 0:
-            resources |= {"samples_per_s": samples / seconds, "step_s": seconds / steps}
+        known = steps and seconds > 0
+        return {"samples_per_s": samples / seconds, "step_s": seconds / steps} if known else {}
+
+    def _resources(self) -> dict[str, float]:
+        """Speed and use of the device since the last log line, and memory."""
+        resources = self._speed() | self._usage.look()
         resources["peak_memory_bytes"] = peak_memory_bytes(self._run.device.type)
         if (share := self._run.resolved.padding_share) is not None:
             resources["padding_share"] = share

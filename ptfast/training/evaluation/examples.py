@@ -1,0 +1,130 @@
+"""What a trained model says of held-out samples, for its report: class by class, and some in full."""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.core.errors import shorten
+from ptfast.core.run import Run
+from ptfast.data.decoding.text_tokenizer import tokenizer_of
+from ptfast.tasks.classification import names_of_classes
+from ptfast.training.evaluation.test_time_views import averaged_over_views
+
+SHARE, MOST_S = 0.02, 30.0
+"""Part of the time of the run so far, and seconds, that this may take beyond a first batch."""
+MOST_SAMPLES, MOST_MISTAKES = 12, 8
+PIXELS = 64
+"""Longer side of a picture, at most."""
+
+
+@torch.inference_mode()
+def examples(run: Run) -> dict[str, Any]:
+    """Predictions for `val`, or `test` where there is no `val`, as plain values for JSON.
+
+    Of single labels and figures only; of other tasks there is nothing. This rank's share of the split is
+    gone through for as long as `SHARE` says.
+
+    Returns:
+        `split`, `num_samples`, `classes` (rows of name, samples, hits, and what else they were taken for most
+        often) and `samples` (`target`, `prediction`, `probability`, and `image` or `text`).
+    """
+    split = next((name for name in ("val", "test") if name in run.eval_loaders), None)
+    if split is None or run.sharded:
+        return {}
+    seen: Counter[tuple[Any, Any]] = Counter()
+    samples: list[dict[str, Any]] = []
+    end_s = time.monotonic() + min(SHARE * run.clock.elapsed_s(), MOST_S)
+    run.model.eval()
+    average = run.ema.swapped() if run.ema is not None and run.ema.ready else nullcontext()
+    model = averaged_over_views(run.model, flip=run.settings.flip, shift=run.settings.shift)
+    with average, run.precision.autocast(), run.uncompiled():
+        for (inputs, targets), count in run.eval_loaders[split]:
+            pairs = _pairs(run, run.task.predict(model, inputs), targets)[:count]
+            if not pairs:
+                break
+            seen.update((pair["target"], pair["prediction"]) for pair in pairs)
+            if not samples:
+                samples = [pair | _shown(run, inputs[pair.pop("place")]) for pair in _chosen(pairs)]
+            if time.monotonic() > end_s or run.status.stop_signal is not None:
+                break
+    classes = _by_class(seen) if samples and "probability" in samples[0] else []
+    return {"split": split, "num_samples": seen.total(), "classes": classes, "samples": samples}
+
+
+def _pairs(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dict[str, Any]]:
+    """Target and prediction of each sample of a batch; none where they are no single values."""
+    if targets.dim() != 1 or not records:
+        return []
+    values = targets.tolist()
+    if "class" in records[0] and not targets.is_floating_point():
+        names = names_of_classes(run.info)
+        return [
+            {
+                "place": place,
+                "target": names[value],
+                "prediction": record["class"],
+                "probability": record["probability"],
+            }
+            for place, (value, record) in enumerate(zip(values, records, strict=True))
+            if value >= 0
+        ]
+    if isinstance(records[0].get("value"), float):
+        return [
+            {"place": place, "target": value, "prediction": record["value"]}
+            for place, (value, record) in enumerate(zip(values, records, strict=True))
+        ]
+    return []
+
+
+def _chosen(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The surest mistakes, or largest errors, and the least sure hits."""
+    if "probability" not in pairs[0]:
+        return sorted(pairs, key=lambda pair: -abs(pair["target"] - pair["prediction"]))[:MOST_SAMPLES]
+    sure = sorted(pairs, key=lambda pair: -pair["probability"])
+    mistakes = [pair for pair in sure if pair["target"] != pair["prediction"]][:MOST_MISTAKES]
+    hits = [pair for pair in sure if pair["target"] == pair["prediction"]]
+    return mistakes + hits[::-1][: MOST_SAMPLES - len(mistakes)]
+
+
+def _shown(run: Run, sample: Tensor) -> dict[str, str]:
+    """An input as a picture or a text; nothing of what is neither."""
+    if run.info.kind == "image" and sample.dim() == 3 and sample.shape[0] in (1, 3):
+        return {"image": _picture(sample)}
+    if run.info.kind == "text" and "tokenizer" in run.info.extra:
+        tokens = [token for token in sample.tolist() if token != run.info.pad_id]
+        return {"text": shorten(tokenizer_of(run.info).decode(tokens), 160)}
+    return {}
+
+
+def _picture(image: Tensor) -> str:
+    """A PNG, or a JPEG of what is larger than icons are, as a data URI; from darkest to brightest."""
+    from PIL import Image
+
+    low, high = image.amin(), image.amax()
+    pixels = (image.float() - low) / (high - low).clamp(min=1e-9) * 255
+    array = pixels.round().byte().permute(1, 2, 0).cpu().numpy()
+    picture = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
+    kind = "PNG" if max(picture.size) <= PIXELS // 2 else "JPEG"
+    picture.thumbnail((PIXELS, PIXELS))
+    buffer = io.BytesIO()
+    picture.save(buffer, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _by_class(seen: Counter[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Rows by class, the least accurate first."""
+    rows = []
+    for name in dict.fromkeys(target for target, _ in seen):
+        counts = Counter({other: n for (target, other), n in seen.items() if target == name})
+        hits = counts.pop(name, 0)
+        mistaken = [{"class": other, "samples": n} for other, n in counts.most_common(2)]
+        rows.append({"class": name, "samples": hits + counts.total(), "hits": hits, "mistaken": mistaken})
+    return sorted(rows, key=lambda row: row["hits"] / row["samples"])
