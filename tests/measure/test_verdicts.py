@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from ptfast.measure.trials.verdicts import (
     estimate,
     holm,
     judge,
+    shrink,
     t_quantile,
     t_tail,
 )
@@ -114,3 +116,17 @@ def test_equal_variants_are_seldom_told_apart() -> None:
         ]
         words += judge([ProcessSpread((pairs[0],)).widen(pairs[1])])
     assert sum(word in ("faster", "slower") for word in words) <= 4
+
+
+def test_the_best_of_many_promises_no_more_than_it_holds() -> None:
+    generator = np.random.default_rng(0)
+    raw, expected = [], []
+    for _ in range(300):
+        true = generator.normal(0, 0.05, 12)
+        tried = [Effect(float(each), 0.05, 20) for each in true + generator.normal(0, 0.05, 12)]
+        best = max(range(12), key=lambda number: tried[number].log_ratio)
+        raw.append(tried[best].log_ratio - true[best])
+        expected.append(shrink(tried[best], tried) - true[best])
+    assert statistics.fmean(raw) > 0.04
+    assert abs(statistics.fmean(expected)) < 0.005
+    assert shrink(Effect(0.01, 0.05, 20), [Effect(0.01, 0.05, 20)]) == 0

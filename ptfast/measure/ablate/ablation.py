@@ -10,7 +10,7 @@ from ptfast.config.catalogue import CATALOGUE, Technique
 from ptfast.config.overrides import merge
 from ptfast.measure.trials.comparison import Arm, Comparison
 from ptfast.measure.trials.session import Session
-from ptfast.measure.trials.verdicts import Effect
+from ptfast.measure.trials.verdicts import Effect, shrink
 
 PLAIN, START = Arm("plain", ("preset=plain",)), Arm("as given")
 ADDING, CHECKING = 0.6, 0.2
@@ -164,9 +164,11 @@ class Ablation:
 
     @property
     def promised(self) -> float:
-        """The speed-up over plain that the gains of single steps come to."""
+        """The speed-up over plain to expect of the stack, less what its choice among techniques owes to luck."""
+        allowed = [t.name for t in self.techniques if self.is_allowed(t)]
+        tried = [c.effect for name, c in self.added.items() if name in allowed and c.effect is not None]
         gains = [step.comparison.effect for step in self.steps if step.is_kept]
-        return math.exp(sum(effect.log_ratio for effect in gains if effect is not None))
+        return math.exp(sum(shrink(effect, tried) for effect in gains if effect is not None))
 
     @property
     def best(self) -> Arm:

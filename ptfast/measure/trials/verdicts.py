@@ -139,6 +139,20 @@ def _contrasts(pairs: Sequence[Effect]) -> list[Effect]:
     return found
 
 
+def shrink(chosen: Effect, tried: Sequence[Effect]) -> float:
+    """Log ratio to expect of an effect that was chosen for how large it came out.
+
+    The best of several measurements owes a part of its lead to luck. True log ratios are taken as normal
+    around 0, with the variance by which the measured ones exceed their errors: the expectation is then that of
+    empirical Bayes (Efron and Morris 1975, https://doi.org/10.1080/01621459.1975.10479864).
+
+    Args:
+        tried: the effects among which it was chosen.
+    """
+    true = max(0.0, statistics.fmean(effect.log_ratio**2 - effect.se**2 for effect in tried))
+    return chosen.log_ratio * true / (true + chosen.se**2) if true else 0.0
+
+
 def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
     """The effect that rounds of two processes show.
 
