@@ -31,14 +31,17 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
         return os.cpu_count() or 1
     cpus = os.sched_getaffinity(0)
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = cpus if hyperthreads else {_read(ROOT / siblings.format(cpu)) or str(cpu) for cpu in cpus}
+    cores = cpus if hyperthreads else {read_setting(ROOT / siblings.format(cpu)) or str(cpu) for cpu in cpus}
     limits = [len(cores)]
     if (asked := os.environ.get("SLURM_CPUS_ON_NODE", "")).isdigit():
         limits.append(int(asked))
     for group in _control_groups("cpu"):
-        quota, _, period = _read(group / "cpu.max").partition(" ")
+        quota, _, period = read_setting(group / "cpu.max").partition(" ")
         if not quota:
-            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+            quota, period = (
+                read_setting(group / "cpu.cfs_quota_us"),
+                read_setting(group / "cpu.cfs_period_us"),
+            )
         if quota.isdigit() and period.isdigit():
             limits.append(int(quota) // int(period))
     return max(min(limits), 1)
@@ -54,15 +57,15 @@ def available_memory() -> int:
 
     The least of what the machine has, and of what the limits of its container and its SLURM job leave.
     """
-    lines = _read(ROOT / "proc/meminfo").splitlines()
+    lines = read_setting(ROOT / "proc/meminfo").splitlines()
     limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     limits += filter(None, [_slurm_memory()])
     for group in _control_groups("memory"):
-        limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
-        used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
+        limit = read_setting(group / "memory.max") or read_setting(group / "memory.limit_in_bytes")
+        used = read_setting(group / "memory.current") or read_setting(group / "memory.usage_in_bytes")
         if limit.isdigit() and used.isdigit():
             # Files that the kernel keeps in memory for later count as used and give way.
-            words = _read(group / "memory.stat").split()
+            words = read_setting(group / "memory.stat").split()
             facts = dict(zip(words[::2], words[1::2], strict=False))
             files = facts.get("total_inactive_file") or facts.get("inactive_file", "0")
             limits.append(max(int(limit) - int(used) + int(files), 0))
@@ -153,7 +156,7 @@ def processor_time_of(pid: int) -> float:
 
 def _kilobytes(pid: int, name: str, row: str) -> int:
     """Bytes in a row of a process's file; 0 where there is none."""
-    lines = _read(ROOT / "proc" / str(pid) / name).splitlines()
+    lines = read_setting(ROOT / "proc" / str(pid) / name).splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(row)), 0)
 
 
@@ -187,7 +190,7 @@ def process_age_s() -> float:
 
         if resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
             return 0.0
-        started = float(_read(ROOT / "proc/self/stat").rpartition(")")[2].split()[19])
+        started = float(read_setting(ROOT / "proc/self/stat").rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
     except (AttributeError, ImportError, IndexError, OSError, ValueError):
         return 0.0
@@ -233,7 +236,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
     A container often sees its own group as the root while `/proc` names the path outside: folders that are
     not there hold no limit.
     """
-    for line in _read(ROOT / "proc/self/cgroup").splitlines():
+    for line in read_setting(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = ROOT / "sys/fs/cgroup" / (controller if controllers else "")
@@ -241,7 +244,8 @@ def _control_groups(controller: str) -> Iterator[Path]:
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
 
 
-def _read(path: Path) -> str:
+def read_setting(path: Path) -> str:
+    """What a file of the kernel's says, such as one of /proc; "" where it cannot be read."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

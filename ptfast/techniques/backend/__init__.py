@@ -81,10 +81,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("backend.hold_memory=true",),
         off=("backend.hold_memory=false",),
         why="Activations freed by one step serve the next, and the kernel need not take their pages away, "
-        "clear them and map them again.",
+        "clear them and map them again; those it maps are huge, where it has such.",
         claim="Allocators that reuse memory as much as possible do better than the default; the guide gives "
         "no figure.",
-        source="PyTorch Performance Tuning Guide, 'Switch memory allocator'; mallopt(3).",
+        source="PyTorch Performance Tuning Guide, 'Switch memory allocator'; mallopt(3), madvise(2).",
         avoid="Other processes need what this one needs only at times, such as for a first large evaluation.",
         audit="Thousands of minor page faults a step, as getrusage counts them, on a CPU with glibc.",
         trial=("model=mlp", "model.hidden=[16]"),
