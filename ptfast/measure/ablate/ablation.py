@@ -164,7 +164,7 @@ class Ablation:
 
     @property
     def promised(self) -> float:
-        """The speed-up over plain to expect of the stack, less what its choice among techniques owes to luck."""
+        """The speed-up over plain to expect of the stack, less what the choice of its steps owes to luck."""
         allowed = [t.name for t in self.techniques if self.is_allowed(t)]
         tried = [c.effect for name, c in self.added.items() if name in allowed and c.effect is not None]
         gains = [step.comparison.effect for step in self.steps if step.is_kept]

@@ -143,8 +143,8 @@ def shrink(chosen: Effect, tried: Sequence[Effect]) -> float:
     """Log ratio to expect of an effect that was chosen for how large it came out.
 
     The best of several measurements owes a part of its lead to luck. True log ratios are taken as normal
-    around 0, with the variance by which the measured ones exceed their errors: the expectation is then that of
-    empirical Bayes (Efron and Morris 1975, https://doi.org/10.1080/01621459.1975.10479864).
+    around 0, with the variance by which the measured ones exceed their errors: the expectation is then that
+    of empirical Bayes (Efron and Morris 1975, https://doi.org/10.1080/01621459.1975.10479864).
 
     Args:
         tried: the effects among which it was chosen.
