@@ -21,8 +21,8 @@ def hold_memory() -> bool:
 
     glibc gives the end of its heap back to the system once enough of it is free, and every block of more than
     32 MiB at once, so that each step has the kernel find, clear and map the pages of its activations anew.
-    Here neither is done. The process stays as large as it has been at its peak. Where the system allows it, the
-    heap lies in pages of 2 MiB, which are mapped at once in place of 512 and take one entry of the TLB.
+    Here neither is done. The process stays as large as it has been at its peak. Where the system allows it,
+    the heap lies in pages of 2 MiB, which are mapped at once in place of 512 and take one entry of the TLB.
 
     Source: mallopt(3), `M_TRIM_THRESHOLD` and `M_MMAP_MAX`; madvise(2), `MADV_HUGEPAGE`.
     """
