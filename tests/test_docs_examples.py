@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import stand_ins
 import torch
-from shown import OWN_PARTS, TRAINING, Shown, fences, shown_commands, users_folder
+from shown import OWN_PARTS, TASKS, TRAINING, Shown, fences, shown_commands, users_folder
 
 from ptfast.cli.command_line import run
 from ptfast.config.read import read_config
@@ -42,6 +42,27 @@ def test_every_own_part_trains(in_users_folder: Path, capsys: pytest.CaptureFixt
             assert len((folder / "figures.txt").read_text().splitlines()) == 5
     assert "error " in capsys.readouterr().out
     assert all(value > 0.9 for words, value in accuracy.items() if "NAdam" in words)
+
+
+OWN_TASKS = {
+    "curve": (60, "mae", 0, 0.4),
+    "shapes": (12, "mean_iou", 0.7, 1),
+    "simclr": (4, "accuracy", 0, 1),
+    "gan": (12, "loss", 0, 0.9),
+}
+"""By module of the page on tasks: steps of 32 samples, and the range in which a figure is after them."""
+
+
+@pytest.mark.parametrize("module", [*OWN_TASKS, pytest.param("detection", marks=pytest.mark.slow)])
+def test_every_kind_of_task_trains(module: str, in_users_folder: Path, tmp_path: Path) -> None:
+    if module == "detection":
+        pytest.importorskip("pycocotools")
+    steps, name, low, high = OWN_TASKS.get(module, (4, "map_50", 0, 1))
+    (words,) = [s.words for s in shown_commands() if f"data._target_={module}." in str(s.words)]
+    given = [word for word in words if not word.startswith(("epochs=", "batch_size="))]
+    assert run([*given, "batch_size=32", f"steps={steps}", f"run.dir={tmp_path}/run"]) == 0
+    figure = json.loads((tmp_path / "run" / "summary.json").read_text())["val"][name]
+    assert low <= figure <= high, figure
 
 
 def test_a_stream_trains(in_users_folder: Path) -> None:
@@ -129,7 +150,7 @@ def on_small_data(words: tuple[str, ...], folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shown", TRAINING, ids=str)
+@pytest.mark.parametrize("shown", [shown for shown in TRAINING if shown.page != TASKS], ids=str)
 def test_a_training_runs(shown: Shown, small_data: Path, tmp_path: Path) -> None:
     if shown.words[0] != "train" or any(word in EXEMPT for word in shown.words):
         pytest.skip("not trained")

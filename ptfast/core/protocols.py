@@ -165,7 +165,13 @@ class Metrics(Protocol):
 
 
 class Task(Protocol):
-    """Meaning of a batch: its loss, its metrics and its predictions."""
+    """Meaning of a batch: its loss, its metrics and its predictions.
+
+    A task that trains with several optimizers has a method `step(model, data, optimizers)` in place of
+    `count` and `loss`: it runs forward and backward, steps each of the optimizers, by the names of
+    `optimizer.groups`, and returns the sum of the losses to log and their count. One whose samples torch
+    cannot collate may have a static method `collate(samples)`.
+    """
 
     metric: str
     """The figure that `best` follows when none is named, e.g. `accuracy`."""
@@ -197,6 +203,11 @@ class Task(Protocol):
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """One JSON-serialisable record per input."""
         ...
+
+
+def takes_own_steps(task: Task) -> bool:
+    """Return True for a task with a method `step`."""
+    return hasattr(task, "step")
 
 
 class Callback:

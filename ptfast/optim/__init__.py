@@ -31,6 +31,8 @@ class ParameterGroup(Section):
     """Factor on the learning rate."""
     weight_decay: Annotated[float, NOT_NEGATIVE] | None = None
     """Weight decay in place of the optimizer's."""
+    name: str | None = None
+    """Name of their optimizer for a task that takes its own steps, such as `critic`."""
     clip_norm: Annotated[float, POSITIVE] | None = None
     """Largest norm of these parameters' gradients taken as one, in place of `gradients.clip_norm`."""
     trains_from: Annotated[Duration, InUnit("epochs")] | None = None

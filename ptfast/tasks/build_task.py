@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import TASKS, DataInfo, Task
+from ptfast.core.protocols import TASKS, DataInfo, Task, takes_own_steps
 from ptfast.core.sections.nearest_name import did_you_mean
 
 __all__ = ["TASKS", "build_task"]
@@ -37,9 +37,8 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
             what = f"the task {chosen} takes no such option"
             raise ConfigError("C002", what, key=f"task.{option}", value=value)
     task = factory(info, **options)
-    missing = [
-        part for part in ("metric", "mode", "count", "loss", "metrics", "evaluate") if not hasattr(task, part)
-    ]
+    trains = ("step",) if takes_own_steps(task) else ("count", "loss")
+    missing = [part for part in ("metric", "mode", *trains, "metrics", "evaluate") if not hasattr(task, part)]
     if missing:
         raise ConfigError("C009", f"is no task: it has no {missing[0]}", key="task", value=name)
     return task

@@ -43,6 +43,7 @@ from ptfast.training.prepare_machine import BuildContext, prepare_machine
 from ptfast.training.prepare_model import build_plain_model, check_fits, place_model, shape_model
 from ptfast.training.sequence_batching import build_length_plan, check_takes
 from ptfast.training.state import restore_training
+from ptfast.training.step_parts.own_steps import check_own_steps
 from ptfast.training.step_parts.seeding import build_seeder, seed_everything
 from ptfast.training.user_code import constructing
 
@@ -133,6 +134,7 @@ def build(
         groups_note=shaped.grouping.describe(),
         remedy=partial(remedy, config.model.target, config.data.target, data.info),
     )
+    check_own_steps(run)
     _finish(run, context, changed)
     return run
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from ptfast.core.distributed import broadcast_buffers, on_first_rank
-from ptfast.core.errors import ConfigError, MachineError, PtfastError, described, shorten
+from ptfast.core.errors import ConfigError, MachineError, PtfastError, described, name_of, shorten
 from ptfast.core.machine import network_error
-from ptfast.core.protocols import DataInfo, Task
+from ptfast.core.protocols import DataInfo, Task, takes_own_steps
 from ptfast.core.sections.coerce import EMPTY
 from ptfast.core.sections.problem import shown
 from ptfast.core.sections.targets import check_constructs, keywords
@@ -83,7 +83,7 @@ def check_fits(model: nn.Module, context: BuildContext, task: Task, data: Data) 
     config, target = context.config, context.config.model.target
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     # Other tasks may call the model with more than the inputs, or in other ways.
-    calls = getattr(type(task), "loss", None) is SupervisedTask.loss
+    calls = getattr(type(task), "loss", None) is SupervisedTask.loss and not takes_own_steps(task)
     if ours or not calls or context.state is not None or not looks_unfit(model, data.info):
         return
     if isinstance(data.train, IterableSource):
@@ -225,6 +225,9 @@ def _is_sharded(context: BuildContext) -> bool:
 def _cancelled_biases(model: nn.Module, context: BuildContext, task: Task, data: Data) -> dict[str, str]:
     """Biases that a BatchNorm subtracts, found on a few samples; none where the model cannot be looked at."""
 
+    if takes_own_steps(task):
+        return {}
+
     def forward() -> object:
         with context.precision.autocast():
             return task.loss(model, few_samples(data, reading(context)))
@@ -232,6 +235,8 @@ def _cancelled_biases(model: nn.Module, context: BuildContext, task: Task, data:
     try:
         return find_cancelled_biases(model, forward)
     except Exception as error:
-        # What is wrong with the model or the data, training will say; iterable data is not there to look at.
-        context.display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
+        # What is wrong with the model or the data, training will say; iterable data is not there to look at,
+        # and a user's task may know of no loss in evaluation.
+        if name_of(task).startswith("ptfast."):
+            context.display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
         return {}

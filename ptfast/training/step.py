@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ptfast.core.errors import DataError
-from ptfast.core.protocols import StepBatch, hooks
+from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
 from ptfast.core.run import Run
 from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.techniques.parallel.wrapping import unwrap
@@ -21,6 +21,7 @@ from ptfast.training.step_parts.first_step import FirstStep
 from ptfast.training.step_parts.gradient_inspection import GradientInspection
 from ptfast.training.step_parts.item_weight import ItemWeight
 from ptfast.training.step_parts.loss_window import LossWindow
+from ptfast.training.step_parts.own_steps import OwnSteps
 from ptfast.training.step_parts.rank_sync import RankSync
 
 LossOf = Callable[[Any, Any], tuple[Tensor, Any]]
@@ -60,6 +61,9 @@ class Trainer:
         self.first_loss = self._surrounded(self.first_look.loss)
         self.inspection = GradientInspection(run, self.parameters, self.scaled)
         self.window = LossWindow(run, dtype, self.scaled, self.inspection, self.first_look)
+        if takes_own_steps(run.task):
+            own = OwnSteps(run, self.window)
+            self.accumulate, self.take_step = own.hold, own.take
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
         """Take optimizer steps up to `last_step`, or up to a signal.

@@ -55,14 +55,18 @@ OWN_PARTS = "docs/own-parts.md"
 OWN_CONF = "docs/own-conf.md"
 """The page whose commands are given in a folder with a conf of its own."""
 APART = (OWN_PARTS, OWN_CONF)
+TASKS = "docs/tasks.md"
+"""The page whose examples are modules, named in their first lines."""
 TRAINING = [s for s in COMMANDS_SHOWN if s.words[0] in ("train", "find") and s.page not in APART]
 
 
 @contextlib.contextmanager
 def users_folder(folder: Path) -> Iterator[Path]:
-    """Work in `folder` with what the commands on the pages name: `mine.py` and recipes."""
+    """Work in `folder` with what the commands on the pages name: modules and recipes."""
     code = [text for page in (OWN_PARTS, "docs/streams.md") for text in fences(page, "python")]
-    (folder / "mine.py").write_text("\n".join(code))
+    files = {"mine.py": "\n".join(code)} | {code.split()[1]: code for code in fences(TASKS, "python")}
+    for name, text in files.items():
+        (folder / name).write_text(text)
     for text in [*fences("docs/config.md", "yaml"), *fences(OWN_PARTS, "yaml")]:
         if name := re.match(r"# (\w+\.yaml)", text):
             (folder / name[1]).write_text(text)
@@ -70,6 +74,8 @@ def users_folder(folder: Path) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [str(folder), *sys.path])
-        patch.delitem(sys.modules, "mine", raising=False)
+        for name in files:
+            patch.delitem(sys.modules, Path(name).stem, raising=False)
         yield folder
-        sys.modules.pop("mine", None)
+        for name in files:
+            sys.modules.pop(Path(name).stem, None)

@@ -284,7 +284,7 @@ def _fits_callback(found: Any) -> bool:
 
 
 def _fits_task(found: Any) -> bool:
-    return not inspect.isclass(found) or hasattr(found, "loss")
+    return not inspect.isclass(found) or hasattr(found, "loss") or hasattr(found, "step")
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {

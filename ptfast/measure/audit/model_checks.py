@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ptfast.core.protocols import takes_own_steps
 from ptfast.measure.audit.examined import Examined
 from ptfast.measure.audit.finding import Finding, Trial
 from ptfast.measure.audit.operator_trace import AttentionShape, GeluShape
@@ -35,7 +36,7 @@ def bias_before_a_norm(examined: Examined) -> Iterator[Finding]:
     run, config = examined.run, examined.config
     dropped = run.resolved.dropped_biases or {}
     handled = bool(dropped)
-    if not handled and config.rewrites.bias_before_norm:
+    if not handled and config.rewrites.bias_before_norm and not takes_own_steps(run.task):
 
         def forward() -> object:
             with run.precision.autocast():

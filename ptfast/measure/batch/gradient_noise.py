@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ptfast.core import devices
 from ptfast.core.distributed import sum_over_ranks
-from ptfast.core.errors import DataError
-from ptfast.core.protocols import StepBatch
+from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.run import Run
 from ptfast.measure.batch.batch_throughput import with_mode
 from ptfast.measure.trials.trial_rank import TrialRank
@@ -70,6 +70,9 @@ def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str,
         norm of the step's gradient, and the mean `loss`; and `num_train` and `total_steps`. Ends early where
         the loss is no longer finite, or the data ends: what was seen before counts.
     """
+    if takes_own_steps(run.task):
+        what = "takes its steps itself, and the noise is that of the gradients of one loss"
+        raise ConfigError("C011", what, key="task", value=run.resolved.task)
     num_steps = min(num_steps, run.total_steps)
     trainer = NoiseTrainer(run)
     batches = rehearse(trainer, run.train_loader.steps(0, num_steps))

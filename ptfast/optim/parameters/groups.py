@@ -32,6 +32,8 @@ class Asked:
 
     lr_scale: float = 1.0
     weight_decay: float | None = None
+    optimizer: str | None = None
+    """The name of the one that a task steps."""
     clip_norm: tuple[int, float] | None = None
     """The entry that limits its gradient, and the limit."""
     trains_from: Duration = START
@@ -63,8 +65,8 @@ class Grouping:
         dropped: names of parameters without effect that a rewrite has taken away; patterns may match them.
 
     Raises:
-        ConfigError: C005 for a pattern that matches no parameter, with the nearest names, C011 for what
-            tells layers apart in a model of one layer.
+        ConfigError: C005 for a pattern that matches no parameter, with the nearest names, or a name of none,
+            C011 for what tells layers apart in a model of one layer.
     """
 
     def __init__(self, model: nn.Module, section: Optimizer, dropped: Collection[str] = ()) -> None:
@@ -104,6 +106,12 @@ class Grouping:
             if not matches[index] and not any(fnmatchcase(name, entry.match) for name in dropped):
                 raise _no_match(entry.match, [name for known in names.values() for name in known], index)
             self._notes.append(f"{entry.match} ({matches[index]}){_said(entry)}")
+        stepped = {asked.optimizer for asked in self._asked.values() if not asked.frozen}
+        for index, entry in enumerate(groups):
+            if entry.name is not None and entry.name not in stepped:
+                what = "later entries or freezing leave it no parameter"
+                key = f"optimizer.groups.{index}.name"
+                raise ConfigError("C005", what, key=key, value=entry.name)
 
     @property
     def trivial(self) -> bool:
@@ -125,12 +133,14 @@ class Grouping:
     def parts(self) -> list[dict[str, Any]]:
         """The parameters that train, as groups for an optimizer, in the model's order.
 
-        Each has `lr_scale`, on the optimizer's rate, and `weight_decay` where it is not the optimizer's.
+        Each has `lr_scale`, on the optimizer's rate, `weight_decay` where it is not the optimizer's, and
+        `optimizer` where a task steps it by that name.
         """
         parts: dict[Asked, dict[str, Any]] = {}
         for asked, parameter in self._parameters():
             if parameter.requires_grad:
-                given = {} if asked.weight_decay is None else {"weight_decay": asked.weight_decay}
+                said = {"weight_decay": asked.weight_decay, "optimizer": asked.optimizer}
+                given = {key: value for key, value in said.items() if value is not None}
                 part = parts.setdefault(asked, {"params": [], "lr_scale": asked.lr_scale, **given})
                 part["params"].append(parameter)
         return list(parts.values())
@@ -238,6 +248,7 @@ def _refined(asked: Asked, entry: ParameterGroup, index: int, scale: float) -> A
     changes: dict[str, Any] = {
         "lr_scale": None if entry.lr_scale is None else scale * entry.lr_scale,
         "weight_decay": entry.weight_decay,
+        "optimizer": entry.name,
         "clip_norm": None if entry.clip_norm is None else (index, entry.clip_norm),
         "trains_from": entry.trains_from,
         "trains_until": entry.trains_until,
@@ -249,6 +260,7 @@ def _said(entry: ParameterGroup) -> str:
     """An entry in words, for the panel."""
     until = entry.trains_until
     parts = {
+        "of {}": entry.name,
         "lr x {:g}": entry.lr_scale,
         "decay {:g}": entry.weight_decay,
         "norm up to {:g}": entry.clip_norm,

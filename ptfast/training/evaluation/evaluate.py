@@ -110,5 +110,6 @@ def _evaluate(
     with warnings.catch_warnings():
         # A rank whose share is empty has updated nothing, and gets the sums of the others.
         warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-        values = {name: float(value) for name, value in metrics.compute().items()}
+        values = metrics.compute()
+    values = {name: float(value) for name, value in values.items() if torch.as_tensor(value).numel() == 1}
     return task.figures(total_loss / max(total_items, 1), values)

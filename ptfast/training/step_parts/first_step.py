@@ -139,7 +139,7 @@ class FirstStep:
             ConfigError: C017 as `loss`.
         """
         run, data, self._data = self._run, self._data, None
-        if not self._evaluates:
+        if data is None:
             return
         seen = fitting(run.model, run.model, run.task, data, " in evaluation")
         run.forward.eval()

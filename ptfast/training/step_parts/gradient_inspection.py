@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ptfast.core.protocols import takes_own_steps
 from ptfast.core.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
@@ -33,7 +34,10 @@ class GradientInspection:
     @property
     def wanted(self) -> bool:
         """True if there is something left to look for."""
-        return not self._reported or self._run.settings.log_norm or self._run.ranks.distributed
+        run = self._run
+        if takes_own_steps(run.task):
+            return False  # it leaves no gradients to look at
+        return not self._reported or run.settings.log_norm or run.ranks.distributed
 
     def __call__(self) -> None:
         """Look at the gradients that there are now."""
