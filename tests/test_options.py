@@ -52,6 +52,7 @@ PACKAGES = {
     "model/hf": "transformers",
     "logger/tensorboard": "tensorboard",
     "logger/wandb": "wandb",
+    "logger/mlflow": "mlflow",
 }
 """Options that need a package which the test extra may not bring; without it they say so."""
 NEEDS: dict[str, tuple[Need, ...]] = {"debug/nvtx": ("cuda",)}

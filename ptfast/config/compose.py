@@ -103,6 +103,13 @@ class Composed:
             raise placed from error
 
 
+def _chosen(config_path: str | None, group: str, parents: dict[str | None, str | None]) -> str:
+    """The option that a file of a group was loaded for: its own, or the one that inherits it."""
+    while (parent := parents.get(config_path)) and parent.startswith(f"{group}/"):
+        config_path = parent
+    return str(config_path).rpartition("/")[2]
+
+
 def place_of(key: str, places: dict[str, str]) -> str:
     """The place of `key` in `places`, of all that is set below it, or of the nearest key above it."""
     below = {place for inside, place in places.items() if inside.startswith(f"{key}.")}
@@ -138,6 +145,17 @@ class Loader(ConfigLoaderImpl):
                 self.files.append((package.replace("_global_", ""), read_yaml(file, allow_empty=True)))
                 break
         return result
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
+        # Several options of a group would be laid over each other: each gets a section of its own.
+        parents = {each.config_path: each.parent for each in defaults if not each.is_self}
+        for group in paths.SEVERAL:
+            inside = [each for each in defaults if (each.config_path or "").startswith(f"{group}/")]
+            chosen = {each.config_path: _chosen(each.config_path, group, parents) for each in inside}
+            if len({*chosen.values()}) > 1:
+                for each in inside:
+                    each.package = f"{group}.{chosen[each.config_path]}"
+        return super()._compose_config_from_defaults_list(defaults, repo)
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         # Sweepers with a search space of their own hand in plain `key=value`, which Hydra refuses for keys

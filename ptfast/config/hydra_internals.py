@@ -1,8 +1,9 @@
 """Private names of Hydra and OmegaConf that are needed here, each with its reason.
 
 - `ConfigLoaderImpl`: composing; `hydra.compose` does not say which file set which key, works on global state,
-  and registers the folders of configs for the whole process. Of its methods, `_load_single_config` is
-  overridden, and `_apply_overrides_to_config` lays values over options that were merged before.
+  and registers the folders of configs for the whole process. Of its methods, `_load_single_config` and
+  `_compose_config_from_defaults_list` are overridden, and `_apply_overrides_to_config` lays values over
+  options that were merged before.
 - `ConfigSearchPathImpl`: the search path that this loader takes.
 - `Hydra`: sweeps, `--cfg` and `--info` with a loader of our own; `hydra.main` reads the command line itself.
 - `setup_globals`: the resolvers of `${hydra:...}`, which `hydra.main` registers.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from ptfast.core.durations import Duration
 from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.section import Count, Every, OrAuto, Section, WallTime
@@ -79,3 +81,10 @@ class Logger(Section):
     """Where figures go besides metrics.jsonl."""
 
     target: Target | None = None
+    several: dict[str, Target] = Field(default_factory=dict)
+
+    @property
+    def targets(self) -> dict[str, Target]:
+        """Every logger, by the key of its section."""
+        one = {} if self.target is None else {"logger": self.target}
+        return one | {f"logger.{name}": target for name, target in self.several.items()}

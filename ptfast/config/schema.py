@@ -12,7 +12,7 @@ from ptfast.config.run_sections import Eval, Logger, RunOptions, Saving, Stop, S
 from ptfast.core.durations import Duration
 from ptfast.core.errors import is_secret
 from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
-from ptfast.core.sections.section import Count, OrAuto, Section
+from ptfast.core.sections.section import GATHERED, Count, OrAuto, Section
 from ptfast.core.sections.targets import Target, plain
 from ptfast.data import Data
 from ptfast.data.loaders import Dataloader
@@ -140,7 +140,7 @@ def _defaults(part: type[Section]) -> dict[str, Any]:
         elif section:
             tree[name] = _defaults(section)
         # Over a list Hydra would refuse a single entry, which validation explains.
-        elif name != "target" and not field.is_required() and entry_of(field.annotation) is None:
+        elif name not in GATHERED and not field.is_required() and entry_of(field.annotation) is None:
             tree[name] = plain(field.get_default(call_default_factory=True))
     return tree
 

@@ -49,6 +49,7 @@ CODES = {
     "E003": "a run folder that another run holds",
     "E004": "a package that is not installed",
     "E005": "something this machine cannot run: a device, number format or tool that is not there",
+    "E006": "a tracking service that cannot be reached, or refuses",
     "N001": "a loss or gradient that is not finite",
     "N002": "a gradient that does not fit its loss",
     "S001": "a saved state that is damaged",

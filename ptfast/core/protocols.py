@@ -243,6 +243,9 @@ class Callback:
         """
 
 
+LOGGER_METHODS = {"open": ("run_dir", "config"), "log": ("record",), "close": ()}
+"""The methods that a logger of the config has, and what each is called with."""
+
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 """The methods of callbacks that are called."""
 

@@ -28,6 +28,7 @@ RESOLVED = "resolved.json"
 ENVIRONMENT = "environment.json"
 WANDB = "wandb.json"
 EXAMPLES = "examples.json"
+MLFLOW = "mlflow.json"
 FAILURE = ".failure.json"
 
 

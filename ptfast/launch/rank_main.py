@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config
 from ptfast.core import machine, run_directory
 from ptfast.core.clock import STARTED_VARIABLE, Clock
@@ -38,7 +37,7 @@ from ptfast.core.errors import (
 from ptfast.core.run import Run
 from ptfast.core.units import num_bytes
 from ptfast.launch.resume import resume_command
-from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger, NoLogger, truncate_after
+from ptfast.report.loggers import NoLogger
 from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal.display import Display, build_display
 from ptfast.training.stopping import Preempted, Signals, caught_signals
@@ -122,14 +121,11 @@ class RankPart:
             from ptfast.techniques.backend.torch_settings import resolve_device
 
             init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+        from ptfast.launch.run_loggers import build_loggers, open_loggers
         from ptfast.training.build import build
-        from ptfast.training.user_code import constructing
 
         # A logger whose package is missing is found before the data is loaded.
-        extra = None
-        if (target := config.logger.target) and ranks.is_first:
-            with constructing("logger", target.path):
-                extra = target.build()
+        loggers = build_loggers(config) if ranks.is_first else {}
         self.run = run = build(
             config,
             ranks=ranks,
@@ -144,7 +140,7 @@ class RankPart:
         run.status.stop_signal = signals.received
         if ranks.is_first:
             _note_environment(self.folder, run)
-            self.logger = run.logger = _open_loggers(self.folder, extra, run.progress.step, self.display)
+            self.logger = run.logger = open_loggers(run, loggers)
         return run
 
     def fit(self, run: Run) -> Outcome:
@@ -285,17 +281,6 @@ def _note_examples(run: Run) -> None:
     with contextlib.suppress(Exception):
         if found := examples(run):
             run_directory.write_json(run.folder / run_directory.EXAMPLES, found)
-
-
-def _open_loggers(folder: Path, extra: Any, step: int, display: Display) -> Any:
-    """Open the run's loggers, once what it will log again is cut off its earlier records."""
-    truncate_after(folder / METRICS_FILE, step)
-    loggers: list[Any] = [JsonlLogger(folder / METRICS_FILE)]
-    if extra is not None:
-        # As it was written down: without secrets, and without values from the environment.
-        extra.open(folder, read_yaml(folder / run_directory.CONFIG).data)
-        loggers.append(extra)
-    return BackgroundLogger(loggers, display.warn)
 
 
 def summarise(run: Run | None, clock: Clock, outcome: Outcome) -> dict[str, Any]:

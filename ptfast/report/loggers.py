@@ -10,11 +10,12 @@ import secrets
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ptfast.core import run_directory
-from ptfast.core.errors import MachineError, cannot_write, import_extra, shorten
+from ptfast.core.errors import MachineError, cannot_write, import_extra, one_line, shorten
 
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -151,13 +152,19 @@ class Csv:
 class Tensorboard:
     """TensorBoard event files in the run directory, one tag per split and figure: `val/accuracy`.
 
+    The first training images are shown as the model takes them. When the run ends, its settings stand beside
+    its last figures under HParams.
+
     Args:
         folder: where they go, relative to the run directory.
+        images: how many training images are shown; 0 for none.
     """
 
-    def __init__(self, folder: str = "tensorboard") -> None:
+    def __init__(self, folder: str = "tensorboard", images: int = 16) -> None:
         import_extra("tensorboard", "tensorboard", "logger", "tensorboard")
-        self._folder = folder
+        self._folder, self._num_images = folder, images
+        self._last: dict[str, float] = {}
+        self._last_step = 0
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -167,12 +174,27 @@ class Tensorboard:
         purge_step = None if resumed_step is None else resumed_step + 1
         self._writer = SummaryWriter(str(run_dir / self._folder), purge_step=purge_step)
         self._writer.add_text("config", "```\n" + json.dumps(config, indent=2, default=str) + "\n```", 0)
+        self._settings = settings_of(config)
 
     def log(self, record: Record) -> None:
-        for tag, value in _tagged(record).items():
+        for tag, value in tagged(record).items():
             self._writer.add_scalar(tag, value, record["step"])
+        if record.get("split") != "train":
+            self._last |= tagged(record)
+            self._last_step = record["step"]
+
+    def log_images(self, step: int, images: Any) -> None:
+        """Show images (number, channels, height, width) of any range, brought to 0 to 1 together."""
+        if not self._num_images:
+            return
+        shown = images[: self._num_images].float()
+        low, high = shown.aminmax()
+        self._writer.add_images("train/images", (shown - low) / (high - low).clamp(min=1e-12), step)
 
     def close(self) -> None:
+        if self._last:
+            # A file of its own in the same folder: a reader leaves the one before for good, so not earlier.
+            self._writer.add_hparams(self._settings, self._last, run_name=".", global_step=self._last_step)
         self._writer.close()
 
 
@@ -211,13 +233,17 @@ class Wandb:
         # Names of folders recur: those of a sweep's jobs are 0, 1, ... in every sweep.
         run_id = run_directory.read_json(run_dir / run_directory.WANDB).get("id") or secrets.token_hex(8)
         run_directory.write_json(run_dir / run_directory.WANDB, {"id": run_id})
-        self._run: Any = wandb.init(
-            **self._options, name=name, id=run_id, resume="allow", dir=str(run_dir), config=config
-        )
+        try:
+            self._run: Any = wandb.init(
+                **self._options, name=name, id=run_id, resume="allow", dir=str(run_dir), config=config
+            )
+        except Exception as error:  # of classes that differ between its versions
+            hint = "Log in with `wandb login`, or set WANDB_MODE=offline to log on this machine alone"
+            raise refused_by("Weights & Biases", "wandb", error, hint) from error
         self._run.define_metric("*", step_metric="step")
 
     def log(self, record: Record) -> None:
-        self._run.log({"step": record["step"], **_tagged(record)})
+        self._run.log({"step": record["step"], **tagged(record)})
 
     def close(self) -> None:
         self._run.finish()
@@ -237,18 +263,30 @@ class BackgroundLogger:
     def __init__(self, loggers: Sequence[Logger], warn: Callable[[str], None] = warnings.warn) -> None:
         self._loggers = list(loggers)
         self._warn = warn
-        self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._error: MachineError | None = None
         self._closed = False
 
+    @property
+    def shows_images(self) -> bool:
+        """Return True if one of the loggers takes images."""
+        return any(hasattr(logger, "log_images") for logger in self._loggers)
+
     def log(self, record: Record) -> None:
+        self._put("log", record)
+        self._surface()
+
+    def log_images(self, step: int, images: Any) -> None:
+        """Hand images (number, channels, height, width) on the host to the loggers that take such."""
+        self._put("log_images", step, images)
+
+    def _put(self, method: str, *given: Any) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ptfast-logger", daemon=True)
             self._thread.start()
-        self._queue.put(record)
-        self._surface()
+        self._queue.put((method, given))
 
     def close(self) -> None:
         """Write all that is queued, then close every logger. Safe to call twice."""
@@ -263,9 +301,11 @@ class BackgroundLogger:
         self._surface()
 
     def _work(self) -> None:
-        while (record := self._queue.get()) is not None:
+        while (due := self._queue.get()) is not None:
+            name, given = due
             for logger in list(self._loggers):
-                self._attempt(logger, lambda logger=logger, record=record: logger.log(record))
+                if (method := getattr(logger, name, None)) is not None:
+                    self._attempt(logger, partial(method, *given))
 
     def _attempt(self, logger: Logger, action: Callable[[], None]) -> None:
         try:
@@ -301,7 +341,25 @@ class NoLogger:
         """Nothing to let go of."""
 
 
-def _tagged(record: Record) -> dict[str, float]:
+def settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a config decides what is trained, by dotted key: plain values, lists as text."""
+    from ptfast.config.schema import FREE_KEYS, flatten
+
+    decides = {key: value for key, value in config.items() if key not in (*FREE_KEYS, "debug")}
+    return {
+        key: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for key, value in flatten(decides).items()
+        if value is not None
+    }
+
+
+def refused_by(service: str, option: str, error: Exception, hint: str) -> MachineError:
+    reason = shorten(one_line(f"{type(error).__name__}: {error}").rstrip(". "), 200)
+    what = f"{service} does not take the run ({reason})"
+    return MachineError("E006", what, key="logger", value=option, suggestion=hint)
+
+
+def tagged(record: Record) -> dict[str, float]:
     """The numbers of a record under `split/name`."""
     split = record.get("split", "train")
     numbers = {name: value for name, value in record.items() if name not in PLACE}

@@ -99,8 +99,11 @@ def naming_user_code(run: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def constructing(key: str, path: str) -> Iterator[None]:
+def constructing(key: str, path: str, doing: str = "its constructor") -> Iterator[None]:
     """Have what the constructor `path`, of no part of ptfast, raises inside be an error of the key.
+
+    Args:
+        doing: what is called inside, where that is not the constructor.
 
     Raises:
         ConfigError: C017.
@@ -110,7 +113,7 @@ def constructing(key: str, path: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, PtfastError) or is_memory_error(error) or path.startswith("ptfast."):
             raise
-        what = f"its constructor raises {summary_of(error)}"
+        what = f"{doing} raises {summary_of(error)}"
         raise ConfigError("C017", what, key=f"{key}._target_", value=path, suggestion=TRACEBACK) from error
 
 

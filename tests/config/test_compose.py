@@ -13,6 +13,7 @@ from ptfast.config.editors import help as config_help
 from ptfast.config.editors.completion import complete
 from ptfast.config.files import paths
 from ptfast.config.files.lineage import lineage
+from ptfast.config.read import read_config
 from ptfast.config.schema import Config, defaults, section_of
 from ptfast.core.errors import ConfigError
 
@@ -404,3 +405,39 @@ def test_yaml_surprises_are_warned_of() -> None:
         assert what in warning
     assert composed.tree["d"] == 1e-3
     assert composed.tree["f"] == "2020-01-01"
+
+
+def test_several_loggers_each_have_a_section(in_tmp: Path) -> None:
+    Path("conf/logger").mkdir(parents=True)
+    Path("conf/logger/mine.yaml").write_text("defaults:\n  - wandb\n  - _self_\n\nproject: ours\n")
+    Path("mine.yaml").write_text(
+        "defaults:\n  - override /logger: [csv, mine]\n\nlogger:\n  mine:\n    tags: [a]\n"
+    )
+    for words in (["+recipe=./mine.yaml"], ["logger=[csv,mine]", "logger.mine.tags=[a]"]):
+        composed, config = read_config([*words, "logger.csv.path=x.csv"])
+        targets = config.logger.targets
+        assert {key: target.path.rpartition(".")[2] for key, target in targets.items()} == {
+            "logger.csv": "Csv",
+            "logger.mine": "Wandb",
+        }
+        assert targets["logger.csv"].kwargs == {"path": "x.csv"}
+        assert targets["logger.mine"].kwargs == {"project": "ours", "tags": ["a"]}
+    assert composed.place("logger.mine.project") == "conf/logger/mine.yaml:5"
+    assert read_config(["logger=mine"])[1].logger.targets.keys() == {"logger"}
+    assert read_config(["logger=[csv,none]"])[1].logger.targets.keys() == {"logger.csv"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["logger=[csv,tensorbord]"], "C003", "Did you mean logger=tensorboard?"),
+        (["logger=[csv,none]", "logger.csv.pth=x"], "C002", "logger.csv.pth=x (command line): unknown key"),
+        (["model=[mlp,gpt]"], "C003", "no such option of model"),
+        (["logger=[]"], "C003", "no such option of logger"),
+    ],
+)
+def test_several_loggers_are_checked_one_by_one(words: list[str], code: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(words)
+    assert caught.value.code == code
+    assert said in str(caught.value)

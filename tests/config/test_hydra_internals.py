@@ -11,7 +11,8 @@ from ptfast.config import hydra_internals
 
 def test_all_of_it_is_there() -> None:
     assert all(hasattr(hydra_internals, name) for name in hydra_internals.__all__)
-    for name in ("_load_single_config", "_apply_overrides_to_config"):
+    overridden = ("_load_single_config", "_compose_config_from_defaults_list")
+    for name in (*overridden, "_apply_overrides_to_config"):
         assert callable(getattr(hydra_internals.ConfigLoaderImpl, name))
     assert callable(hydra_internals.OmegaConfDumper.str_representer)
 

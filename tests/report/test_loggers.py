@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ptfast.core.errors import MachineError
 from ptfast.report.loggers import (
@@ -25,6 +26,7 @@ from ptfast.report.loggers import (
     read_records,
     truncate_after,
 )
+from ptfast.report.mlflow_logger import Mlflow
 
 
 def train(step: int, **figures: Any) -> dict[str, Any]:
@@ -134,7 +136,9 @@ def test_csv_of_a_resumed_run_starts_from_its_jsonl(tmp_path: Path) -> None:
     assert lines == ["step,epoch,split,loss", "1,0.1,train,0.5", "2,0.2,train,0.25"]
 
 
-@pytest.mark.parametrize(("logger", "package"), [(Tensorboard, "tensorboard"), (Wandb, "wandb")])
+@pytest.mark.parametrize(
+    ("logger", "package"), [(Tensorboard, "tensorboard"), (Wandb, "wandb"), (Mlflow, "mlflow")]
+)
 def test_a_missing_package_is_named_with_its_extra(
     logger: type, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +148,7 @@ def test_a_missing_package_is_named_with_its_extra(
     assert caught.value.code == "E004"
 
 
-def test_tensorboard_tags_by_split_and_hides_what_a_resumed_run_repeats(
+def test_tensorboard_tags_by_split_hides_what_a_resumed_run_repeats_and_ends_with_hparams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[Any, ...]] = []
@@ -159,6 +163,12 @@ def test_tensorboard_tags_by_split_and_hides_what_a_resumed_run_repeats(
         def add_scalar(self, *args: Any) -> None:
             calls.append(args)
 
+        def add_images(self, tag: str, images: Any, step: int) -> None:
+            calls.append((tag, tuple(images.shape), float(images.min()), float(images.max()), step))
+
+        def add_hparams(self, settings: Any, figures: Any, **place: Any) -> None:
+            calls.append((settings, figures, place))
+
         def close(self) -> None:
             calls.append(("close",))
 
@@ -167,12 +177,19 @@ def test_tensorboard_tags_by_split_and_hides_what_a_resumed_run_repeats(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
     monkeypatch.setitem(sys.modules, "tensorboard", fake)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(train(4)) + "\n")
-    logger = Tensorboard()
-    logger.open(tmp_path, {"epochs": 1})
+    logger = Tensorboard(images=2)
+    config = {"batch_size": 8, "optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "steps": 9, "seed": None}
+    logger.open(tmp_path, config)
+    logger.log_images(4, torch.linspace(-3, 5, 36).reshape(3, 3, 2, 2))
     logger.log({"step": 5, "epoch": 0.5, "split": "val", "loss": 0.5, "note": "text is left out"})
     logger.close()
     folder = str(tmp_path / "tensorboard")
-    assert calls == [("open", folder, 5), ("text", "config"), ("val/loss", 0.5, 5), ("close",)]
+    settings = {"batch_size": 8, "optimizer.lr": 0.1, "optimizer.betas": "[0.9, 0.99]"}
+    assert calls == [
+        *[("open", folder, 5), ("text", "config"), ("train/images", (2, 3, 2, 2), 0.0, 1.0, 4)],
+        *[("val/loss", 0.5, 5), (settings, {"val/loss": 0.5}, {"run_name": ".", "global_step": 5})],
+        ("close",),
+    ]
 
 
 def test_a_run_has_an_id_of_its_own_in_wandb_and_keeps_it(
@@ -198,6 +215,67 @@ def test_a_run_has_an_id_of_its_own_in_wandb_and_keeps_it(
     assert first["id"].isalnum()
     assert (first["project"], first["name"], first["resume"]) == ("mine", "20261120-ab12/0", "allow")
     assert logged == [{"step": 3, "train/loss": 0.5, "train/step_s": 0.25}, {}]
+
+
+def test_what_wandb_refuses_comes_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise ValueError("api_key not configured (no-tty).\ncall wandb.login(key=[your_api_key])")
+
+    fake = types.ModuleType("wandb")
+    fake.init = init  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(
+        MachineError, match=r"api_key not configured.*`wandb login`.*WANDB_MODE=offline"
+    ) as caught:
+        Wandb().open(tmp_path, {})
+    assert (caught.value.code, caught.value.key) == ("E006", "logger")
+
+
+def test_mlflow_keeps_settings_and_figures_and_a_resumed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    client = types.SimpleNamespace(
+        get_experiment_by_name=lambda name: None,
+        create_experiment=lambda name: f"id of {name}",
+        create_run=lambda *args, **kwargs: (
+            calls.append((args, kwargs)) or types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+        ),
+        update_run=lambda *args, **kwargs: calls.append((args, kwargs)),
+        log_batch=lambda run_id, params=(), metrics=(): calls.append((run_id, [*params, *metrics])),
+        set_terminated=calls.append,
+    )
+    fake, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    fake.MlflowClient = lambda tracking_uri: client  # pyright: ignore[reportAttributeAccessIssue]
+    entities.Param = lambda key, value: (key, value)  # pyright: ignore[reportAttributeAccessIssue]
+    entities.Metric = lambda key, value, _, step: (key, value, step)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    for _ in range(2):
+        logger = Mlflow(experiment="mine")
+        (tmp_path / "runs" / "0").mkdir(parents=True, exist_ok=True)
+        logger.open(tmp_path / "runs" / "0", {"batch_size": 8, "run": {"dir": "x"}})
+        logger.log(train(3, loss=0.5))
+        logger.close()
+    created, settings, figures, ended, resumed, *_ = calls
+    assert created == (("id of mine",), {"run_name": "runs/0", "tags": None})
+    assert settings == ("r1", [("batch_size", "8")])
+    assert figures == ("r1", [("train/loss", 0.5, 3)])
+    assert (ended, resumed) == ("r1", (("r1",), {"status": "RUNNING"}))
+
+
+def test_images_go_to_the_loggers_that_take_them() -> None:
+    class Showing(Recorder):
+        def log_images(self, step: int, images: Any) -> None:
+            self.records.append({"step": step, "images": images})
+
+    plain, showing = Recorder(), Showing()
+    assert not BackgroundLogger([plain]).shows_images
+    logger = BackgroundLogger([plain, showing])
+    assert logger.shows_images
+    logger.log_images(3, "pixels")
+    logger.close()
+    assert (plain.records, showing.records) == ([], [{"step": 3, "images": "pixels"}])
 
 
 def test_the_background_logger_writes_everything_elsewhere() -> None:

@@ -54,7 +54,13 @@ class Writer:
     def __init__(self, folder: str = "log") -> None:
         self.folder = folder
 
+    def open(self, run_dir: Any, config: Any) -> None:
+        """Nothing."""
+
     def log(self, record: Any) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
         """Nothing."""
 
 
@@ -133,7 +139,7 @@ def to_tree(section: Section) -> Tree:
             tree[name] = to_tree(value)
         elif name == "target":
             tree |= value.to_tree() if value else {"_target_": None}
-        elif name == "options":
+        elif name in ("options", "several"):
             tree |= plain(value)
         else:
             tree[name] = plain(value)

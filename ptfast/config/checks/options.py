@@ -31,6 +31,9 @@ _TORCHVISION = (
 def check_option(group: str, option: Any, groups: Iterable[str], place: str | None) -> None:
     """Refuse an option that its group does not have, or a group that does not exist.
 
+    Args:
+        option: a name; of a group that may take several a list of them, or as typed: `[csv,tensorboard]`.
+
     Raises:
         ConfigError: C003, with the nearest name and the list of what there is.
     """
@@ -38,6 +41,12 @@ def check_option(group: str, option: Any, groups: Iterable[str], place: str | No
         known = [name for name in groups if name != paths.PRESETS]
         hint = did_you_mean(group, known) or f"Groups: {', '.join(known)}"
         raise ConfigError("C003", "no such config group", key=group, place=place, suggestion=hint)
+    if group in paths.SEVERAL and isinstance(option, str) and option[:1] + option[-1:] == "[]":
+        option = [name.strip() for name in option[1:-1].split(",")]
+    if group in paths.SEVERAL and isinstance(option, list) and option:
+        for name in option:
+            check_option(group, name, groups, place)
+        return
     known = paths.options(group)
     if not isinstance(option, str) or option not in known:
         raise ConfigError(

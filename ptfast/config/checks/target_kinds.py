@@ -13,7 +13,7 @@ from typing import Any
 
 from ptfast.config.checks.source_keywords import source_keywords
 from ptfast.config.files.paths import builtin_root
-from ptfast.core.protocols import HOOKS, TASKS, Callback, DataInfo
+from ptfast.core.protocols import HOOKS, LOGGER_METHODS, TASKS, Callback, DataInfo
 from ptfast.core.sections.coerce import EMPTY, coerce
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
 from ptfast.core.sections.problem import Problem
@@ -179,6 +179,8 @@ def _check_kind(found: Any, path: str, section: str) -> None:
         raise Problem("C009", f"is part of Python's standard library, not {_WANTED[section]}")
     if section == "callbacks" and inspect.isclass(found):
         _check_hooks(found)
+    if section == "logger" and inspect.isclass(found):
+        _check_logger(found)
     if not _FITS[section](found):
         raise Problem("C009", f"is not {_WANTED[section]}")
 
@@ -192,12 +194,28 @@ def _check_hooks(found: type) -> None:
         if name not in HOOKS:
             hint = f"{did_you_mean(_in_our_words(name), HOOKS) or ''} The hooks are {', '.join(HOOKS)}"
             raise Problem("C009", f"its method {name} would never be called", suggestion=hint.strip())
-        takes = list(inspect.signature(getattr(Callback, name)).parameters)
-        try:
-            inspect.signature(method).bind(*takes)
-        except TypeError as error:
-            called = f"{name}({', '.join(takes)})"
-            raise Problem("C009", f"its method {name} cannot be called as {called}: {error}") from error
+        _check_call(method, name, list(inspect.signature(getattr(Callback, name)).parameters)[1:])
+
+
+def _check_call(method: Callable[..., Any], name: str, takes: Iterable[str]) -> None:
+    """Raise a C009 `Problem` for a method that cannot be called with `self` and what it is given."""
+    try:
+        inspect.signature(method).bind("self", *takes)
+    except TypeError as error:
+        called = f"{name}({', '.join(['self', *takes])})"
+        raise Problem("C009", f"its method {name} cannot be called as {called}: {error}") from error
+
+
+def _check_logger(found: type) -> None:
+    """Raise a C009 `Problem` for a class that lacks a method of loggers, or has one that is not called so."""
+    calls = [f"{name}({', '.join(takes)})" for name, takes in LOGGER_METHODS.items()]
+    for name, takes in LOGGER_METHODS.items():
+        if not hasattr(found, name):
+            hint = f"A logger has {', '.join(calls[:-1])} and {calls[-1]}"
+            raise Problem("C009", f"is no logger: it has no method {name}", suggestion=hint)
+        method = inspect.getattr_static(found, name)
+        if inspect.isfunction(method):
+            _check_call(method, name, takes)
 
 
 def _in_our_words(name: str) -> str:
@@ -273,10 +291,6 @@ def _check_schedule(found: type) -> None:
         raise Problem("C009", what, suggestion=hint)
 
 
-def _fits_logger(found: Any) -> bool:
-    return not inspect.isclass(found) or hasattr(found, "log")
-
-
 def _fits_callback(found: Any) -> bool:
     if not inspect.isclass(found):
         return False
@@ -292,7 +306,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "model": _fits_model,
     "optimizer": _fits_optimizer,
     "schedule": _fits_schedule,
-    "logger": _fits_logger,
+    "logger": lambda found: True,
     "callbacks": _fits_callback,
     "task": _fits_task,
 }
@@ -317,7 +331,7 @@ _WANTED = {
     "optimizer": "a torch.optim.Optimizer",
     "schedule": "a schedule (a function of the step, a scheduler of torch.optim.lr_scheduler, or a "
     "ptfast.techniques.schedule.lr_schedules.Shape)",
-    "logger": "a logger (a class with log and close)",
+    "logger": "a logger (a class with open, log and close)",
     "callbacks": "a ptfast.core.protocols.Callback",
     "task": "a task (a class with the methods of ptfast.core.protocols.Task)",
 }

@@ -29,6 +29,7 @@ _CLASS_ROOTS = (
         "ptfast.techniques.schedule.lr_schedules",
         "ptfast.techniques.schedule.wsd",
         "ptfast.report.loggers",
+        "ptfast.report.mlflow_logger",
     ),
     "torchvision.transforms",
 )

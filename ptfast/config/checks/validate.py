@@ -17,7 +17,7 @@ from ptfast.core.errors import together
 from ptfast.core.sections.key_rules import Place
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
 from ptfast.core.sections.problem import Problem, not_set
-from ptfast.core.sections.section import Section
+from ptfast.core.sections.section import GATHERED, Section
 from ptfast.core.sections.targets import Target, locate, parse_target, parse_value
 
 __all__ = ["check_batch", "validate"]
@@ -148,12 +148,24 @@ class _Checker:
 
     def _separate(self, name: str, given: dict[str, Any], section: type[Section]) -> dict[str, Any]:
         """A section's fixed keys, with its target's keywords gathered under `target`."""
-        fixed = [key for key in section.model_fields if key != "target"]
+        fixed = [key for key in section.model_fields if key not in GATHERED]
         prepared = {key: value for key, value in given.items() if key in fixed}
         rest = {key: value for key, value in given.items() if key not in fixed}
         optional = not section.model_fields["target"].is_required()
         if optional and rest.get("_target_") is None:
-            prepared |= {"target": None, **{key: value for key, value in rest.items() if key != "_target_"}}
+            rest.pop("_target_", None)
+            prepared["target"] = None
+            if "several" in section.model_fields:
+                parts = {
+                    key: part for key, part in rest.items() if isinstance(part, dict) and "_target_" in part
+                }
+                rest = {key: value for key, value in rest.items() if key not in parts}
+                prepared["several"] = {
+                    key: self._target(part, name, f"{name}.{key}")
+                    for key, part in parts.items()
+                    if part["_target_"] is not None
+                }
+            prepared |= rest
         else:
             prepared["target"] = self._target(rest, name, name, fixed)
         return prepared
@@ -286,4 +298,4 @@ def _known_keys(section: str) -> list[str]:
         if inner is None:
             return []
         model = inner
-    return [name for name in model.model_fields if name not in ("target", "options")]
+    return [name for name in model.model_fields if name not in GATHERED]

@@ -12,12 +12,12 @@ from ptfast.config.editors.docstrings import argument_docs, field_docs
 from ptfast.config.editors.help import entries
 from ptfast.config.editors.json_types import REFERENCE, Schema, json_type
 from ptfast.config.files.lineage import lineage
-from ptfast.config.files.paths import PRESETS, groups, options
+from ptfast.config.files.paths import PRESETS, SEVERAL, groups, options
 from ptfast.config.schema import Config, entry_of, section_of
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import TASKS
 from ptfast.core.sections.problem import Problem
-from ptfast.core.sections.section import Section
+from ptfast.core.sections.section import GATHERED, Section
 from ptfast.core.sections.targets import locate, swallows_keywords
 from ptfast.tasks import Task
 
@@ -96,6 +96,9 @@ def _described(text: str | None, section: Schema) -> Schema:
 def _defaults() -> Schema:
     """The list that chooses options: `optimizer: sgd_cifar`, with or without Hydra's `override /`."""
     choices: Schema = {_choice(group): {"anyOf": _named(group)} for group in groups() if group != PRESETS}
+    for group in SEVERAL:
+        several = {"type": "array", "items": choices[_choice(group)]}
+        choices[_choice(group)] = {"anyOf": [*_named(group), several]}
     choices[r"^(override )?/?hydra/"] = {"type": "string"}
     choice = {
         "type": "object",
@@ -129,7 +132,7 @@ def _fields(part: type[Section]) -> Schema:
     return {
         name: _field(name, found, docs.get(name))
         for name, found in part.model_fields.items()
-        if name not in ("target", "options")
+        if name not in GATHERED
     }
 
 

@@ -12,6 +12,8 @@ PRESETS = "preset"
 RECIPES = "recipe"
 CONFIG_DIR = "PTFAST_CONFIG_DIR"
 """Environment variable that `--config-dir` sets, for processes that are started from this one, too."""
+SEVERAL = ("logger",)
+"""Groups of which a config may take several options at once: `logger=[csv,tensorboard]`."""
 
 
 @dataclass(frozen=True)

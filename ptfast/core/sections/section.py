@@ -23,6 +23,10 @@ Every = Annotated[Duration, InUnit("epochs"), POSITIVE]
 WallTime = Annotated[Duration, InUnit("seconds", ("seconds",)), POSITIVE]
 
 
+GATHERED = ("target", "options", "several")
+"""Fields of sections that hold what is gathered from the keys of a config, and are no keys themselves."""
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, closed, values coerced by `coerce` before pydantic sees them."""
 

@@ -1,0 +1,68 @@
+"""The loggers of a run: built before its data is loaded, opened once it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from ptfast.config.files.yaml_file import read_yaml
+from ptfast.config.schema import Config
+from ptfast.core import run_directory
+from ptfast.core.errors import described, name_of
+from ptfast.core.protocols import LOGGER_METHODS, StepBatch
+from ptfast.core.run import Run
+from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger, truncate_after
+from ptfast.training.user_code import Part, constructing
+
+
+def build_loggers(config: Config) -> dict[str, Any]:
+    """The loggers that the config names, by the key of their section.
+
+    Raises:
+        ConfigError: C017 for a constructor that raises, or a function that returns no logger.
+        MachineError: E004 where a package is not installed.
+    """
+    loggers: dict[str, Any] = {}
+    for key, target in config.logger.targets.items():
+        with constructing(key, target.path):
+            loggers[key] = target.build()
+        missing = [name for name in LOGGER_METHODS if not hasattr(loggers[key], name)]
+        if missing:
+            what = f"gives {described(loggers[key])}, which is no logger: it has no method {missing[0]}"
+            raise Part(f"{key}._target_", target.resolve()).error(what)
+    return loggers
+
+
+def open_loggers(run: Run, loggers: dict[str, Any]) -> BackgroundLogger:
+    """Open the loggers of a run, once what it will log again is cut off its earlier records.
+
+    Raises:
+        ConfigError: C017 for one that raises.
+        MachineError: E001 where metrics.jsonl cannot be written, E006 for a service that refuses.
+    """
+    metrics = run.folder / METRICS_FILE
+    truncate_after(metrics, run.progress.step)
+    opened: list[Any] = [JsonlLogger(metrics)]
+    # As it was written down: without secrets, and without values from the environment.
+    config = read_yaml(run.folder / run_directory.CONFIG).data if loggers else {}
+    for key, logger in loggers.items():
+        with constructing(key, name_of(logger), "open"):
+            logger.open(run.folder, config)
+        opened.append(logger)
+    background = BackgroundLogger(opened, run.display.warn)
+    if background.shows_images and run.info.kind == "image":
+        run.watch = partial(_log_first_images, run.watch, run.progress.step, background)
+    return background
+
+
+def _log_first_images(
+    watch: Callable[[Any], Any] | None, step: int, logger: BackgroundLogger, batches: Iterator[StepBatch]
+) -> Iterator[StepBatch]:
+    """The same batches, as `watch` passes them on, with the images of the first one logged."""
+    batches = batches if watch is None else watch(batches)
+    for batch in batches:
+        logger.log_images(step, batch.micro_batches[0].data[0].detach().to("cpu", copy=True))
+        yield batch
+        break
+    yield from batches

@@ -1,0 +1,74 @@
+"""MLflow as a logger."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from ptfast.core import run_directory
+from ptfast.core.errors import import_extra
+from ptfast.report.loggers import Record, refused_by, settings_of, tagged
+
+MOST_PARAMS = 100
+"""That one request takes."""
+MOST_CHARS = 500
+"""Of a parameter's value, as older servers take them."""
+
+
+class Mlflow:
+    """MLflow: settings as parameters, figures as metrics. A resumed run continues the one that it had there.
+
+    Args:
+        experiment: experiment that the run belongs to; made where there is none of this name.
+        uri: tracking server or folder; what MLFLOW_TRACKING_URI says, or MLflow's own default, if not given.
+        name: what the run is called; the last two parts of the run directory's path if not given.
+        tags: labels to find it by.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "ptfast",
+        uri: str | None = None,
+        name: str | None = None,
+        tags: dict[str, str] | None = None,
+    ) -> None:
+        import_extra("mlflow", "mlflow", "logger", "mlflow")
+        self._experiment, self._uri, self._name, self._tags = experiment, uri, name, tags
+
+    def open(self, run_dir: Path, config: dict[str, Any]) -> None:
+        import mlflow
+
+        known = run_directory.read_json(run_dir / run_directory.MLFLOW).get("run_id")
+        try:
+            self._client: Any = mlflow.MlflowClient(tracking_uri=self._uri)
+            if known:
+                self._run_id = known
+                self._client.update_run(known, status="RUNNING")
+            else:
+                self._run_id = self._new_run("/".join(run_dir.absolute().parts[-2:]), config)
+        except Exception as error:
+            hint = "Set logger.uri or MLFLOW_TRACKING_URI to a server that runs, or to a folder"
+            raise refused_by("MLflow", "mlflow", error, hint) from error
+        run_directory.write_json(run_dir / run_directory.MLFLOW, {"run_id": self._run_id})
+
+    def _new_run(self, name: str, config: dict[str, Any]) -> str:
+        from mlflow.entities import Param
+
+        there = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = there.experiment_id if there else self._client.create_experiment(self._experiment)
+        run = self._client.create_run(experiment_id, run_name=self._name or name, tags=self._tags)
+        params = [Param(key, str(value)[:MOST_CHARS]) for key, value in settings_of(config).items()]
+        for first in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(run.info.run_id, params=params[first : first + MOST_PARAMS])
+        return run.info.run_id
+
+    def log(self, record: Record) -> None:
+        from mlflow.entities import Metric
+
+        now_ms, step = int(time.time() * 1000), record["step"]
+        metrics = [Metric(tag, value, now_ms, step) for tag, value in tagged(record).items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
