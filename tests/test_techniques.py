@@ -47,6 +47,7 @@ NO_TECHNIQUES = {
     "model": "what is trained",
     "saving": "what is kept",
     "logger": "where figures go",
+    "sampling": "which samples come, for data in which some are rare",
     "preset": "sets of techniques",
 }
 """Groups of which no option is a technique, and what they are about."""

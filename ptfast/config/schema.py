@@ -16,7 +16,7 @@ from ptfast.core.sections.section import GATHERED, Count, OrAuto, Section
 from ptfast.core.sections.targets import Target, plain
 from ptfast.data import Data
 from ptfast.data.loaders import Dataloader
-from ptfast.data.sampling import Batching
+from ptfast.data.sampling import Batching, Sampling
 from ptfast.data.transforms import Augment
 from ptfast.models import Model
 from ptfast.optim import Optimizer
@@ -95,6 +95,7 @@ class Config(Section):
     data: Data
     model: Model
     dataloader: Dataloader = Field(default_factory=Dataloader)
+    sampling: Sampling = Field(default_factory=Sampling)
     batching: Batching = Field(default_factory=Batching)
     augment: Augment = Field(default_factory=Augment)
     curriculum: Curriculum = Field(default_factory=Curriculum)

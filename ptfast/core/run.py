@@ -59,6 +59,8 @@ class Resolved:
     worker_threads: int = 0
     side_stream: bool = False
     read_ahead: bool = False
+    sampling: str | None = None
+    """How samples are drawn, in words; None where each comes once in an epoch."""
     padding: str | None = None
     padding_share: float | None = None
     """Of the tokens of an epoch, in [0, 1]; None where nothing is padded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ptfast.core.errors import ConfigError
@@ -17,6 +18,7 @@ from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.masks import with_masks
+from ptfast.data.sampling.sample_orders import checked_weights
 from ptfast.data.sampling.sampler import smallest_micro_batch
 from ptfast.data.sampling.split import split_indices
 from ptfast.data.saved_info import as_known, check_same_data, read_info
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from ptfast.core.durations import Duration
     from ptfast.core.protocols import DataInfo
+    from ptfast.data.sampling.order import Indices
 
 __all__ = [
     "Data",
@@ -112,7 +115,7 @@ def build_data(
     if splits.info.target_kind == "mask":
         splits = with_masks(splits, ignore_index)
     contents = once(lambda: _contents(splits)) if known is None else None
-    splits = _hold_out(splits, val, seed)
+    splits, kept = _hold_out(splits, val, seed)
     _check(splits)
     choice, files, read = None, splits.train, tuple(splits.sources.values())
     if shuffle_buffer is not None:
@@ -143,7 +146,9 @@ def build_data(
     if contents is not None:
         info = replace(info, extra={**info.extra, "contents": contents})
     note = _describe(name, splits)
-    return Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order, holder)
+    data = Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order)
+    weights = data.weights if isinstance(source, DataSet) else partial(checked_weights, source, kept)
+    return replace(data, weights=weights, holder=holder)
 
 
 def _contents(splits: Splits) -> Contents:
@@ -188,18 +193,19 @@ def _translated(splits: Splits) -> Splits:
     return splits._replace(info=info)
 
 
-def _hold_out(splits: Splits, val: Duration, seed: int) -> Splits:
+def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices | None]:
+    """The splits, some training samples held out where there is no `val`, and those that are kept if so."""
     if splits.val is not None or val.value == 0:
-        return splits
+        return splits, None
     if isinstance(splits.train, IterableSource):
         # The default share is no wish of the user's; a number of samples is.
         if val.unit == "percent":
             note = "; ".join(filter(None, [splits.note, "nothing is held out of iterable data"]))
-            return splits._replace(note=note)
+            return splits._replace(note=note), None
         hint = "Use data.val=0, or a map-style data set"
         raise ConfigError("C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint)
     train, held = split_indices(len(splits.train), val, seed)
-    return splits._replace(train=splits.train.take(train), val=splits.train.take(held))
+    return splits._replace(train=splits.train.take(train), val=splits.train.take(held)), train
 
 
 def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:

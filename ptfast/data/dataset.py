@@ -12,6 +12,9 @@ from ptfast.data.map_source import MapSource
 from ptfast.data.streams.iterable import IterableSource
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ptfast.core.durations import Duration
     from ptfast.data.loaders.shared_memory import Holder
     from ptfast.data.sampling.order import Indices
@@ -103,5 +106,7 @@ class Data:
     """Names the files that were left out so far; None where one that cannot be read ends the run."""
     order: Callable[[int, int], Indices | None] = lambda seed, epoch: None
     """`order` of the training data, wherever it is held."""
+    weights: Callable[[], NDArray[np.float64] | None] = lambda: None
+    """How often each training sample is to be drawn beside the others, where the data set says it."""
     holder: Holder | None = None
     """Where what is decoded is held; None for this process."""

@@ -168,6 +168,11 @@ class MapSource(BaseSource):
         targets: Tensor = self.targets  # pyright: ignore[reportAttributeAccessIssue] # those that have them
         return targets.index_select(0, as_tensor(indices))
 
+    def known_labels(self) -> Tensor | None:
+        """The target of every sample; None where they would have to be read first."""
+        targets = getattr(self, "targets", None)
+        return targets if isinstance(targets, Tensor) else None
+
     def originals(self, indices: Indices) -> list[NDArray[np.uint8]]:
         """Images `indices` as they are stored, each (height, width, channels) of its own."""
         raise NotImplementedError
@@ -266,6 +271,10 @@ class SubsetSource(MapSource):
 
     def labels(self, indices: Indices) -> Tensor:
         return self.source.labels(self.indices[indices])
+
+    def known_labels(self) -> Tensor | None:
+        labels = self.source.known_labels()
+        return None if labels is None else labels[as_tensor(self.indices)]
 
     def originals(self, indices: Indices) -> list[NDArray[np.uint8]]:
         return self.source.originals(self.indices[indices])

@@ -32,6 +32,7 @@ from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.data.loaders.side_stream import SideStream, open_side_stream
 from ptfast.data.loaders.train_loader import Loader
 from ptfast.data.loaders.worker_processes import RAISED
+from ptfast.data.sampling.sample_orders import build_order, describe_sampling
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import Marks
@@ -254,6 +255,8 @@ def build_loaders(
         read_ahead=loader.read_ahead,
     )
     side = open_side_stream(context.device) if loader.side_stream else None
+    data = replace(data, order=build_order(config.sampling, data, config.seed))
+    resolved.sampling = describe_sampling(config.sampling, data)
     train_loader = _build_train_loader(context, data, task, course, loading, side, mark)
     evaluated = data if config.eval.test else replace(data, test=None)
     eval_loaders = build_eval_loaders(context, evaluated, loading, side)

@@ -120,7 +120,8 @@ def describe_padding(
     lengths, limit = data.train.lengths(), data.info.context_length
     if lengths is None or limit is None or plan.grows:
         return None, None
-    share = padding_share(plan, lengths, limit, _padding(batching), micro_batches, seed)
+    own_order = data.order(seed, 0)
+    share = padding_share(plan, lengths, limit, _padding(batching), micro_batches, seed, own_order)
     longest = "the longest of each batch" if batching.padding == "longest" else f"{limit} tokens"
     alike = "batches of like length, " if batching.buckets else ""
     to = f"padded to {longest}" + (f" in steps of {batching.multiple}" if batching.multiple > 1 else "")

@@ -31,11 +31,14 @@ from ptfast.core.saved_state import list_states
 @pytest.mark.parametrize(
     "words",
     [
-        ("optimizer=sgd",),
-        ("dataloader.kind=workers", "dataloader.workers=2", "optimizer=adamw", "ema.decay=0.9"),
+        ("optimizer=sgd", "sampling=weighted"),
+        (
+            *("dataloader.kind=workers", "dataloader.workers=2", "optimizer=adamw", "ema.decay=0.9"),
+            "sampling._target_=torch.utils.data.RandomSampler",
+        ),
         ("precision=bf16", "gradients.accumulate=4", "ema.decay=0.9", "schedule=onecycle"),
     ],
-    ids=["memory", "workers and ema", "bf16, accumulation and ema"],
+    ids=["memory, by weight", "workers, ema and a sampler of torch's", "bf16, accumulation and ema"],
 )
 def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path, words: tuple[str, ...]) -> None:
     assert_goes_on(*BASE, *words)

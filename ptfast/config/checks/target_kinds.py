@@ -21,7 +21,9 @@ from ptfast.core.sections.targets import Target, keywords, locate, signature, sw
 from ptfast.techniques.schedule import is_torch_scheduler
 
 Locate = Callable[[str], Any]
-SECTIONS = ("data", "model", "optimizer", "schedule", "logger")
+SECTIONS = ("data", "model", "sampling", "optimizer", "schedule", "logger")
+_OF_SAMPLES = frozenset({"seed", "epoch", "num_samples", "labels", "weights", "data_source"})
+"""What an order of samples is called with, by name."""
 _DATA_FACTS = frozenset(field.name for field in dataclasses.fields(DataInfo))
 _MODEL_SWITCHES = frozenset({"pretrained"})
 
@@ -85,6 +87,7 @@ def check_source(
     if known is None:
         return target, []
     known = known[1:] if section in ("optimizer", "task") else known
+    known = [name for name in known if name not in _OF_SAMPLES] if section == "sampling" else known
     prefix = section if prefix is None else prefix
     strange = {name: value for name, value in target.kwargs.items() if name not in known}
     found = [_unknown(name, value, section, prefix, [*known, *fixed]) for name, value in strange.items()]
@@ -112,6 +115,8 @@ def own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
             parameters.pop(next(iter(parameters)))
         if section == "schedule":
             parameters.pop("num_steps", None)
+    elif section == "sampling" and not inspect.isclass(function):
+        parameters = {name: found for name, found in parameters.items() if name not in _OF_SAMPLES}
     return parameters
 
 
@@ -130,7 +135,8 @@ def _missing(
     section: str,
     prefix: str,
 ) -> list[Problem]:
-    supplied = (_DATA_FACTS | _MODEL_SWITCHES) if section == "model" else set()
+    facts = {"model": _DATA_FACTS | _MODEL_SWITCHES, "sampling": _OF_SAMPLES}
+    supplied = facts.get(section, frozenset())
     return [
         Problem("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
         for name, parameter in parameters.items()
@@ -307,6 +313,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "optimizer": _fits_optimizer,
     "schedule": _fits_schedule,
     "logger": lambda found: True,
+    "sampling": lambda found: not inspect.isclass(found) or hasattr(found, "__iter__"),
     "callbacks": _fits_callback,
     "task": _fits_task,
 }
@@ -332,6 +339,7 @@ _WANTED = {
     "schedule": "a schedule (a function of the step, a scheduler of torch.optim.lr_scheduler, or a "
     "ptfast.techniques.schedule.lr_schedules.Shape)",
     "logger": "a logger (a class with open, log and close)",
+    "sampling": "an order of samples (a function such as order(seed, epoch, num_samples), or a Sampler)",
     "callbacks": "a ptfast.core.protocols.Callback",
     "task": "a task (a class with the methods of ptfast.core.protocols.Task)",
 }

@@ -19,7 +19,7 @@ from ptfast.core.sections.targets import EXTRAS, locate
 ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast", *EXTRAS)
 # Of the functions in these packages only those that build models are called for a stranger's file:
 # torchvision also has functions that download and unpack.
-_FUNCTION_ROOTS = ("torchvision.models", "ptfast.models")
+_FUNCTION_ROOTS = ("torchvision.models", "ptfast.models", "ptfast.data.sampling.sample_orders")
 _CLASS_ROOTS = (
     *(
         "ptfast.data",

@@ -13,6 +13,7 @@ from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.sections.technique import Technique
 from ptfast.data import Data
+from ptfast.data.sampling import Sampling
 
 
 class Dataloader(Section):
@@ -75,8 +76,17 @@ def thread_for_a_cpu(dataloader: Dataloader, device: str) -> Problem | None:
     return Problem("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
 
 
+def thread_beside_own_order(dataloader: Dataloader, sampling: Sampling) -> Problem | None:
+    """Refuse a thread that asks for an order which may draw from the generators of the training."""
+    target = sampling.target
+    if not dataloader.read_ahead or target is None or target.path.startswith("ptfast."):
+        return None
+    what, hint = f"a thread would ask {target.path} for its order", "Use dataloader=workers"
+    return Problem("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
+
+
 FREE_KEYS = tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead"))
-RULES = (data_of_a_pack,)
+RULES = (data_of_a_pack, thread_beside_own_order)
 MACHINE_RULES = (memory_to_pin, thread_for_a_cpu)
 UNUSED = (
     Unused(

@@ -1,16 +1,25 @@
-"""Which sequences come together in a batch, and how they come to one length."""
+"""Which samples come in an epoch and together in a batch, and how sequences come to one length."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from ptfast.core.run import Resolved
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
+from ptfast.core.sections.targets import Target
 from ptfast.core.sections.technique import Technique
+from ptfast.data import Data
 from ptfast.optim import Optimizer
 from ptfast.techniques.curriculum import Curriculum
+
+
+class Sampling(Section):
+    """Which samples come in an epoch, and in which order."""
+
+    target: Target | None = None
 
 
 class Batching(Section):
@@ -47,7 +56,20 @@ def one_way_of_batching(batching: Batching, curriculum: Curriculum, optimizer: O
     return None
 
 
-RULES = (one_way_of_batching,)
+def one_order(sampling: Sampling, batching: Batching, data: Data) -> Iterator[Problem]:
+    """Refuse an order of samples where batches by length, or a buffer of neighbours, say which come next."""
+    if sampling.target is None:
+        return
+    value, hint = sampling.target.path, "Use sampling=shuffle"
+    if batching.buckets:
+        what = "batches by length have an order of their own"
+        yield Problem("C011", what, key="sampling", value=value, suggestion=f"{hint}, or batching=longest")
+    if data.shuffle_buffer is not None:
+        what = f"contradicts data.shuffle_buffer={data.shuffle_buffer}"
+        yield Problem("C011", what, key="sampling", value=value, suggestion=f"{hint}, or the buffer null")
+
+
+RULES = (one_way_of_batching, one_order)
 UNUSED = (
     Unused(
         ("batching.multiple", "batching.padding"),
@@ -71,8 +93,8 @@ UNUSED = (
 
 
 def panel(resolved: Resolved) -> dict[str, object]:
-    """How sequences come to one length."""
-    return {"padding": resolved.padding}
+    """Which samples come, where not each once, and how sequences come to one length."""
+    return {"sampling": resolved.sampling, "padding": resolved.padding}
 
 
 _LINES = (

@@ -127,10 +127,20 @@ class LengthPlan(BatchPlan):
 
 
 def padding_share(
-    plan: BatchPlan, lengths: NDArray[np.int64], limit: int, padding: Padding, micro_batches: int, seed: int
+    plan: BatchPlan,
+    lengths: NDArray[np.int64],
+    limit: int,
+    padding: Padding,
+    micro_batches: int,
+    seed: int,
+    own_order: Indices | None = None,
 ) -> float:
-    """Which part of all tokens of the first epoch is padding, in [0, 1)."""
-    order = plan.order(0)
+    """Which part of all tokens of the first epoch is padding, in [0, 1).
+
+    Args:
+        own_order: of the samples in that epoch, where neither `plan` nor `seed` says it.
+    """
+    order = plan.order(0) if own_order is None else own_order
     order = permutation(seed, 0, len(lengths)) if order is None else order
     pieces: list[tuple[int, int]] = []
     for step in range(min(plan.steps_per_epoch or 0, MOST_STEPS)):

@@ -53,6 +53,7 @@ class DatasetSource(MapSource):
         self.own_batches = self.collate.is_own
         self.all_count = False
         """Every label has been seen, and none was an ignored one."""
+        self.all_labels: Tensor | None = None
         stated = getattr(dataset, "lengths", None)
         self._lengths = None if stated is None else np.asarray(stated, np.int64)
         if self._lengths is not None and self._lengths.shape != (len(dataset),):
@@ -69,6 +70,9 @@ class DatasetSource(MapSource):
 
     def lengths(self) -> NDArray[np.int64] | None:
         return self._lengths
+
+    def known_labels(self) -> Tensor | None:
+        return self.all_labels
 
     def contents(self) -> list[Any]:
         labels = getattr(self.dataset, "targets", None)
@@ -211,6 +215,7 @@ def _adapt(
             labels = _scan(source)[1]
         check_labels(labels, max(1, info.num_classes), "train")
         source.num_classes = info.num_classes
+    source.all_labels = labels if len(labels) == len(dataset) else None
     return Splits(info, source, note=note)
 
 

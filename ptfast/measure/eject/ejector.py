@@ -51,6 +51,8 @@ def eject(config: Config, tree: dict[str, Any], command: str, out: Path) -> int:
         MachineError: E001 if the file cannot be written.
     """
     check_covered(tree)
+    if config.sampling.target is not None:
+        raise refused("sampling", config.sampling.target.path, "Use sampling=shuffle")
     display = build_display()
     with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
         run = build(config, ranks=Ranks(), folder=Path(folder), display=display)

@@ -1,0 +1,198 @@
+"""Orders of samples other than all of them shuffled: drawn by weight, or as a function of the user's says."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptfast.core.errors import ConfigError, DataError, PtfastError, described, one_line
+from ptfast.core.sections.targets import Target, keywords
+from ptfast.data.dataset import Data
+from ptfast.data.map_source import MapSource
+from ptfast.data.sampling import Sampling, counter_draws
+from ptfast.data.sampling.order import Indices
+from ptfast.data.streams.global_generators import seeded
+
+Weights = NDArray[np.float64]
+
+
+def weighted(
+    seed: int,
+    epoch: int,
+    num_samples: int,
+    labels: NDArray[np.int64] | None = None,
+    weights: Weights | None = None,
+    by: Literal["auto", "classes", "weights"] = "auto",
+) -> Indices:
+    """Draw each of `num_samples` places of an epoch in proportion to the samples' weights, with replacement.
+
+    Args:
+        labels: class of each sample; those below 0 do not count and are never drawn.
+        weights: of each sample, finite and at least 0, with a sum above 0.
+        by: `classes`: every class as often as any other; `weights`: those that the data set's attribute
+            `weights` gives; `auto`: the latter where there is one.
+
+    Cost: a binary search a sample and epoch, some 0.2 s for a million.
+    """
+    if _goes_by(by, weights) == "classes":
+        assert labels is not None
+        counts = np.bincount(labels[labels >= 0])
+        weights = np.where(labels >= 0, 1 / counts[np.maximum(labels, 0)], 0.0)
+    assert weights is not None
+    rising = np.cumsum(weights)
+    draws = counter_draws.uniform(seed, epoch, np.arange(num_samples), counter_draws.ORDER)
+    # Rounding may bring the last draw to the very end, which belongs to no sample.
+    last = int(np.flatnonzero(weights)[-1])
+    return np.minimum(np.searchsorted(rising, draws * rising[-1], side="right"), last)
+
+
+def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int], Indices | None]:
+    """The order of the training samples in an epoch, as a function of (seed, epoch).
+
+    A function is called for each epoch with what it takes of `seed`, `epoch`, `num_samples`, `labels` and
+    `weights`; a sampler of torch's is built once and gone through for each epoch. Torch's, numpy's and
+    Python's global generators are seeded by (seed, epoch) for both. The first epoch is drawn twice here: an
+    order that differs would make a resumed run another one.
+
+    Raises:
+        ConfigError: C011 for data that is read in its own order or is not of classes, C017 for what gives no
+            order of all places, or another one for the same epoch.
+        DataError: D008 for weights that are none.
+    """
+    target, train = sampling.target, data.train
+    if target is None:
+        return data.order
+    if not isinstance(train, MapSource):
+        what, hint = "a stream is read in the order that it comes in", "Use sampling=shuffle"
+        raise ConfigError("C011", what, key="sampling", value=target.path, suggestion=hint)
+    function = target.resolve()
+    facts: dict[str, Any] = {"num_samples": len(train), "data_source": range(len(train))}
+    takes = keywords(function).keys() - target.kwargs.keys()
+    if "weights" in takes and target.kwargs.get("by") != "classes":
+        facts["weights"] = data.weights()
+    if "labels" in takes and data.info.task == "classification" and data.info.target_kind == "whole":
+        labels = train.known_labels()
+        facts["labels"] = None if labels is None else labels.numpy()
+    if function is weighted:
+        _check_has_classes(target, facts)
+        return partial(target.build, **facts)
+    order = _OwnOrder(target, function, facts)
+    if not np.array_equal(order(seed, 0), order(seed, 0)):
+        order.refuse(
+            "gives another order for the same seed and epoch, so that no run could be resumed",
+            "Draw from numpy.random.default_rng((seed, epoch))",
+        )
+    return order
+
+
+def describe_sampling(sampling: Sampling, data: Data) -> str | None:
+    """Describe which samples come, for the panel; None where each comes once."""
+    target = sampling.target
+    if target is None or target.resolve() is not weighted:
+        return target and target.path
+    by = _goes_by(target.kwargs.get("by", "auto"), data.weights())
+    return "each class as often as any other" if by == "classes" else "by the weights of the data set"
+
+
+def checked_weights(dataset: Any, kept: Indices | None = None) -> Weights | None:
+    """The weights that a data set gives its samples by an attribute `weights`; None without one.
+
+    Args:
+        kept: the samples that are trained on; None for all.
+
+    Raises:
+        DataError: D008 for weights that are not one for each sample, negative, not finite, or all zero.
+    """
+    stated = getattr(dataset, "weights", None)
+    if stated is None:
+        return None
+    try:
+        weights = np.asarray(stated, np.float64)
+    except (TypeError, ValueError):
+        _refuse_weights(dataset, f"are {described(stated)}, where a number for each sample is due")
+    if weights.shape != (len(dataset),):
+        shape = "x".join(map(str, weights.shape)) or "no"
+        _refuse_weights(dataset, f"are {shape} numbers, and it has {len(dataset):,} samples")
+    wrong = ~(np.isfinite(weights) & (weights >= 0))
+    if wrong.any():
+        first = int(wrong.argmax())
+        _refuse_weights(dataset, f"hold {weights[first]:g} for sample {first}, where 0 or more is due")
+    weights = weights if kept is None else weights[kept]
+    if not weights.sum() > 0:
+        _refuse_weights(dataset, "sum to zero over the training samples")
+    return weights
+
+
+def _refuse_weights(dataset: Any, what: str) -> NoReturn:
+    hint = "Mend them, or use sampling.by=classes or sampling=shuffle"
+    raise DataError("D008", f"the weights of {type(dataset).__name__} {what}", key="data", suggestion=hint)
+
+
+def _goes_by(by: str, weights: Weights | None) -> str:
+    return ("classes" if weights is None else "weights") if by == "auto" else by
+
+
+def _check_has_classes(target: Target, facts: dict[str, Any]) -> None:
+    """Raise a ConfigError C011 for data without what `weighted` goes by."""
+    by = target.kwargs.get("by", "auto")
+    wanted = _goes_by(by, facts.get("weights"))
+    if facts.get("weights" if wanted == "weights" else "labels") is None:
+        lack = (
+            "has no attribute `weights`"
+            if wanted == "weights"
+            else "has no classes that are known beforehand"
+        )
+        hint = "Give the data set an attribute `weights`, a number for each sample, or use sampling=shuffle"
+        raise ConfigError("C011", f"this data {lack}", key="sampling.by", value=by, suggestion=hint)
+
+
+class _OwnOrder:
+    """A function of the user's, or a sampler of torch's, called for the order of an epoch."""
+
+    def __init__(self, target: Target, function: Any, facts: dict[str, Any]) -> None:
+        self._target, self._size = target, facts["num_samples"]
+        self._facts, self._sampler = facts, None
+        if inspect.isclass(function):
+            self._sampler: Any = self._called(lambda: target.build(**facts), "its constructor")
+
+    def __call__(self, seed: int, epoch: int) -> Indices:
+        with seeded(counter_draws.key(seed, epoch, counter_draws.ORDER)):
+            given = self._called(lambda: self._drawn(seed, epoch), f"in epoch {epoch} it")
+        try:
+            order = np.asarray(given)
+        except ValueError:
+            order = np.empty(0, object)
+        if order.ndim != 1 or order.dtype.kind not in "iu":
+            self.refuse(f"gives {described(given)}, where the numbers of samples are due, in their order")
+        if len(order) != self._size:
+            self.refuse(f"gives {len(order):,} places, and an epoch has {self._size:,} samples")
+        if (strange := order[(order < 0) | (order >= self._size)]).size:
+            self.refuse(f"names sample {strange[0]}, and they are numbered from 0 to {self._size - 1:,}")
+        return order.astype(np.int64)
+
+    def _drawn(self, seed: int, epoch: int) -> Any:
+        if self._sampler is None:
+            return self._target.build(seed=seed, epoch=epoch, **self._facts)
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        return list(self._sampler)
+
+    def _called(self, action: Callable[[], Any], when: str) -> Any:
+        try:
+            return action()
+        except PtfastError:
+            raise
+        except Exception as error:
+            text = one_line(str(error)).rstrip(". ")
+            self.refuse(f"{when} raises {type(error).__name__}: {text}", cause=error)
+
+    def refuse(self, what: str, hint: str | None = None, cause: Exception | None = None) -> NoReturn:
+        """Raise an error that names it."""
+        raise ConfigError(
+            "C017", what, key="sampling._target_", value=self._target.path, suggestion=hint
+        ) from cause
