@@ -47,6 +47,7 @@ FREE_KEYS = (
         "eval",
         "stop",
         "sweep",
+        "metrics",
     ),
     *("saving", "logger", *catalogue.FREE_KEYS),
 )
@@ -88,6 +89,8 @@ class Config(Section):
     """The machine on which `ptfast tune` measured this config; another one is warned of."""
     callbacks: list[Target] = Field(default_factory=list)
     """Classes called during training: an import path, or a mapping with `_target_`."""
+    metrics: dict[str, Target] = Field(default_factory=dict)
+    """Metrics besides the task's own, by name: an import path such as `torchmetrics.AUROC`, or a mapping."""
     eval: Eval = Field(default_factory=Eval)
     stop: Stop = Field(default_factory=Stop)
     run: RunOptions = Field(default_factory=RunOptions)

@@ -29,6 +29,8 @@ ENVIRONMENT = "environment.json"
 WANDB = "wandb.json"
 EXAMPLES = "examples.json"
 MLFLOW = "mlflow.json"
+METRICS = "metrics"
+"""Folder of what metrics give besides figures, a file for each split."""
 FAILURE = ".failure.json"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
@@ -17,6 +17,8 @@ from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import EvalLoader, MicroBatch, StepBatch, hooks
 from ptfast.core.run import Run
+from ptfast.report.metric_tables import write_tables
+from ptfast.tasks.added_metrics import Table
 from ptfast.training.evaluation.evaluate import Abandoned, evaluate
 from ptfast.training.state import save_training
 from ptfast.training.step import Trainer
@@ -199,7 +201,9 @@ class _FirstBatch:
         """Nothing to stop: whoever has the loader does."""
 
 
-def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
+def _evaluate_on(
+    run: Run, loader: EvalLoader, keep: Callable[[dict[str, Table]], None] = lambda tables: None
+) -> dict[str, float]:
     with run.uncompiled():
         if run.ema is not None:
             try:
@@ -221,6 +225,7 @@ def _evaluate_on(run: Run, loader: EvalLoader) -> dict[str, float]:
             stop_asked=lambda: run.status.stop_signal is not None and not run.sharded,
             watched=partial(interruptible, run, together=run.sharded),
             sharded=run.sharded,
+            keep=keep,
         )
 
 
@@ -228,7 +233,8 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     """Evaluate a split, call the callbacks, log it."""
     step, clock = run.progress.step, run.clock
     clock.to("evaluation")
-    figures = _evaluate_on(run, run.eval_loaders[split])
+    tables: dict[str, Table] = {}
+    figures = _evaluate_on(run, run.eval_loaders[split], tables.update)
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
     figures = broadcast_object(figures, run.ranks)
     if hooks(run.callbacks, "on_evaluation"):
@@ -237,6 +243,8 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     run.figures[split] = figures
     clock.to("logging")
     run.logger.log({"step": step, "epoch": round(run.epoch, 4), "split": split, **figures})
+    if tables and run.ranks.is_first:
+        write_tables(run.folder, split, step, tables, run.info.class_names)
     if split != "val":
         run.display.evaluation(step, run.epoch, split, figures, False)
     return figures

@@ -38,6 +38,7 @@ from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import Marks
 from ptfast.data.transforms.augment import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
+from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.build_task import build_task, collate_of
 from ptfast.training.course import Course
 from ptfast.training.evaluation.pad_batches import check_full_size
@@ -124,6 +125,7 @@ def build_run_task(context: BuildContext, info: DataInfo) -> Task:
     context.resolved.task = config.task.name if named else info.task
     context.resolved.task_reason = "" if named else info.task_reason
     task = build_task(config.task.name, info, **config.task.build_options())
+    task = add_metrics(task, config.metrics, info)
     check_views(config.eval.flip, config.eval.shift, info, task, targets=config.augment.targets)
     check_full_size(config.eval.last, task)
     return task

@@ -24,6 +24,8 @@ Locate = Callable[[str], Any]
 SECTIONS = ("data", "model", "sampling", "optimizer", "schedule", "logger")
 _OF_SAMPLES = frozenset({"seed", "epoch", "num_samples", "labels", "weights", "data_source"})
 """What an order of samples is called with, by name."""
+_OF_METRICS = frozenset({"num_classes", "num_labels", "task", "ignore_index"})
+"""Keywords of metrics that are filled from the data."""
 _DATA_FACTS = frozenset(field.name for field in dataclasses.fields(DataInfo))
 _MODEL_SWITCHES = frozenset({"pretrained"})
 
@@ -60,7 +62,7 @@ def check_target(
     problems: list[Problem] = []
     for name, value in target.kwargs.items():
         key = f"{prefix}.{name}"
-        value, nested = _check_nested(value, key, locate)
+        value, nested = _check_nested(value, key, locate, section if section == "metrics" else "")
         problems += nested
         if name not in parameters and not open_ended:
             problems += _unknown(name, value, section, prefix, [*parameters, *fixed])
@@ -135,7 +137,7 @@ def _missing(
     section: str,
     prefix: str,
 ) -> list[Problem]:
-    facts = {"model": _DATA_FACTS | _MODEL_SWITCHES, "sampling": _OF_SAMPLES}
+    facts = {"model": _DATA_FACTS | _MODEL_SWITCHES, "sampling": _OF_SAMPLES, "metrics": _OF_METRICS}
     supplied = facts.get(section, frozenset())
     return [
         Problem("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
@@ -147,17 +149,19 @@ def _missing(
     ]
 
 
-def _check_nested(value: Any, key: str, locate: Locate) -> tuple[Any, list[Problem]]:
+def _check_nested(value: Any, key: str, locate: Locate, section: str) -> tuple[Any, list[Problem]]:
     """Check the targets inside a keyword's value."""
     if isinstance(value, Target):
-        return check_target(value, "", locate=locate, prefix=key)
+        return check_target(value, section, locate=locate, prefix=key)
     if isinstance(value, dict):
-        checked = {name: _check_nested(item, f"{key}.{name}", locate) for name, item in value.items()}
+        checked = {
+            name: _check_nested(item, f"{key}.{name}", locate, section) for name, item in value.items()
+        }
         return {name: item for name, (item, _) in checked.items()}, [
             p for _, found in checked.values() for p in found
         ]
     if isinstance(value, list):
-        checked = [_check_nested(item, f"{key}.{index}", locate) for index, item in enumerate(value)]
+        checked = [_check_nested(item, f"{key}.{index}", locate, section) for index, item in enumerate(value)]
         return [item for item, _ in checked], [problem for _, found in checked for problem in found]
     return value, []
 
@@ -315,6 +319,9 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "logger": lambda found: True,
     "sampling": lambda found: not inspect.isclass(found) or hasattr(found, "__iter__"),
     "callbacks": _fits_callback,
+    "metrics": lambda found: (
+        not inspect.isclass(found) or (hasattr(found, "update") and hasattr(found, "compute"))
+    ),
     "task": _fits_task,
 }
 _OTHER_HOOKS = {
@@ -341,5 +348,6 @@ _WANTED = {
     "logger": "a logger (a class with open, log and close)",
     "sampling": "an order of samples (a function such as order(seed, epoch, num_samples), or a Sampler)",
     "callbacks": "a ptfast.core.protocols.Callback",
+    "metrics": "a metric (a class with update and compute, such as those of torchmetrics)",
     "task": "a task (a class with the methods of ptfast.core.protocols.Task)",
 }

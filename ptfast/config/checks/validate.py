@@ -123,8 +123,13 @@ class _Checker:
             data["collate"] = self._function(data["collate"], "data.collate")
         if isinstance(prepared.get("callbacks"), list):
             prepared["callbacks"] = [
-                self._callback(item, f"callbacks.{index}") for index, item in enumerate(prepared["callbacks"])
+                self._named_target(item, "callbacks", f"callbacks.{index}")
+                for index, item in enumerate(prepared["callbacks"])
             ]
+        if isinstance(metrics := prepared.get("metrics"), dict):
+            prepared["metrics"] = {
+                name: self._named_target(item, "metrics", f"metrics.{name}") for name, item in metrics.items()
+            }
         if "task" in prepared:
             prepared["task"] = self._task(prepared["task"])
         try:
@@ -180,11 +185,12 @@ class _Checker:
         self.problems += found
         return target
 
-    def _callback(self, item: Any, key: str) -> Any:
+    def _named_target(self, item: Any, section: str, key: str) -> Target:
+        """The target of an import path, or of a mapping with `_target_`."""
         if isinstance(item, str):
             item = {"_target_": item}
         if isinstance(item, dict):
-            return self._target(item, "callbacks", key)
+            return self._target(item, section, key)
         self.problems.append(
             Problem("C004", "expected an import path, or a mapping with _target_", key=key, value=item)
         )

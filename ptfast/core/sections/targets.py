@@ -283,10 +283,15 @@ def plain(value: Any) -> Any:
 
 def built(value: Any) -> Any:
     """`value` with the targets in it built."""
+    return built_with(value)
+
+
+def built_with(value: Any, **facts: Any) -> Any:
+    """`value` with the targets in it built, the innermost first, each with what it takes of `facts`."""
     if isinstance(value, Target):
-        return value.build()
+        return replace(value, kwargs=built_with(value.kwargs, **facts)).build(**facts)
     if isinstance(value, dict):
-        return {key: built(item) for key, item in value.items()}
+        return {key: built_with(item, **facts) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(built(item) for item in value)
+        return type(value)(built_with(item, **facts) for item in value)
     return value

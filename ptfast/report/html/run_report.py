@@ -11,6 +11,7 @@ from ptfast.core.clock import CAUSES, label
 from ptfast.core.errors import cannot_write
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.html.html_page import facts, header, html_table, page, tiles
+from ptfast.report.html.metric_charts import metric_sections
 from ptfast.report.html.run_files import RunFiles, is_finite, read_run
 from ptfast.report.html.svg_charts import SCRIPT_FILE, Series, curve_controls, line_chart, stacked_bar
 
@@ -62,7 +63,7 @@ def _render(run: RunFiles) -> str:
         knots = run.knots[:: len(run.knots) // MOST_KNOTS + 1] + run.knots[-1:]
         controls = curve_controls(run.last_step, knots)
         body += ["<h2>Curves</h2>", controls, f'<div class="grid2">{charts}</div>']
-    body += [_examples(run), _time_budget(run), _speed_of_light(run), _settings(run)]
+    body += [metric_sections(run.run_dir), _examples(run), _time_budget(run), _speed_of_light(run), _settings(run)]
     script = SCRIPT_FILE.read_text() if charts else ""
     return page(f"{title} ({run.status})", "\n".join(filter(None, body)), script)
 

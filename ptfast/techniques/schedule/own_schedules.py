@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, NoReturn
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from ptfast.core.errors import ConfigError, described, one_line
-from ptfast.core.sections.targets import Target, built, keywords
+from ptfast.core.sections.targets import Target, built, built_with, keywords
 from ptfast.techniques.schedule import is_torch_scheduler
 from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
 
@@ -109,7 +109,7 @@ class TorchScheduler(Shape):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                scheduler = _with_optimizer(self.target, optimizer)
+                scheduler = built_with(self.target, optimizer=optimizer)
                 optimizer.step()
                 for step in range(num_steps):
                     if step:
@@ -119,15 +119,6 @@ class TorchScheduler(Shape):
                 when = f"at step {len(figures)} it " if figures else ""
                 _refuse(self.target, f"{when}raises {_said(error)}", error)
         return figures
-
-
-def _with_optimizer(value: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """`value` with the targets in it built, schedulers for `optimizer`."""
-    if isinstance(value, Target):
-        return replace(value, kwargs=_with_optimizer(value.kwargs, optimizer)).build(optimizer=optimizer)
-    if isinstance(value, dict):
-        return {key: _with_optimizer(item, optimizer) for key, item in value.items()}
-    return [_with_optimizer(item, optimizer) for item in value] if isinstance(value, list) else value
 
 
 def _curve(table: list[float]) -> Curve:

@@ -15,6 +15,7 @@ from ptfast.core import devices
 from ptfast.core.distributed import Ranks, broadcast_buffers
 from ptfast.core.protocols import EvalLoader, Task, Watched
 from ptfast.core.run import Average, Precision
+from ptfast.tasks.added_metrics import Table
 from ptfast.training.evaluation.pad_batches import FullSize
 from ptfast.training.evaluation.test_time_views import averaged_over_views
 from ptfast.training.step_parts.first_step import fitting
@@ -41,6 +42,7 @@ def evaluate(
     stop_asked: Callable[[], bool] = lambda: False,
     watched: Watched = lambda batches: batches,
     sharded: bool = False,
+    keep: Callable[[dict[str, Table]], None] = lambda tables: None,
 ) -> dict[str, float]:
     """Figures of `model` over a whole split, each sample counted once, sums kept on the device.
 
@@ -52,6 +54,8 @@ def evaluate(
         stop_asked: whether to give up, asked before every batch.
         watched: goes through the batches, and may give up the wait for one.
         sharded: whether a forward pass takes all ranks, those too whose share is empty.
+        keep: called with what metrics give that is no single number, by name; of averaged weights where there
+            are such.
 
     Raises:
         Abandoned: some rank was asked to give up.
@@ -63,9 +67,9 @@ def evaluate(
         _evaluate, predictor, model, task, loader, device, ranks, precision, stop_asked, watched, sharded
     )
     if average is None or not average.ready:
-        return figures_of_weights()
+        return figures_of_weights(keep=keep)
     with average.swapped():
-        figures = figures_of_weights()
+        figures = figures_of_weights(keep=keep)
     return figures | {f"raw_{name}": value for name, value in figures_of_weights().items()}
 
 
@@ -81,6 +85,7 @@ def _evaluate(
     stop_asked: Callable[[], bool],
     watched: Watched,
     sharded: bool,
+    keep: Callable[[dict[str, Table]], None] = lambda tables: None,
 ) -> dict[str, float]:
     metrics = task.metrics().to(device)
     loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
@@ -111,5 +116,7 @@ def _evaluate(
         # A rank whose share is empty has updated nothing, and gets the sums of the others.
         warnings.filterwarnings("ignore", "The ``compute`` method of metric")
         values = metrics.compute()
-    values = {name: float(value) for name, value in values.items() if torch.as_tensor(value).numel() == 1}
+    keep({name: value for name, value in values.items() if isinstance(value, Table)})
+    numbers = {name: value for name, value in values.items() if not isinstance(value, Table)}
+    values = {name: float(value) for name, value in numbers.items() if torch.as_tensor(value).numel() == 1}
     return task.figures(total_loss / max(total_items, 1), values)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ptfast.core.errors import INSTALLED, DataError, PtfastError, described, name_of
+from ptfast.core.protocols import Mixed
 from ptfast.core.run import Run
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.training.user_code import MODEL, Part, failure, naming_user_code, parts_of
@@ -100,7 +101,9 @@ class FirstStep:
         self._run, self._fresh = run, run.progress.step == 0
         theirs = not name_of(run.model).startswith("ptfast.")
         checks = getattr(run.task, "misfit", None) is not None
-        self._evaluates = self._fresh and theirs and checks and bool(run.eval_loaders)
+        self._adds_metrics = getattr(run.task, "adds_metrics", False)
+        looks = (theirs and checks) or self._adds_metrics
+        self._evaluates = self._fresh and looks and bool(run.eval_loaders)
         self._data: Any = None
         self._finite: list[tuple[str, Tensor]] = []
         self.switches = SlowSwitches(run)
@@ -145,7 +148,12 @@ class FirstStep:
         run.forward.eval()
         # What a model keeps from one pass to the next has to stay good for training: no inference mode.
         with run.uncompiled(), torch.no_grad(), run.precision.autocast(), naming_user_code(run):
-            run.task.loss(seen, data)
+            # Targets of mixed samples are no targets of an evaluation.
+            mixed = isinstance(data, (tuple, list)) and any(isinstance(part, Mixed) for part in data)
+            if self._adds_metrics and not mixed:
+                run.task.evaluate(seen, data, run.task.metrics().to(run.device))
+            else:
+                run.task.loss(seen, data)
         run.forward.train()
 
     def not_finite(self) -> PtfastError | None:

@@ -1,0 +1,137 @@
+"""Metrics that a config adds to those of its task: any of torchmetrics, or of the user's, by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ptfast.core.errors import ConfigError, PtfastError, described, name_of, one_line
+from ptfast.core.protocols import DataInfo, Metrics, Task
+from ptfast.core.sections.targets import Target, built_with
+
+_TASKS = {"classification": "multiclass", "multilabel": "multilabel", "token_classification": "multiclass"}
+
+
+class Table(NamedTuple):
+    """The value of a metric that is no single number: a matrix, a curve, a figure for each class."""
+
+    kind: str
+    """Class of the metric."""
+    value: Any
+    """A tensor, or a nest of such."""
+
+
+class Added:
+    """The metrics of a task, and others beside them.
+
+    Args:
+        own: of the task.
+        added: by the key of the config, metrics and collections of metrics.
+    """
+
+    def __init__(self, own: Metrics, added: Mapping[str, Any]) -> None:
+        self._own, self._added = own, added
+        if (keys := getattr(own, "keys", None)) is not None:
+            self.keys = lambda: (*keys(), *(figure for figure, _, _ in self._figures()))
+
+    def to(self, device: Any) -> Added:
+        """Keep what is counted on `device`."""
+        return Added(self._own.to(device), {name: metric.to(device) for name, metric in self._added.items()})
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """Add a batch.
+
+        Raises:
+            ConfigError: C017 for an added metric that does not take it.
+        """
+        self._own.update(*given, **named)
+        as_metrics_take = _laid_out(*given) if len(given) == 2 else given
+        for name, metric in self._added.items():
+            try:
+                metric.update(*as_metrics_take, **named)
+            except Exception as error:
+                raise _failure(name, metric, "update", error, as_metrics_take) from error
+
+    def compute(self) -> dict[str, Any]:
+        """The figures of all: numbers, and a `Table` for what is none."""
+        values = dict(self._own.compute())
+        for name, metric in self._added.items():
+            try:
+                given = metric.compute()
+            except Exception as error:
+                raise _failure(name, metric, "compute", error) from error
+            for figure, key, kind in self._figures(name):
+                value = given[key] if isinstance(given, dict) else given
+                single = not isinstance(value, (Tensor, tuple, list)) or getattr(value, "ndim", 1) == 0
+                values[figure] = value if single else Table(kind, value)
+        return values
+
+    def _figures(self, only: str | None = None) -> Iterator[tuple[str, str, str]]:
+        """Name of each figure, its key in what `compute` gives, and the class that gives it."""
+        for name, metric in self._added.items():
+            if only not in (None, name):
+                continue
+            if hasattr(metric, "items"):
+                yield from ((key, key, type(each).__name__) for key, each in metric.items())
+            else:
+                yield name, name, type(metric).__name__
+
+
+def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Task:
+    """Give `task` the metrics of the config beside its own.
+
+    Keywords `num_classes`, `num_labels`, `task` and `ignore_index` that the config does not set are filled
+    from the data.
+
+    Raises:
+        ConfigError: C017 for one that cannot be constructed.
+    """
+    if not targets:
+        return task
+    facts = {
+        "num_classes": info.num_classes or info.vocab_size,
+        "num_labels": info.num_classes,
+        "task": _TASKS.get(info.task),
+        "ignore_index": info.ignore_index if info.ignores_labels else None,
+    }
+    own = task.metrics
+
+    def added(name: str, target: Target) -> Any:
+        try:
+            return built_with(target, **facts)
+        except Exception as error:
+            raise _failure(name, target.resolve(), "its constructor", error) from error
+
+    def metrics() -> Added:
+        return Added(own(), {name: added(name, target) for name, target in targets.items()})
+
+    metrics()
+    task.metrics = metrics  # pyright: ignore[reportAttributeAccessIssue] # of this object alone
+    task.adds_metrics = True  # pyright: ignore[reportAttributeAccessIssue]
+    return task
+
+
+def _laid_out(outputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Outputs in float32 and in the shape that metrics compare with `targets`: classes in dimension 1."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return outputs, targets
+    if outputs.is_floating_point():
+        outputs = outputs.float()
+    if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
+        return outputs.flatten(0, -2), targets.flatten()
+    if outputs.shape != targets.shape and outputs.numel() == targets.numel():
+        return outputs.reshape(targets.shape), targets
+    return outputs, targets
+
+
+def _failure(
+    name: str, made: Any, doing: str, error: Exception, given: tuple[Any, ...] = ()
+) -> ConfigError | PtfastError:
+    if isinstance(error, PtfastError):
+        return error
+    text = one_line(str(error).partition("\n")[0]).rstrip(". ")
+    of = f", of {' and '.join(map(described, given))}" if given else ""
+    what = f"{doing} raises {type(error).__name__}: {text}{of}"
+    return ConfigError("C017", what, key=f"metrics.{name}._target_", value=name_of(made))

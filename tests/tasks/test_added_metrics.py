@@ -1,0 +1,136 @@
+"""Metrics of torchmetrics beside those of a task: figures, and what is kept and drawn as a table or curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import records, summary, train
+from torch import Tensor
+
+from ptfast.config.checks.target_kinds import check_target
+from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import DataInfo
+from ptfast.core.run_directory import read_json
+from ptfast.core.sections.targets import Target, parse_target
+from ptfast.tasks.added_metrics import Added, Table, add_metrics
+from ptfast.tasks.build_task import build_task
+
+SCORES = "torchmetrics.classification"
+CLASSES = DataInfo(kind="features", task="classification", num_classes=3)
+
+
+def metrics_of(info: DataInfo, **trees: dict[str, Any]) -> Added:
+    targets: dict[str, Target] = {}
+    for name, tree in trees.items():
+        targets[name], problems = check_target(parse_target(tree), "metrics", prefix=f"metrics.{name}")
+        assert problems == []
+    found = add_metrics(build_task("auto", info), targets, info).metrics()
+    assert isinstance(found, Added)
+    return found
+
+
+def test_figures_are_numbers_and_all_else_a_table() -> None:
+    from torchmetrics import functional
+
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(50, 3), torch.randint(0, 3, (50,))
+    metrics = metrics_of(
+        CLASSES,
+        f1={"_target_": f"{SCORES}.MulticlassF1Score", "average": "macro"},
+        by_task={"_target_": "torchmetrics.Accuracy", "average": "none"},
+        confusion={"_target_": f"{SCORES}.MulticlassConfusionMatrix"},
+        roc={"_target_": f"{SCORES}.MulticlassROC", "thresholds": 5},
+        both={
+            "_target_": "torchmetrics.MetricCollection",
+            "metrics": [
+                {"_target_": f"{SCORES}.MulticlassRecall"},
+                {"_target_": f"{SCORES}.MulticlassPrecision"},
+            ],
+        },
+    ).to("cpu")
+    names = ["accuracy", "f1", "by_task", "confusion", "roc", "MulticlassRecall", "MulticlassPrecision"]
+    assert sorted(metrics.keys()) == sorted(names)
+    for part in (slice(0, 30), slice(30, 50)):
+        metrics.update(outputs[part].bfloat16(), targets[part])
+    values = metrics.compute()
+    scores = functional.classification
+    rounded = outputs.bfloat16().float()
+    assert values["f1"] == scores.multiclass_f1_score(rounded, targets, 3, "macro")
+    assert {name for name, value in values.items() if isinstance(value, Table)} == {
+        "by_task",
+        "confusion",
+        "roc",
+    }
+    kind, matrix = values["confusion"]
+    assert kind == "MulticlassConfusionMatrix"
+    assert torch.equal(matrix, scores.multiclass_confusion_matrix(rounded, targets, 3))
+    assert values["roc"].value[0].shape == (3, 5)
+
+
+def test_outputs_come_in_the_shape_that_metrics_take() -> None:
+    taken: list[tuple[Any, ...]] = []
+
+    class Shapes:
+        def update(self, outputs: Tensor, targets: Tensor) -> None:
+            taken.append((outputs.dtype, tuple(outputs.shape), tuple(targets.shape)))
+
+    class Own:
+        def update(self, *given: Any) -> None: ...
+
+    metrics = Added(Own(), {"shapes": Shapes()})  # type: ignore[arg-type]
+    metrics.update(torch.zeros(2, 5, 7, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.long))
+    metrics.update(torch.zeros(4, 1), torch.zeros(4))
+    metrics.update(torch.zeros(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long))
+    shapes = [((10, 7), (10,)), ((4,), (4,)), ((2, 3, 8, 8), (2, 8, 8))]
+    assert taken == [(torch.float32, *shape) for shape in shapes]
+
+
+def test_a_run_logs_figures_and_keeps_and_draws_the_rest(in_tmp: Path) -> None:
+    added = (
+        f"metrics={{f1: {SCORES}.MulticlassF1Score, confusion: {SCORES}.MulticlassConfusionMatrix,"
+        f" curve: {{_target_: {SCORES}.MulticlassPrecisionRecallCurve, thresholds: 9}},"
+        f" recall: {{_target_: {SCORES}.MulticlassRecall, average: none}}}}"
+    )
+    assert train("model.hidden=[16]", "steps=2", added, "stop.metric=f1", "run.dir=run") == 0
+    figures = summary(Path("run"))["val"]
+    assert set(figures) == {"loss", "accuracy", "f1"}
+    assert all(
+        isinstance(value, (int, float, str)) for record in records(Path("run")) for value in record.values()
+    )
+    kept = read_json(Path("run/metrics/val.json"))
+    assert (kept["step"], kept["split"], set(kept["metrics"])) == (2, "val", {"confusion", "curve", "recall"})
+    matrix = kept["metrics"]["confusion"]["values"]
+    right, count = sum(matrix[i][i] for i in range(10)), sum(map(sum, matrix))
+    assert right / count == pytest.approx(figures["accuracy"])
+    page = Path("run/report.html").read_text()
+    assert "Metrics of val at step 2" in page
+    assert page.count("<td style=") == 100
+    assert page.count('class="square"') == 1
+    assert "precision</text>" in page
+
+
+@pytest.mark.parametrize(
+    ("tree", "code", "what"),
+    [
+        ({"_target_": "torch.nn.Linear"}, "C009", "is not a metric"),
+        (
+            {"_target_": f"{SCORES}.MulticlassF1Score", "averge": "macro"},
+            "C017",
+            "constructor raises ValueError",
+        ),
+        ({"_target_": f"{SCORES}.BinaryAccuracy"}, "C017", "update raises"),
+    ],
+)
+def test_one_that_does_not_fit_is_named(tree: dict[str, Any], code: str, what: str) -> None:
+    _, problems = check_target(parse_target(tree), "metrics", prefix="metrics.own")
+    errors = [problem.error(None) for problem in problems]
+    try:
+        metrics_of(CLASSES, own=tree).update(torch.randn(5, 3), torch.randint(0, 3, (5,)))
+    except (ConfigError, AssertionError) as error:
+        errors.append(error)  # type: ignore[arg-type]
+    assert errors[0].code == code
+    assert str(errors[0]).startswith("metrics.own._target_=")
+    assert what in str(errors[0])
