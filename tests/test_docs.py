@@ -214,12 +214,16 @@ def keys_of(section: str) -> set[str]:
 
 SCHEMA = schema()
 KEYS = {section: keys_of(section) for section in Config.model_fields}
-OURS = ("data", "model", "task", "schedule", "optimizer", "logger")
+OURS = ("data", "model", "sampling", "task", "schedule", "optimizer", "logger")
 """Sections in which a part of one's own may be named, with keys that it alone knows."""
 
 
 def is_key(word: str) -> bool:
     section, *rest = word.split(".")
+    if section == "metrics":
+        return True  # by names of one's own
+    if section in paths.SEVERAL and len(rest) > 1:
+        rest = rest[1:]
     return section in KEYS and (not rest or rest[0] in KEYS[section] | {"_target_"})
 
 

@@ -77,7 +77,8 @@ def _confusion(name: str, counts: Sequence[Sequence[float]], names: Any) -> str:
     """True classes in rows, predicted ones in columns; a cell is the darker the more of its row it holds."""
     size = len(counts)
     labels = [_named(names, index, size) for index in range(size)]
-    caption = f"<figcaption><b>{escape(name.replace('_', ' '))}</b>true classes in rows, predicted in columns</figcaption>"
+    title = escape(name.replace("_", " "))
+    caption = f"<figcaption><b>{title}</b>true classes in rows, predicted in columns</figcaption>"
     if size > MOST_CELLS:
         cells = [(count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row)]
         pairs = [(count, i, j) for count, i, j in cells if i != j and count]

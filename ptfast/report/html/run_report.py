@@ -63,7 +63,13 @@ def _render(run: RunFiles) -> str:
         knots = run.knots[:: len(run.knots) // MOST_KNOTS + 1] + run.knots[-1:]
         controls = curve_controls(run.last_step, knots)
         body += ["<h2>Curves</h2>", controls, f'<div class="grid2">{charts}</div>']
-    body += [metric_sections(run.run_dir), _examples(run), _time_budget(run), _speed_of_light(run), _settings(run)]
+    body += [
+        metric_sections(run.run_dir),
+        _examples(run),
+        _time_budget(run),
+        _speed_of_light(run),
+        _settings(run),
+    ]
     script = SCRIPT_FILE.read_text() if charts else ""
     return page(f"{title} ({run.status})", "\n".join(filter(None, body)), script)
 
