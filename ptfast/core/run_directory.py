@@ -67,11 +67,8 @@ def discard(folder: Path, made: list[Path]) -> None:
     Args:
         made: what `create_folder` returned.
     """
-    if (
-        folder not in made
-        or (folder / "saved").exists()
-        or any(path.stat().st_size for path in folder.glob("metrics.*"))
-    ):
+    logged = folder / "metrics.jsonl"
+    if folder not in made or (folder / "saved").exists() or (logged.is_file() and logged.stat().st_size):
         return
     shutil.rmtree(folder, ignore_errors=True)
     for path in made:

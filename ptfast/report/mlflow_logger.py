@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from ptfast.core import run_directory
 from ptfast.core.errors import import_extra
 from ptfast.report.loggers import Record, refused_by, settings_of, tagged
 
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 MOST_PARAMS = 100
 """That one request takes."""
 MOST_CHARS = 500
@@ -21,7 +23,8 @@ class Mlflow:
 
     Args:
         experiment: experiment that the run belongs to; made where there is none of this name.
-        uri: tracking server or folder; what MLFLOW_TRACKING_URI says, or MLflow's own default, if not given.
+        uri: a tracking server, or a database such as `sqlite:///mlflow.db`; what MLFLOW_TRACKING_URI says, or
+            MLflow's own default, if not given.
         name: what the run is called; the last two parts of the run directory's path if not given.
         tags: labels to find it by.
     """
@@ -40,6 +43,9 @@ class Mlflow:
         import mlflow
 
         known = run_directory.read_json(run_dir / run_directory.MLFLOW).get("run_id")
+        # A server that is not there is asked for four minutes otherwise, before training has begun.
+        hasty = RETRIES not in os.environ
+        os.environ.setdefault(RETRIES, "2")
         try:
             self._client: Any = mlflow.MlflowClient(tracking_uri=self._uri)
             if known:
@@ -48,8 +54,11 @@ class Mlflow:
             else:
                 self._run_id = self._new_run("/".join(run_dir.absolute().parts[-2:]), config)
         except Exception as error:
-            hint = "Set logger.uri or MLFLOW_TRACKING_URI to a server that runs, or to a folder"
+            hint = "Set logger.uri or MLFLOW_TRACKING_URI to a server that runs, or to sqlite:///mlflow.db"
             raise refused_by("MLflow", "mlflow", error, hint) from error
+        finally:
+            if hasty:
+                del os.environ[RETRIES]
         run_directory.write_json(run_dir / run_directory.MLFLOW, {"run_id": self._run_id})
 
     def _new_run(self, name: str, config: dict[str, Any]) -> str:
