@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ptfast.core.errors import ConfigError, PtfastError, described, name_of, one_line
+from ptfast.core.errors import ConfigError, PtfastError, described, name_of, shorten, summary_of
 from ptfast.core.protocols import DataInfo, Metrics, Task
 from ptfast.core.sections.targets import Target, built_with
 
@@ -131,7 +131,6 @@ def _failure(
 ) -> ConfigError | PtfastError:
     if isinstance(error, PtfastError):
         return error
-    text = one_line(str(error).partition("\n")[0]).rstrip(". ")
     of = f", of {' and '.join(map(described, given))}" if given else ""
-    what = f"{doing} raises {type(error).__name__}: {text}{of}"
+    what = f"{doing} raises {shorten(summary_of(error), 300)}{of}"
     return ConfigError("C017", what, key=f"metrics.{name}._target_", value=name_of(made))

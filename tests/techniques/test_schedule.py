@@ -374,7 +374,7 @@ def test_a_function_of_the_step_counts_warm_up_and_one_of_the_run_follows_it():
     ("target", "what"),
     [
         (Target(f"{HERE}.sinking"), "at step 51 it gives -0.02"),
-        (Target(f"{HERE}.decayed", {"rate": "x"}), "at step 0 it raises TypeError: "),
+        (Target(f"{HERE}.decayed", {"rate": "x"}), "at step 0 it raises TypeError"),
         (Target(f"{LRS}.OneCycleLR", {"max_lr": 0.1}), "raises ValueError: You must define"),
         (Target(f"{LRS}.OneCycleLR", {"max_lr": 0.1, "total_steps": 9}), "at step 10 it raises ValueError"),
     ],

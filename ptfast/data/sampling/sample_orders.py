@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ptfast.core.errors import ConfigError, DataError, PtfastError, described, one_line
+from ptfast.core.errors import ConfigError, DataError, PtfastError, described, summary_of
 from ptfast.core.sections.targets import Target, keywords
 from ptfast.data.dataset import Data
 from ptfast.data.map_source import MapSource
@@ -188,8 +188,7 @@ class _OwnOrder:
         except PtfastError:
             raise
         except Exception as error:
-            text = one_line(str(error)).rstrip(". ")
-            self.refuse(f"{when} raises {type(error).__name__}: {text}", cause=error)
+            self.refuse(f"{when} raises {summary_of(error)}", cause=error)
 
     def refuse(self, what: str, hint: str | None = None, cause: Exception | None = None) -> NoReturn:
         """Raise an error that names it."""

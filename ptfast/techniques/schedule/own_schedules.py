@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from ptfast.core.errors import ConfigError, described, one_line
+from ptfast.core.errors import ConfigError, described, summary_of
 from ptfast.core.sections.targets import Target, built, built_with, keywords
 from ptfast.techniques.schedule import is_torch_scheduler
 from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
@@ -58,7 +58,7 @@ class FunctionOfStep(Shape):
         try:
             value = function(step)
         except Exception as error:
-            _refuse(self.target, f"at step {step} it raises {_said(error)}", error)
+            _refuse(self.target, f"at step {step} it raises {summary_of(error)}", error)
         value = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
         if not isinstance(value, Real) or not 0 <= (number := float(value)) < math.inf:
             given = f"{float(value):g}" if isinstance(value, Real) else described(value)
@@ -117,17 +117,12 @@ class TorchScheduler(Shape):
                     figures.append((float(group["lr"]), float(group["momentum"])))
             except Exception as error:
                 when = f"at step {len(figures)} it " if figures else ""
-                _refuse(self.target, f"{when}raises {_said(error)}", error)
+                _refuse(self.target, f"{when}raises {summary_of(error)}", error)
         return figures
 
 
 def _curve(table: list[float]) -> Curve:
     return lambda step: table[min(step, len(table) - 1)]
-
-
-def _said(error: Exception) -> str:
-    text = one_line(str(error)).rstrip(". ")
-    return type(error).__name__ + (f": {text}" if text else "")
 
 
 def _refuse(target: Target, what: str, cause: Exception | None = None) -> NoReturn:
