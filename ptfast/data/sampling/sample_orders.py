@@ -41,8 +41,8 @@ def weighted(
     """
     if _goes_by(by, weights) == "classes":
         assert labels is not None
-        counts = np.bincount(labels[labels >= 0])
-        weights = np.where(labels >= 0, 1 / counts[np.maximum(labels, 0)], 0.0)
+        classes, places, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        weights = np.where(classes >= 0, 1 / counts, 0.0)[places]
     assert weights is not None
     rising = np.cumsum(weights)
     draws = counter_draws.uniform(seed, epoch, np.arange(num_samples), counter_draws.ORDER)
