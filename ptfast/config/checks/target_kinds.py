@@ -17,8 +17,14 @@ from ptfast.core.protocols import HOOKS, LOGGER_METHODS, TASKS, Callback, DataIn
 from ptfast.core.sections.coerce import EMPTY, coerce
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
 from ptfast.core.sections.problem import Problem
-from ptfast.core.sections.targets import Target, keywords, locate, signature, swallows_keywords
-from ptfast.techniques.schedule import is_torch_scheduler
+from ptfast.core.sections.targets import (
+    Target,
+    is_torch_scheduler,
+    keywords,
+    locate,
+    signature,
+    swallows_keywords,
+)
 
 Locate = Callable[[str], Any]
 SECTIONS = ("data", "model", "sampling", "optimizer", "schedule", "logger")

@@ -209,6 +209,13 @@ def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
         return inspect.Parameter.empty
 
 
+def is_torch_scheduler(found: Any) -> bool:
+    """Return True if `found` is a class of torch's schedulers; nothing is imported to tell."""
+    torch = sys.modules.get("torch")
+    schedulers = () if torch is None else (torch.optim.lr_scheduler.LRScheduler,)
+    return inspect.isclass(found) and issubclass(found, schedulers)
+
+
 def keywords(function: Any) -> dict[str, inspect.Parameter]:
     """The parameters of `function` that can be given by name."""
     found = signature(function)

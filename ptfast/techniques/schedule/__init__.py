@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 from ptfast.core.durations import Duration
 from ptfast.core.run import Resolved
@@ -20,13 +18,6 @@ class Schedule(TargetSection):
 
     warmup: Annotated[Duration, InUnit("steps")] = Duration(0, "steps")
     """Length of the linear rise at the beginning, such as `5%` or `200steps`."""
-
-
-def is_torch_scheduler(found: Any) -> bool:
-    """Return True if `found` is a class of torch's schedulers; nothing is imported to tell."""
-    torch = sys.modules.get("torch")
-    schedulers = () if torch is None else (torch.optim.lr_scheduler.LRScheduler,)
-    return inspect.isclass(found) and issubclass(found, schedulers)
 
 
 _OFF = ("schedule=constant",)

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from ptfast.core.errors import ConfigError, described, summary_of
-from ptfast.core.sections.targets import Target, built, built_with, keywords
-from ptfast.techniques.schedule import is_torch_scheduler
+from ptfast.core.sections.targets import Target, built, built_with, is_torch_scheduler, keywords
 from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
 
 MOMENTUM = 0.9
