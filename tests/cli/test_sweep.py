@@ -39,7 +39,7 @@ class Sometimes(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(input_shape[-1] * input_shape[-2], num_classes))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.slow:
+        if self.slow and not inputs.is_meta:
             Path(f"slow-{os.getpid()}").touch()
             time.sleep(0.05)
         return self.layers(inputs)

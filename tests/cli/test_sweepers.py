@@ -158,5 +158,5 @@ def test_a_sweep_over_an_unknown_option() -> None:
 
 
 def test_an_interval_needs_another_sweeper(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not support sweep type"):
+    with pytest.raises(ConfigError, match="hydra/sweeper=optuna"):
         multirun.sweep(["optimizer.lr=interval(0,1)"], lambda c, n: lambda: None, tmp_path / "s")

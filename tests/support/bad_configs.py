@@ -88,7 +88,7 @@ CASES: dict[str, Case] = {
         "+recipe=resnet_cfar",
         "C003",
         f"+recipe=resnet_cfar {TYPED}",
-        "Did you mean resnet_cifar? Recipes: char_gpt, resnet_cifar, resnet_digits, text_sst2",
+        "Did you mean resnet_cifar? Recipes: char_gpt, ",
     ),
     "6 unknown option": train(
         "precision=ampp", "C003", f"precision=ampp {TYPED}", "Did you mean precision=amp?"
@@ -378,7 +378,7 @@ HURRIED: dict[str, Case] = {
     "a folder that is no run": Case("eval .", "S004", (".: no saved state there. Give a run directory",)),
     "no run": Case("eval", "C016", ("Usage: ptfast eval RUN|STATE",)),
     "a prediction without a run": Case("predict nope missing.png", "S004", ("nope: no such folder",)),
-    "a comparison of no run": Case("compare .", "C001", (".: is not a run directory",)),
+    "a comparison of no run": Case("compare .", "C001", (".: holds no run",)),
     "a recipe to copy that is none": Case(
         "copy nope x.yaml", "C003", ("nope: no such recipe. Recipes: char_gpt",)
     ),

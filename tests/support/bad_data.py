@@ -376,7 +376,11 @@ CASES: dict[str, BadData] = {
         "Raises", "D008", TARGET, "__getitem__ raises Odd (their_sets.py:", "): no such sample"
     ),
     "53 the same in a worker": _own(
-        "Raises", "D008", TARGET, "__getitem__ raises Odd (their_sets.py:", more=WORKERS
+        "Raises",
+        "D008",
+        TARGET,
+        "__getitem__ raises Odd (their_sets.py:",
+        more=f"{WORKERS} log_every=50steps",
     ),
     "53 a worker that dies": _own(
         "Dies",
