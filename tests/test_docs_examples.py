@@ -53,7 +53,10 @@ OWN_TASKS = {
 """By module of the page on tasks: steps of 32 samples, and the range in which a figure is after them."""
 
 
-@pytest.mark.parametrize("module", [*OWN_TASKS, pytest.param("detection", marks=pytest.mark.slow)])
+SLOWER = [pytest.param(module, marks=pytest.mark.slow) for module in ("shapes", "simclr", "detection")]
+
+
+@pytest.mark.parametrize("module", ["curve", "gan", *SLOWER])
 def test_every_kind_of_task_trains(module: str, in_users_folder: Path, tmp_path: Path) -> None:
     if module == "detection":
         pytest.importorskip("pycocotools")

@@ -105,6 +105,7 @@ def test_an_option_that_sets_nothing_is_warned_of() -> None:
     assert warning.startswith("experiment (command line): no key refers to what it sets.")
 
 
+@pytest.mark.slow
 def test_the_page_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     for text in fences(OWN_CONF, "yaml"):
         found = re.match(r"# ((?:conf|recipes)/[\w/]+\.yaml)\n", text)
