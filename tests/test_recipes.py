@@ -20,7 +20,7 @@ SMALL = {
     "finetune_image": ("data.root=FILES/images", *SMALL_IMAGES, "model.name=resnet18"),
     "gpt2_124m": (
         *("data.path=FILES/text.txt", "data.tokenizer=characters", "data.context_length=16", "batch_size=8"),
-        *("data.val=10%", "model.width=24", "model.depth=2", "compile=none"),
+        *("data.val=10%", "model.width=24", "model.depth=2"),
     ),
     "resnet50_imagenet": (
         "data.root=FILES/images",

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib
 import logging
-import os
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ptfast.cli.flags import CONFIG_DIR, Command, read_flags, search_in
 from ptfast.cli.help_text import WIDTH, help_text
+from ptfast.cli.typed_config import read_typed, saved_run
 from ptfast.core.errors import (
     COMMAND_LINE,
     EXIT_BUG,
@@ -28,6 +26,7 @@ from ptfast.core.errors import (
     cannot_write,
     render,
 )
+from ptfast.report.terminal.command_output import flush, print_error, say_starting
 
 IMPORT_TORCH = ("train", "eval", "predict", "pack", "eject")
 """Commands that take seconds to start, as those do that measure."""
@@ -36,7 +35,7 @@ IMPORT_TORCH = ("train", "eval", "predict", "pack", "eject")
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; whatever goes wrong is printed, as one line."""
     code = _run(list(arguments))
-    _flush(sys.stdout, sys.stderr)
+    flush(sys.stdout, sys.stderr)
     return code
 
 
@@ -46,19 +45,19 @@ def _run(words: list[str]) -> int:
     try:
         return _dispatch(words)
     except PtfastError as error:
-        _print_error(render(error), traceback.format_exc() if show_traceback else "")
+        print_error(render(error), traceback.format_exc() if show_traceback else "")
         return error.exit_code
     except KeyboardInterrupt:
-        _print_error("ptfast: interrupted", traceback.format_exc() if show_traceback else "")
+        print_error("ptfast: interrupted", traceback.format_exc() if show_traceback else "")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left (`ptfast recipes | head`).
         return EXIT_OK
     except ReportedError as error:
-        _print_error(str(error), error.details if show_traceback else "")
+        print_error(str(error), error.details if show_traceback else "")
         return error.exit_code
     except Exception as error:
-        _print_error(bug_line(error), traceback.format_exc() if show_traceback else "")
+        print_error(bug_line(error), traceback.format_exc() if show_traceback else "")
         return EXIT_BUG
 
 
@@ -106,7 +105,7 @@ def _dispatch(words: list[str]) -> int:
             hint = "Start it without torchrun; parallel=ddp launches the ranks"
             raise ConfigError("C014", "every rank would measure by itself", key=name, suggestion=hint)
     if (command.alone or name in IMPORT_TORCH) and not {"--cfg", "--info"} & set(flags):
-        _say_starting()
+        say_starting()
     return command.run(flags, others)
 
 
@@ -137,7 +136,7 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
         return sweep(arguments, run)
 
     def read() -> Any:
-        return _read_config(arguments, file)
+        return read_typed(arguments, file)
 
     if "--dry-run" in flags:
         from ptfast.cli.dry_run import dry_run
@@ -169,34 +168,12 @@ def _check_pairs(flags: dict[str, Any]) -> None:
         raise ConfigError("C011", what, key=actions[1], place=COMMAND_LINE, suggestion="Give one of the two")
 
 
-def _read_config(arguments: list[str], file: Path | None = None) -> Any:
-    """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
-    from ptfast.config.checks.rules import unused_keys
-    from ptfast.config.read import load_config, read_config
-    from ptfast.core.distributed import told_of_nodes, world
-    from ptfast.report.terminal.display import say
-
-    composed, config = load_config(file, arguments) if file else read_config(arguments)
-    if file:
-        composed = dataclasses.replace(composed, arguments=["--config", str(file), *arguments])
-    if world(meets=True) is None and (config.parallel.nnodes > 1 or told_of_nodes()):
-        # The first of all ranks says it.
-        return composed, config
-    for warning in [*composed.warnings, *unused_keys(config, composed.place)]:
-        say(f"ptfast: warning: {warning}", sys.stderr)
-    chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
-    default = config.data.target.path.endswith(".Digits") and config.model.target.path.endswith(".Mlp")
-    if default and not composed.recipe and COMMAND_LINE not in map(composed.places.get, chosen) and not file:
-        say("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
-    return composed, config
-
-
 def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
     path, overrides = _first(arguments, "eval", "RUN|STATE")
     if paths := [word for word in overrides if "=" not in word]:
         hint = "Usage: ptfast eval RUN|STATE [key=value ...]"
         raise ConfigError("C001", "one argument too many", key=paths[0], suggestion=hint)
-    state_folder, composed, config = _saved_run(path, overrides)
+    state_folder, composed, config = saved_run(path, overrides)
     from ptfast.training.saved_model import evaluate_saved
 
     named = [key for key, place in composed.places.items() if place == COMMAND_LINE]
@@ -209,17 +186,7 @@ def _predict(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.cli.predict_command import USAGE, predict
 
     path, words = _first(arguments, "predict", USAGE)
-    return predict(flags, path, words, _saved_run)
-
-
-def _saved_run(path: str, overrides: list[str]) -> Any:
-    """The state folder that a user's path means, and the config that it was saved with, raw and checked."""
-    from ptfast.config.read import load_config
-    from ptfast.core.run_directory import CONFIG
-    from ptfast.core.saved_state import find_state
-
-    state_folder = find_state(Path(path))
-    return state_folder, *load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)
+    return predict(flags, path, words, saved_run)
 
 
 def _launch(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -246,7 +213,7 @@ def _measured(name: str) -> Callable[[dict[str, Any], list[str]], int]:
 
     def run(flags: dict[str, Any], arguments: list[str]) -> int:
         module = importlib.import_module(f"ptfast.cli.measuring.{name}_command")
-        return getattr(module, name)(flags, arguments, _read_config)
+        return getattr(module, name)(flags, arguments, read_typed)
 
     return run
 
@@ -421,33 +388,3 @@ COMMANDS: dict[str, Command] = {
     "schema": Command("", "print a JSON Schema of recipe files, for editors", _schema, {"--out": True}, 0),
     "completion": Command("bash|zsh|fish", "print a shell completion script", _completion, {}, 1),
 }
-
-
-def _say_starting() -> None:
-    """Tell a terminal what goes on in the seconds in which there is nothing else to see."""
-    from ptfast.report.terminal.display import is_terminal
-
-    if is_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
-        print("reading the config, importing torch ...", file=sys.stderr, flush=True)
-
-
-def _print_error(line: str, details: str) -> None:
-    _flush(sys.stdout)
-    from ptfast.report.terminal.display import say
-
-    with contextlib.suppress(BrokenPipeError):
-        if details:
-            print(details, file=sys.stderr)
-        say(line, sys.stderr)
-
-
-def _flush(*streams: TextIO | None) -> None:
-    """Write what streams hold back; one whose reader has left writes nowhere from now on.
-
-    Python would complain of what is left in it at exit.
-    """
-    for stream in filter(None, streams):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -147,11 +147,8 @@ def processor_time_s() -> float:
 
 def processor_time_of(pid: int) -> float:
     """Processor seconds of another process; 0 where it has ended or the system does not say."""
-    try:
-        fields = (ROOT / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return 0.0
+    fields = read_setting(ROOT / f"proc/{pid}/stat").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def _kilobytes(pid: int, name: str, row: str) -> int:

@@ -42,8 +42,7 @@ def test_recipes_and_presets_name_nothing_that_a_common_cpu_lacks(
     tree = compose([word], complete=False).tree
     assert devices.lack_of_precision("bf16", "cpu") is not None
     assert devices.lack_of_precision(tree["precision"]["mode"], "cpu") is None
-    # That of GPT-2 is for GPUs, as it says.
-    assert tree["compile"]["mode"] == "none" or word == "+recipe=gpt2_124m"
+    assert tree["compile"]["mode"] == "none"
 
 
 def test_the_loop_keeps_all_sums_in_the_type_of_the_device(

@@ -55,7 +55,7 @@ RESNET = (
 RUNNING = ("model=resnet_digits", "model.width=4", "micro_batches=4", "batch_size=120", "epochs=1")
 RUNNING = (*RUNNING, "eval.every=5steps", "optimizer=sgd", "dataloader.last=drop")
 FORGETFUL = ("model=custom", "model._target_=toys.Forgetful", "data=custom", "data._target_=toys.blobs")
-FORGETFUL = (*FORGETFUL, "data.val=0", "batch_size=10", "steps=6")
+FORGETFUL = (*FORGETFUL, "data.val=0", "batch_size=10", "steps=6", "log_every=50steps")
 UNUSED = {
     "always": FORGETFUL,
     "later": (*FORGETFUL, "+model.after=3"),
