@@ -69,6 +69,13 @@ COMMAND_LINE = "command line"
 SECRET = "<secret>"
 _SECRET_WORDS = {"token", "key", "secret", "password"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_CREDENTIALS = re.compile(
+    r"(?<=://)(?![^\s/]*\$\{oc\.env:)[^\s/]+(?=@)"
+    r"|(?<=[?&])(?P<name>[\w-]*(?:sig|token|key|secret|password|credential)[\w-]*=)(?!\$\{oc\.env:)"
+    r"[^\s&'\"]*[^\s&'\":.,)]",
+    re.IGNORECASE,
+)
+"""Name and password in front of a URL's host, and what it is signed with behind its path."""
 
 
 class PtfastError(Exception):
@@ -299,6 +306,11 @@ def name_some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def hide_credentials(text: str) -> str:
+    """`text` without the credentials in its URLs, unless they are references to environment variables."""
+    return _CREDENTIALS.sub(lambda match: f"{match['name'] or ''}{SECRET}", text) if "://" in text else text
+
+
 def one_line(text: str) -> str:
-    """`text` with line breaks and control characters made visible, so that it stays one line."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """`text` as one line for the user: line breaks and control characters visible, no URL's credentials."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in hide_credentials(text))

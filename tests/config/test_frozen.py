@@ -149,6 +149,8 @@ def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
             "model.tokenizer=words",
             "data.batch_tokens=4096",
             "logger.key=null",
+            "data.shards=[https://me:hush5@host/a.tar]",
+            "data.val_shards=https://me:${oc.env:MY_KEY}@host/b.tar",
         ]
     )
     warnings = freeze(composed, Path("config.yaml"))
@@ -160,7 +162,9 @@ def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written["logger"]["key"] is None
     assert written["model"]["tokenizer"] == "words"
     assert written["data"]["batch_tokens"] == 4096
-    assert [w.split(" ")[0] for w in warnings] == ["logger.api_key", "logger.login.password", "logger.secret"]
+    assert written["data"]["val_shards"] == "https://me:${oc.env:MY_KEY}@host/b.tar"
+    hidden = {"logger.api_key", "logger.login.password", "logger.secret", "data.shards.0"}
+    assert {w.split(" ")[0] for w in warnings} == hidden
     assert not any("hush" in w for w in warnings)
     assert composed.tree["logger"]["api_key"] == "hush2"
 
@@ -189,6 +193,8 @@ def test_command_lines_are_redacted() -> None:
             "hush",
             "--secret=hush",
             "data.tokenizer=words",
+            "data.shards=https://me:hush@host/{000..009}.tar?X-Signature=hush&v=2",
+            "data.shards=https://me:${oc.env:X}@host/a.tar",
         ]
     ) == [
         "ptfast",
@@ -200,6 +206,8 @@ def test_command_lines_are_redacted() -> None:
         "<secret>",
         "--secret=<secret>",
         "data.tokenizer=words",
+        "data.shards=https://<secret>@host/{000..009}.tar?X-Signature=<secret>&v=2",
+        "data.shards=https://me:${oc.env:X}@host/a.tar",
     ]
 
 

@@ -18,7 +18,7 @@ from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.hydra_internals import OmegaConfDumper
 from ptfast.config.run_sections import RunOptions
 from ptfast.config.schema import VARIABLES
-from ptfast.core.errors import SECRET, ConfigError, is_secret
+from ptfast.core.errors import SECRET, ConfigError, hide_credentials, is_secret
 
 
 class _Dumper(yaml.Dumper if TYPE_CHECKING else getattr(yaml, "CDumper", yaml.Dumper)):
@@ -74,7 +74,8 @@ def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str,
     hidden: list[str] = []
 
     def hide(key: str, value: Any) -> Any:
-        if not is_secret(key) or value in (None, "") or isinstance(value, bool):
+        with_credentials = isinstance(value, str) and hide_credentials(value) != value
+        if not (is_secret(key) or with_credentials) or value in (None, "") or isinstance(value, bool):
             return value
         if isinstance(value, str) and (value == SECRET or ENV.fullmatch(value)):
             return value
@@ -123,7 +124,7 @@ def redact(arguments: Sequence[str]) -> list[str]:
         elif equals and "{" in value:
             argument = f"{key}={_INLINE.sub(_redact_inline, value)}"
         hide_next = not equals and argument.startswith("--") and is_secret(argument)
-        result.append(argument)
+        result.append(hide_credentials(argument))
     return result
 
 

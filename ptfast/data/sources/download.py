@@ -7,8 +7,9 @@ import hashlib
 import os
 import shutil
 import tarfile
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from ptfast.core.errors import DataError, cannot_write
@@ -32,7 +33,7 @@ def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = 
         MachineError: E001 if `folder` cannot be written.
     """
     target = folder / url.rsplit("/", 1)[1]
-    with _alone(folder, hint):
+    with locked_folder(folder, hint):
         damaged = target.is_file() and file_md5(target) != md5
         if target.is_file() and not damaged:
             return target
@@ -101,8 +102,20 @@ def file_md5(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path, hint: str) -> Iterator[None]:
-    """Hold a lock on `folder` among the processes of this machine; a folder that stays empty is removed."""
+def locked_folder(
+    folder: Path, hint: str, pause: Callable[[], None] = lambda: time.sleep(0.1)
+) -> Iterator[bool]:
+    """Hold a lock on `folder` among the processes of this machine; a folder that stays empty is removed.
+
+    Gives False on a file system that cannot lock.
+
+    Args:
+        hint: what to do about a folder that cannot be made, for the error.
+        pause: called between one attempt and the next while another process holds it.
+
+    Raises:
+        MachineError: E001 if `folder` cannot be made.
+    """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,13 +123,22 @@ def _alone(folder: Path, hint: str) -> Iterator[None]:
     except OSError as error:
         raise cannot_write(error, str(folder), suggestion=hint) from None
     try:
-        with contextlib.suppress(ImportError, OSError):  # some file systems cannot lock
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield _lock(lock, pause)
     finally:
         os.close(lock)
         for path in made:
             with contextlib.suppress(OSError):  # it is not empty
                 path.rmdir()
+
+
+def _lock(descriptor: int, pause: Callable[[], None]) -> bool:
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                pause()
+    return False

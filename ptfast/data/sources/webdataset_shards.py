@@ -22,7 +22,8 @@ from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices, permutation
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
-from ptfast.data.streams.shard_index import Label, Shard, index_shard
+from ptfast.data.streams.remote_shards import is_url, open_shards
+from ptfast.data.streams.shard_index import Label, Shard
 from ptfast.data.streams.tar_headers import InTar
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 
 
 class WebDataset:
-    """Images and labels in tar shards on local disks.
+    """Images and labels in tar shards, on local disks or at URLs.
 
     Reading the headers shows what lies where. So the data has a length and epochs, and is shuffled, shared
     out over ranks and workers and resumed like any other, whatever the shards. With `data.shuffle_buffer`
@@ -40,7 +41,7 @@ class WebDataset:
 
     Args:
         shards: of the training data: a pattern such as `DIR/train-{000..146}.tar` or `DIR/*.tar`, a folder,
-            or a list of these.
+            a pattern of URLs such as `https://HOST/train-{000..146}.tar`, or a list of these.
         val_shards, test_shards: likewise, of held-out data.
         image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
             where all have one size.
@@ -69,8 +70,8 @@ class WebDataset:
     def load(self, *, val: Duration, seed: int) -> Splits:
         indices: dict[str, _Index] = {}
         for split, pattern in self.patterns.items():
-            paths = expand(pattern, "data.shards" if split == "train" else f"data.{split}_shards")
-            indices[split] = _Index(paths, [index_shard(path) for path in paths])
+            places = expand(pattern, "data.shards" if split == "train" else f"data.{split}_shards")
+            indices[split] = _Index(*zip(*open_shards(places), strict=True))
         names = _class_names(indices)
         threads = spare_cores(16)
         sources = {
@@ -166,14 +167,19 @@ def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Ind
     return in_turn[np.argsort(numbers + shift, kind="stable")]
 
 
-def expand(pattern: str | Sequence[str], key: str) -> list[Path]:
+def expand(pattern: str | Sequence[str], key: str) -> list[str]:
     """The files that a pattern of shards stands for: `{000..146}`, `{a,b}`, `*`, a folder, or a list of such.
+
+    Of URLs only braces are expanded.
 
     Raises:
         DataError: D001 for one that is not there.
     """
-    found: list[Path] = []
+    found: list[str] = []
     for text in [pattern] if isinstance(pattern, str) else pattern:
+        if is_url(text):
+            found += _braces(text)
+            continue
         for each in _braces(str(Path(text).expanduser())):
             path, root = Path(each), Path(Path(each).anchor)
             inside = [path]
@@ -185,7 +191,7 @@ def expand(pattern: str | Sequence[str], key: str) -> list[Path]:
                 what = "holds no .tar files" if path.is_dir() else f"no such file: {each}"
                 hint = f"Set {key}=DIR/train-{{000..146}}.tar, or to a folder of shards"
                 raise DataError("D001", what, key=key, value=text, suggestion=hint)
-            found += inside
+            found += map(str, inside)
     return found
 
 
@@ -208,8 +214,8 @@ def _numbers(first: str, last: str) -> list[str]:
 class _Index:
     """The samples of a split, shard by shard."""
 
-    paths: list[Path]
-    shards: list[Shard]
+    paths: tuple[Path, ...]
+    shards: tuple[Shard, ...]
 
     @cached_property
     def labels(self) -> list[Label]:

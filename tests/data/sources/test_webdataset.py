@@ -160,7 +160,7 @@ def test_patterns_stand_for_their_shards() -> None:
         shard(Path("s", f"{name}.tar"), sample(0))
 
     def names(pattern: Any) -> list[str]:
-        return [path.stem for path in expand(pattern, "data.shards")]
+        return [Path(place).stem for place in expand(pattern, "data.shards")]
 
     assert names("s/t-{08..10}.tar") == ["t-08", "t-09", "t-10"]
     assert names("s/{t-08,v-0}.tar") == ["t-08", "v-0"]
@@ -262,7 +262,9 @@ def test_a_run_trains_and_resumes_at_once(capsys: Capture) -> None:
     out = capsys.readouterr().out
     assert "32 train, 6 val; in 5 shards" in out
     assert "each sample is drawn out of 8 that lie together" in out
-    assert train(*words, "epochs=2", "run.dir=parts") == 0
+    # The same shards by URL, and then in their folder again.
+    by_url = f"data.shards=file://{Path.cwd()}/shards/train-{{000..003}}.tar"
+    assert train(*words, by_url, "epochs=2", "run.dir=parts") == 0
     assert train(*words, "run.dir=parts", "run.resume=auto") == 0
     assert same_bits(weights(Path("parts")), weights(Path("whole")))
     assert summary(Path("whole"))["steps"] == 12
