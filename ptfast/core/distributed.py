@@ -270,18 +270,30 @@ def once_per_machine(compute: Callable[[], T]) -> T:
     import torch.distributed as dist
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    found: Any = None
-    error: Exception | None = None
-    if local_rank == 0:
-        try:
-            found = compute()
-        except Exception as raised:
-            error = raised
-    answers = on_all_ranks((found, error), dist.get_world_size())
-    found, error = answers[dist.get_rank() - local_rank]
+    own: Any = _attempt(compute) if local_rank == 0 else (None, None)
+    found, error = on_all_ranks(own, dist.get_world_size())[dist.get_rank() - local_rank]
     if error is not None:
         raise error
     return found
+
+
+def once_per_rank(compute: Callable[[], T], ranks: Ranks) -> list[T]:
+    """The result of `compute` on each rank, on every rank; what one of them raises, all raise.
+
+    To be called on all ranks at once: none goes on before all have come to their end.
+    """
+    answers = on_all_ranks(_attempt(compute), ranks.num_ranks)
+    for _, error in answers:
+        if error is not None:
+            raise error
+    return [found for found, _ in answers]
+
+
+def _attempt(compute: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return compute(), None
+    except Exception as error:
+        return None, error
 
 
 def broadcast_text(word: str | None, ranks: Ranks, place: str = "word", timeout_s: float = 600.0) -> str:

@@ -7,16 +7,26 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
 from ptfast.core.errors import MachineError, SavedStateError
+from ptfast.core.tensors.shard_files import pack, unpack, write_tensors
 
 FORMAT = 1
+SHARDED_FORMAT = 2
+"""Of a state that several ranks have written."""
 MANIFEST = "manifest.json"
+TREE = "tree.json"
+"""What a state of several ranks holds besides tensors, and which of them goes where."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +34,12 @@ class State:
     """The content of one state folder.
 
     Args:
-        model: the plain model's state dict.
+        model: the plain model's state dict; what several ranks have written has a `SavedTensor` for a tensor.
         training: optimizer, gradient scaler and averaged weights, by name; tensors and plain values only.
         facts: JSON: progress, the data's facts, what the run resolved to.
     """
 
-    model: dict[str, torch.Tensor]
+    model: dict[str, Any]
     training: dict[str, Any]
     facts: dict[str, Any]
 
@@ -45,31 +55,79 @@ def write_state(saved: Path, step: int, state: State) -> Path:
         MachineError: E002 when the disk is full, E001 when the folder cannot be written; nothing is left
             behind.
     """
-    final = saved / f"step-{step}"
     draft = saved / f".step-{step}.{os.getpid()}"
     try:
-        # A killed process of the same id may have left one: in a container, ids repeat.
+        with _writing(saved):
+            # A killed process of the same id may have left one: in a container, ids repeat.
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            torch.save(state.model, draft / "model.pt")
+            torch.save(state.training, draft / "training.pt")
+            return _seal(draft, step, state.facts, FORMAT)
+    except Exception:
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        torch.save(state.model, draft / "model.pt")
-        torch.save(state.training, draft / "training.pt")
-        (draft / "state.json").write_text(json.dumps(state.facts, indent=1))
-        digests = {path.name: _sha256(path) for path in sorted(draft.iterdir())}
-        manifest = {"format": FORMAT, "step": step, "sha256": digests}
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in [*draft.iterdir(), draft]:
-            _flush(path)
-        if final.exists():
-            # Of an attempt that went further and was damaged, or gone back from.
-            _remove(final)
-        draft.rename(final)
-        _flush(saved)
-        point(saved, "last", final)
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if isinstance(error, RuntimeError) and not _is_torch_write_error(error):
-            raise
-        raise _disk_error(error, saved) from error
+        raise
+
+
+def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
+    """Write a state of which each rank has a part, to the same promises as `write_state`.
+
+    Every rank writes its rows into a file of its own, so that none holds more than its share. When all files
+    are on disk, the first rank adds the manifest and renames the folder, which until then is no state.
+
+    To be called on all ranks. The first adds what is whole, and the facts.
+
+    Raises:
+        MachineError: as for `write_state`, of any rank on all of them.
+    """
+    draft = saved / f".step-{step}.{broadcast_object(uuid.uuid4().hex, ranks)}"
+    tree, tensors = pack({"model": state.model, "training": state.training}, is_first=ranks.is_first)
+
+    def write() -> tuple[str, str]:
+        with _writing(saved):
+            draft.mkdir(parents=True, exist_ok=True)
+            file = draft / f"shard-{ranks.rank + 1:05}-of-{ranks.num_ranks:05}.safetensors"
+            write_tensors(file, tensors)
+            _flush(file)
+            return file.name, _sha256(file)
+
+    def complete(digests: Mapping[str, str]) -> Path:
+        with _writing(saved):
+            (draft / TREE).write_text(json.dumps(tree, indent=1))
+            return _seal(draft, step, state.facts, SHARDED_FORMAT, digests)
+
+    try:
+        digests = dict(once_per_rank(write, ranks))
+        return once_per_rank(lambda: complete(digests) if ranks.is_first else saved, ranks)[0]
+    except Exception:
+        if ranks.is_first:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _seal(
+    draft: Path, step: int, facts: dict[str, Any], version: int, digests: Mapping[str, str] | None = None
+) -> Path:
+    """Complete a draft by its facts and its manifest, and make it the state of its step and the last one.
+
+    Args:
+        digests: of files that have been hashed and flushed already.
+    """
+    saved, digests = draft.parent, dict(digests or {})
+    (draft / "state.json").write_text(json.dumps(facts, indent=1))
+    own = [path for path in sorted(draft.iterdir()) if path.name not in digests]
+    digests |= {path.name: _sha256(path) for path in own}
+    manifest = {"format": version, "step": step, "sha256": digests}
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in [*own, draft / MANIFEST, draft]:
+        _flush(path)
+    final = saved / f"step-{step}"
+    if final.exists():
+        # Of an attempt that went further and was damaged, or gone back from.
+        _remove(final)
+    draft.rename(final)
+    _flush(saved)
+    point(saved, "last", final)
     return final
 
 
@@ -148,9 +206,9 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
         version, digests = int(manifest["format"]), dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(folder / MANIFEST, "the manifest cannot be read") from error
-    if version > FORMAT:
+    if version > SHARDED_FORMAT:
         raise damaged(
-            folder, f"format {version} is newer than this ptfast reads ({FORMAT})", "Upgrade ptfast"
+            folder, f"format {version} is newer than this ptfast reads ({SHARDED_FORMAT})", "Upgrade ptfast"
         )
     for name, digest in digests.items():
         path = folder / Path(name).name
@@ -167,6 +225,8 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
 def read_state(folder: Path, *, check: bool = True) -> State:
     """Read and check one state folder, onto the CPU. Nothing in it can run code (`weights_only=True`).
 
+    Of what several ranks have written, tensors are read when they are asked for.
+
     Args:
         check: as for `read_facts`.
 
@@ -174,7 +234,13 @@ def read_state(folder: Path, *, check: bool = True) -> State:
         SavedStateError: S001 when it is damaged.
     """
     facts = read_facts(folder, check=check)
-    return State(load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt"), facts)
+    if not (folder / TREE).is_file():
+        return State(load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt"), facts)
+    try:
+        parts = unpack(json.loads((folder / TREE).read_text()), sorted(folder.glob("shard-*.safetensors")))
+        return State(parts["model"], parts["training"], facts)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise damaged(folder / TREE, f"it cannot be read with the files beside it ({error})") from error
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
@@ -244,13 +310,26 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def _writing(saved: Path) -> Iterator[None]:
+    """Have what fails to be written inside be an error of the machine."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and not _is_torch_write_error(error):
+            raise
+        raise _disk_error(error, saved) from error
+
+
 def _is_torch_write_error(error: RuntimeError) -> bool:
     """Return True if torch's writer failed, rather than the device whose tensors it was given."""
     return any(sign in str(error) for sign in ("PytorchStreamWriter", "inline_container", "unexpected pos"))
 
 
 def _disk_error(error: Exception, folder: Path) -> MachineError:
-    if isinstance(error, RuntimeError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    told = any(f"(os error {code})" in str(error) for code in codes)
+    if isinstance(error, RuntimeError) or told or getattr(error, "errno", None) in codes:
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
         return MachineError(
             "E002",

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ptfast.core.errors import SavedStateError, import_extra
+from ptfast.core.errors import SavedStateError
+from ptfast.core.saved_state import TREE, read_state
+from ptfast.core.tensors.dtensors import whole
+from ptfast.core.tensors.trees import map_tensors
 
 KEY = "model.weights"
 NUM_SHOWN = 3
@@ -24,7 +28,7 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
     Args:
         model: the plain model, on any device.
         source: a `.pt` or `.safetensors` file, a run directory (its best state, else its last), or a folder
-            of one state; averaged weights (`ema`) are taken where the state has them.
+            of one state, by one rank or several; averaged weights (`ema`) are taken where the state has them.
         replace_head: leave layers that differ in their number of outputs only as they were initialised.
 
     Returns:
@@ -35,9 +39,17 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
             belongs to another model (S002).
     """
     path = find_file(Path(source))
-    weights = _read(path)
-    # A run is known by its averages, where it made some; who names a file gets that file.
-    averages = {} if Path(source).is_file() else _read_averages(path.with_name("training.pt"))
+    if path.name == TREE:
+        state = read_state(path.parent)
+        weights, training = map_tensors(whole, state.model), state.training
+    else:
+        weights, training = _read(path), {}
+        # A run is known by its averages, where it made some; who names a file gets that file.
+        if not Path(source).is_file() and path.with_name("training.pt").is_file():
+            training = _read_pt(path.with_name("training.pt"))
+    average = training.get("ema", {})
+    # Before the first update, what is kept there are the weights that training began with.
+    averages = map_tensors(whole, average["averages"]) if average.get("updates") else {}
     weights = _plain_names(weights | averages, model)
     own = model.state_dict()
     differing = [name for name in own if name in weights and weights[name].shape != own[name].shape]
@@ -65,7 +77,7 @@ def find_file(source: Path) -> Path:
     if source.is_file():
         return source.resolve()
     for folder in ("saved/best", "saved/last", "best", "last", "."):
-        for name in ("model.pt", "model.safetensors"):
+        for name in ("model.pt", "model.safetensors", TREE):
             if (source / folder / name).is_file():
                 return (source / folder / name).resolve()
     what = "the folder holds no saved weights" if source.is_dir() else "no such file or folder"
@@ -89,13 +101,6 @@ def _read(path: Path) -> dict[str, Tensor]:
     return content
 
 
-def _read_averages(path: Path) -> dict[str, Tensor]:
-    """The averaged weights in the training state beside a run's weights; none where there is none yet."""
-    average = _read_pt(path).get("ema", {}) if path.is_file() else {}
-    # Before the first update, what is kept there are the weights that training began with.
-    return average["averages"] if average.get("updates") else {}
-
-
 def _read_pt(path: Path) -> Any:
     try:
         # torch does not compare checksums: a flipped bit would become a wrong weight.
@@ -115,9 +120,8 @@ def _read_pt(path: Path) -> Any:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    safetensors = import_extra("safetensors.torch", "hf", KEY, path)
     try:
-        return safetensors.load_file(path, device="cpu")
+        return load_file(path, device="cpu")
     except Exception as error:
         raise _damaged(path, "is damaged (truncated, empty or changed since it was written)") from error
 

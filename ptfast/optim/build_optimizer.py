@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.tensors.dtensors import is_sharded, shard_like
+from ptfast.core.tensors.trees import map_tensors
 from ptfast.optim.fused_steps import build_step, keep_compiler_unimported
 from ptfast.optim.layer_batches import laid_out_as
 from ptfast.optim.layerwise import LayerwiseOptimizer
@@ -30,6 +32,7 @@ __all__ = [
     "reference_lr",
     "scale_for_batch",
     "start_momentum",
+    "state_by_name",
 ]
 
 FOREACH_DEVICES = ("cuda", "xpu")
@@ -109,21 +112,28 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 def _shared_out(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """A saved state, of which this rank takes the part that it has of each parameter."""
-    layers = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(is_sharded(layer) for layer in layers):
-        return state
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    numbered = dict(zip(numbers, layers, strict=True))
-    parts = {
-        number: {
-            name: shard_like(numbered[number], value)
-            if getattr(value, "shape", None) == numbered[number].shape
-            else value
-            for name, value in kept.items()
-        }
-        for number, kept in state["state"].items()
-    }
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    of_key = dict(zip(keys, parameters, strict=True))
+    parts = {k: map_tensors(partial(shard_like, of_key.get(k)), kept) for k, kept in state["state"].items()}
     return {**state, "state": parts}
+
+
+def state_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """The state of `optimizer` under the names of parameters, where torch puts their numbers.
+
+    `load_optimizer` takes either.
+    """
+    state = optimizer.state_dict()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    in_order = (p for group in optimizer.param_groups for p in group["params"])
+    of_number = dict(enumerate(names[id(parameter)] for parameter in in_order))
+    groups = [group | {"params": [of_number[k] for k in group["params"]]} for group in state["param_groups"]]
+    return {
+        **state,
+        "state": {of_number.get(k, k): kept for k, kept in state["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:

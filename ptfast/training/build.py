@@ -42,7 +42,7 @@ from ptfast.training.prepare_data import build_loaders, build_run_task, full_siz
 from ptfast.training.prepare_machine import BuildContext, prepare_machine
 from ptfast.training.prepare_model import build_plain_model, check_fits, place_model, shape_model
 from ptfast.training.sequence_batching import build_length_plan, check_takes
-from ptfast.training.state import restore_training
+from ptfast.training.state import restore_model, restore_training
 from ptfast.training.step_parts.own_steps import check_own_steps
 from ptfast.training.step_parts.seeding import build_seeder, seed_everything
 from ptfast.training.user_code import constructing
@@ -65,9 +65,9 @@ def build(
 ) -> Run:
     """Build a run on this rank.
 
-    The order: machine, data, model, its rewrites and place and saved weights, checkpointed blocks, compiled
-    model or blocks, parallel wrap, loaders, optimizer, schedule, averaged weights; the rest of the saved
-    state comes last. An optimizer built before the model has its final place and form would hold parameters
+    The order: machine, data, model, its rewrites and place, checkpointed blocks, compiled model or blocks,
+    parallel wrap, saved weights, loaders, optimizer, schedule, averaged weights; the rest of the saved state
+    comes last. An optimizer built before the model has its final place and form would hold parameters
     that nothing trains, in silence.
 
     What the config leaves to `auto` is resolved here by the first rank, written to `resolved.json`, and
@@ -94,6 +94,8 @@ def build(
     place_model(model, context, task, data, data.info)
     shaped = shape_model(model, context, data)
     forward = shaped.wrap()
+    if state is not None:
+        restore_model(model, state)
     loaders = build_loaders(context, data, task, course, clock.to)
     optimizer = _build_optimizer(context, model, shaped.grouping)
     check_last_batch(course.plan, model, context.micro_batches)
@@ -260,6 +262,8 @@ def _finish(run: Run, context: BuildContext, changed: str) -> None:
         run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
     if context.state is not None:
         restore_training(run, context.state, context.before.total_steps)
+        # An average keeps the context, and would keep what was loaded.
+        context.state = None
         notes = run.status.resumed_note, changed and f"other held-out data than before: {changed}"
         run.status.resumed_note = "; ".join(filter(None, notes))
     run.counter = StepCounter(run)

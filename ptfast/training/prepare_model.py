@@ -38,7 +38,6 @@ from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cance
 from ptfast.training.prepare_data import few_samples, reading
 from ptfast.training.prepare_machine import BuildContext
 from ptfast.training.sequence_batching import has_many_lengths
-from ptfast.training.state import restore_model
 from ptfast.training.user_code import MODEL, TRACEBACK, constructing, failure
 
 NUM_INIT_SAMPLES = 5000
@@ -135,7 +134,7 @@ def _fetching(section: Model) -> Iterator[None]:
 def place_model(
     model: nn.Module, context: BuildContext, task: Task, data: Data | None, info: DataInfo
 ) -> None:
-    """Bring `model` into the form that computes, in place: number format, device, rewrites, saved weights.
+    """Bring `model` into the form that computes, in place: number format, device, rewrites, first weights.
 
     Args:
         data: of which a few samples are looked at where biases may be dropped; None drops none but those of
@@ -161,9 +160,7 @@ def place_model(
         before=context.before,
         resolved=context.resolved,
     )
-    if context.state is not None:
-        restore_model(model, context.state)
-    elif data is not None and not context.config.model.weights:
+    if context.state is None and data is not None and not context.config.model.weights:
         _init_from_data(model, context, data)
 
 

@@ -29,6 +29,7 @@ from ptfast.training.evaluation.evaluate import evaluate
 from ptfast.training.prepare_data import build_eval_loaders, build_run_task, full_size, load_data, reading
 from ptfast.training.prepare_machine import BuildContext, prepare_machine
 from ptfast.training.prepare_model import build_plain_model, place_model
+from ptfast.training.state import restore_model
 from ptfast.training.user_code import naming_user_code
 
 
@@ -75,6 +76,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
     task = build_run_task(context, info)
     model = build_plain_model(context, info)
     place_model(model, context, task, None, info)
+    restore_model(model, state)
     average = None
     if "ema" in state.training:
         # What never trained was not averaged.

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ptfast.core.distributed import on_all_ranks
 from ptfast.core.errors import NumericsError, SavedStateError
 from ptfast.core.run import Progress, Run
-from ptfast.core.saved_state import State, check_length, point, prune, write_state
-from ptfast.core.tensors.dtensors import gather_whole
-from ptfast.optim.build_optimizer import load_optimizer
+from ptfast.core.saved_state import State, check_length, point, prune, write_shards, write_state
+from ptfast.core.tensors.dtensors import local_part, shard_like
+from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.training.user_code import callback_states
 
 
 def save_training(run: Run, is_best: bool) -> None:
     """Write the state of now, as the best so far or not, and keep the newest ones that the settings ask for.
 
-    Called on every rank; the first writes.
+    Called on every rank; the first writes, or each its part where weights are shared out.
 
     Raises:
         NumericsError: N001 when the weights are not finite; the state before stays as it is.
@@ -34,13 +36,13 @@ def save_training(run: Run, is_best: bool) -> None:
     if run.ema is not None:
         training["ema"] = run.ema.state_dict()
     if run.sharded:
-        model, training = gather_whole([model, training], keep=run.ranks.is_first)
+        training["optimizer"] = state_by_name(run.optimizer, run.model)
     elif run.saves_together:
         training["compression"] = run.forward.compression.gather_state(run.ranks)
-    if not run.ranks.is_first:
+    if not (run.ranks.is_first or run.sharded):
         return
     _check_finite(model, run)
-    training["callbacks"] = callback_states(run)
+    training["callbacks"] = callback_states(run) if run.ranks.is_first else []
     facts = {
         "progress": asdict(run.progress),
         "best_figures": run.status.best_figures,
@@ -50,7 +52,13 @@ def save_training(run: Run, is_best: bool) -> None:
         "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
     }
     saved = run.folder / "saved"
-    state_folder = write_state(saved, run.progress.step, State(model, training, facts))
+    step, state = run.progress.step, State(model, training, facts)
+    if run.sharded:
+        state_folder = write_shards(saved, step, state, run.ranks)
+    else:
+        state_folder = write_state(saved, step, state)
+    if not run.ranks.is_first:
+        return
     if is_best:
         point(saved, "best", state_folder)
     prune(saved, run.settings.keep_states)
@@ -58,23 +66,27 @@ def save_training(run: Run, is_best: bool) -> None:
 
 def _check_finite(model: dict[str, Tensor], run: Run) -> None:
     named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
-    trained = [model.get(name, p.detach()) for name, p in named]
+    trained = [local_part(model.get(name, p.detach())) for name, p in named]
     # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
-    finite = [norm.isfinite() for norm in torch._foreach_norm(trained, math.inf)]
-    if not bool(torch.stack(finite).all()):
+    norms = torch._foreach_norm([part for part in trained if part.numel()], math.inf)
+    finite = bool(torch.stack([norm.isfinite() for norm in norms]).all()) if norms else True
+    if not (all(on_all_ranks(finite, run.ranks.num_ranks)) if run.sharded else finite):
         what = f"the weights are not finite after step {run.progress.step}"
         hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is of before"
         raise NumericsError("N001", what, suggestion=hint)
 
 
 def restore_model(model: nn.Module, state: State) -> None:
-    """Put a saved state's weights into `model`.
+    """Put a saved state's weights into `model`, of each that is shared out among the ranks this rank's part.
 
     Raises:
         SavedStateError: S002 when they are of another model.
     """
+    # The versions of modules, which torch leaves beside the names, have to stay.
+    own, weights = model.state_dict(), copy(state.model)
+    weights.update({name: shard_like(own.get(name), value) for name, value in weights.items()})
     try:
-        model.load_state_dict(state.model)
+        model.load_state_dict(weights)
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
         hint = "Resume with the config it was saved with, or warm-start with model.weights"

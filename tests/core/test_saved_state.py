@@ -6,16 +6,29 @@ import json
 import os
 import pickle
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from running import same_bits
+from safetensors import SafetensorError
 
 from ptfast.core import saved_state
-from ptfast.core.errors import MachineError, SavedStateError
-from ptfast.core.saved_state import State, find_state, list_states, point, prune, read_state, write_state
+from ptfast.core.distributed import Ranks
+from ptfast.core.errors import ConfigError, MachineError, SavedStateError
+from ptfast.core.saved_state import (
+    State,
+    find_state,
+    list_states,
+    point,
+    prune,
+    read_state,
+    write_shards,
+    write_state,
+)
+from ptfast.core.tensors.shard_files import pack, unpack, write_tensors
 
 
 def a_state(value: float = 1.0) -> State:
@@ -24,13 +37,19 @@ def a_state(value: float = 1.0) -> State:
     return State(model, training, {"progress": {"step": 3, "best_value": 0.5}, "names": ["a", "b"]})
 
 
+def write_by_ranks(saved: Path, step: int, state: State) -> Path:
+    """As ranks write together, of whom this is the only one."""
+    return write_shards(saved, step, state, Ranks())
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return tmp_path / "run" / "saved"
 
 
-def test_what_is_read_is_what_was_written(saved: Path) -> None:
-    folder = write_state(saved, 3, a_state())
+@pytest.mark.parametrize("write", [write_state, write_by_ranks])
+def test_what_is_read_is_what_was_written(saved: Path, write: Any) -> None:
+    folder = write(saved, 3, a_state())
     state = read_state(folder)
     assert same_bits(state.model, a_state().model)
     assert same_bits(state.training, a_state().training)
@@ -72,9 +91,41 @@ def test_a_pickled_object_is_refused_without_running_it(saved: Path, tmp_path: P
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("saved_by", range(1, 6))
+def test_rows_of_some_ranks_are_read_by_any_others(tmp_path: Path, saved_by: int) -> None:
+    """Four rows in files of one to five ranks, of whom one may have none, read by as many."""
+    weight = torch.arange(12, dtype=torch.bfloat16).view(4, 3)
+    files = [tmp_path / f"shard-{rank}.safetensors" for rank in range(saved_by)]
+    shares = weight.chunk(saved_by)
+    for rank, file in enumerate(files):
+        write_tensors(file, {"weight": shares[rank]} if rank < len(shares) else {})
+    found = unpack({"weight": {"rows": "weight"}}, files)["weight"]
+    assert found.shape == weight.shape
+    for read_by in range(1, 6):
+        ends = [min(4, rank * -(-4 // read_by)) for rank in range(read_by + 1)]
+        shares = [found.rows(start, stop) for start, stop in pairwise(ends)]
+        assert torch.equal(torch.cat(shares), weight)
+        assert {(share.dtype, share.shape[1:]) for share in shares} == {(weight.dtype, (3,))}
+
+
+def test_what_ranks_save_beside_tensors_is_kept(tmp_path: Path) -> None:
+    whole = torch.tensor(2.5)
+    nest: dict[str, Any] = {
+        "a": {1: (0.9, 0.999), "1": [None, True, float("inf"), "x"], "bytes": b"\x00\xff"},
+        "names/met": {"twice": whole, "again": whole},
+        "names": {"met/twice": torch.zeros(0, 3), "half": torch.ones(2).half()},
+    }
+    packed, tensors = pack(nest, is_first=True)
+    write_tensors(tmp_path / "shard.safetensors", tensors)
+    assert same_bits(unpack(json.loads(json.dumps(packed)), [tmp_path / "shard.safetensors"]), nest)
+    assert pack(nest, is_first=False)[1] == {}
+    with pytest.raises(ConfigError, match=r"a/0/kind is a PosixPath, where tensors and plain values"):
+        pack({"a": [{"kind": tmp_path}]}, is_first=True)
+
+
 def test_a_newer_format_says_so(saved: Path) -> None:
     folder = write_state(saved, 3, a_state())
-    manifest = json.loads((folder / "manifest.json").read_text()) | {"format": saved_state.FORMAT + 1}
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"format": saved_state.SHARDED_FORMAT + 1}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SavedStateError, match="newer"):
         read_state(folder)
@@ -107,16 +158,22 @@ def test_a_state_is_written_over_one_of_the_same_step(saved: Path) -> None:
     assert read_state(folder).model["weight"][0, 0] == 2.0
 
 
-@pytest.mark.parametrize("moment", ["save", "flush", "rename", "point"])
+@pytest.mark.parametrize(
+    ("write", "moment"),
+    [
+        *((write_state, moment) for moment in ("save", "flush", "rename", "point")),
+        *((write_by_ranks, moment) for moment in ("flush", "seal", "rename", "point")),
+    ],
+)
 def test_a_kill_while_saving_leaves_the_state_before(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    saved: Path, monkeypatch: pytest.MonkeyPatch, write: Any, moment: str
 ) -> None:
     class Killed(BaseException):
         pass
 
-    write_state(saved, 1, a_state(1.0))
-    owner: Any = {"save": torch, "flush": saved_state, "rename": Path, "point": saved_state}[moment]
-    name = {"save": "save", "flush": "_flush", "rename": "rename", "point": "point"}[moment]
+    write(saved, 1, a_state(1.0))
+    owner: Any = {"save": torch, "rename": Path}.get(moment, saved_state)
+    name = {"flush": "_flush", "seal": "_seal"}.get(moment, moment)
 
     def kill(*args: Any, **kwargs: Any) -> None:
         raise Killed
@@ -124,26 +181,30 @@ def test_a_kill_while_saving_leaves_the_state_before(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, kill)
         with pytest.raises(Killed):
-            write_state(saved, 2, a_state(2.0))
+            write(saved, 2, a_state(2.0))
     newest = list_states(saved)[0]
     assert read_state(newest).model["weight"][0, 0] == (2.0 if moment == "point" else 1.0)
     assert read_state(find_state(saved.parent)).model["weight"][0, 0] == 1.0
     # A process of the same id, as in a container, is not stopped by the draft that was left.
-    write_state(saved, 2, a_state(3.0))
+    write(saved, 2, a_state(3.0))
     prune(saved, 1)
     assert sorted(path.name for path in saved.iterdir()) == ["last", "step-2"]
 
 
-def test_a_full_disk_leaves_nothing_behind(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_state(saved, 1, a_state())
+@pytest.mark.parametrize("write", [write_state, write_by_ranks])
+def test_a_full_disk_leaves_nothing_behind(saved: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
+    write(saved, 1, a_state())
 
     def full(state: Any, path: Path) -> None:
         path.write_bytes(b"half")
-        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+        if write is write_state:
+            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(MachineError) as caught:
-        write_state(saved, 2, a_state())
+        write(saved, 2, a_state())
     assert caught.value.code == "E002"
     assert sorted(path.name for path in saved.iterdir()) == ["last", "step-1"]
 

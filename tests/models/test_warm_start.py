@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from ptfast.core.distributed import Ranks
 from ptfast.core.errors import SavedStateError
+from ptfast.core.saved_state import State, write_shards, write_state
 from ptfast.models.mlp import Mlp
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.models.warm_start import load_weights
@@ -68,11 +70,14 @@ def test_a_run_gives_its_best_state_and_else_its_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("updates", [0, 3])
-def test_averages_are_taken_once_there_are_some(tmp_path: Path, updates: int) -> None:
+@pytest.mark.parametrize("by_ranks", [False, True])
+def test_averages_are_taken_once_there_are_some(tmp_path: Path, updates: int, by_ranks: bool) -> None:
     raw, averaged, model = make_model(), make_model(), make_model()
-    save(raw.state_dict(), tmp_path / "saved" / "last" / "model.pt")
-    average = {"averages": averaged.state_dict(), "updates": updates}
-    save({"ema": average}, tmp_path / "saved" / "last" / "training.pt")
+    state = State(raw.state_dict(), {"ema": {"averages": averaged.state_dict(), "updates": updates}}, {})
+    if by_ranks:
+        write_shards(tmp_path / "saved", 1, state, Ranks())
+    else:
+        write_state(tmp_path / "saved", 1, state)
     notes = load_weights(model, tmp_path)
     assert same(model, averaged if updates else raw)
     assert notes[0].startswith("averaged weights" if updates else "weights")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ptfast.core import saved_state
 from ptfast.core.protocols import Callback
 
 
@@ -20,6 +21,20 @@ class Misfortune(Callback):
         rank, at_step, name = Path("misfortune").read_text().split()
         if run.ranks.rank == int(rank) and step == int(at_step):
             os.kill(os.getpid(), signal.Signals[name])
+
+
+class KilledWhileSaving(Callback):
+    """The first rank is killed between the files of all ranks and the manifest, at some step."""
+
+    def on_start(self, run: Any) -> None:
+        seal = saved_state._seal
+
+        def killed(draft: Path, step: int, *others: Any) -> Path:
+            if step == int(Path("killed-at").read_text()):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return seal(draft, step, *others)
+
+        saved_state._seal = killed
 
 
 class Slow(Callback):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from running import build_run, same_bits, weights
+from running import build_run, same_bits, training_state, weights
 from torch import nn
 from toys import Lines
 
@@ -117,7 +117,7 @@ class Cases:
         assert run.progress.step == 4
         fit(run)
         torch.distributed.barrier()
-        left, right = (torch.load(Path(n) / "saved/last/training.pt") for n in (name, again))
+        left, right = (training_state(Path(n)) for n in (name, again))
         return same_bits(weights(Path(again)), whole["weights"]) and same_bits(left, right)
 
     def refusal(self, name: str, *words: str, **given: Any) -> str:

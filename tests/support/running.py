@@ -14,6 +14,9 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.run import Run
+from ptfast.core.saved_state import read_state
+from ptfast.core.tensors.dtensors import whole
+from ptfast.core.tensors.trees import map_tensors
 from ptfast.report.terminal.plain_display import Display
 from ptfast.training.build import build
 
@@ -47,12 +50,12 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
     """The saved weights of a run."""
-    return torch.load(folder / "saved" / name / "model.pt", weights_only=True)
+    return map_tensors(whole, read_state(folder / "saved" / name, check=False).model)
 
 
 def training_state(folder: Path, name: str = "last") -> dict[str, Any]:
     """Optimizer and averaged weights as saved."""
-    return torch.load(folder / "saved" / name / "training.pt", weights_only=True)
+    return map_tensors(whole, read_state(folder / "saved" / name, check=False).training)
 
 
 def same_pixels(one: torch.Tensor, other: torch.Tensor) -> bool:

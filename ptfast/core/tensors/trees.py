@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ptfast.core.tensors.dtensors import SavedTensor
+
 __all__ = ["map_tensors", "tensors_in", "tree_leaves", "tree_map"]
 
 
@@ -25,12 +27,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with `function` of every tensor in its place; named tuples stay what they are.
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `function` of every tensor, or saved one, in its place; named tuples stay what they are.
 
     What moves its own tensors, as batches of other libraries do by a method `to`, counts as one.
     """
-    if isinstance(value, Tensor) or hasattr(value, "to"):
+    if isinstance(value, (Tensor, SavedTensor)) or hasattr(value, "to"):
         return function(value)
     if isinstance(value, dict):
         return {name: map_tensors(function, item) for name, item in value.items()}

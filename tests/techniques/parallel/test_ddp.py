@@ -32,12 +32,14 @@ WORDS = ("model.hidden=[16]", "model.dropout=0.2", "micro_batches=2", "log_every
 DDP = ("parallel=ddp", "parallel.nproc=2")
 
 
-def a_run(*words: str, launcher: tuple[str, ...] = (), told: Mapping[str, str] = {}) -> subprocess.Popen[str]:
-    """`ptfast train WORDS...` in a session of its own, with the variables `told`."""
-    command = [sys.executable, "-m", *launcher, "ptfast", "train", *words]
+def a_run(
+    *words: str, launcher: tuple[str, ...] = (), told: Mapping[str, str] = {}, command: str = "train"
+) -> subprocess.Popen[str]:
+    """`ptfast COMMAND WORDS...` in a session of its own, with the variables `told`."""
+    arguments = [sys.executable, "-m", *launcher, "ptfast", command, *words]
     environment = {**os.environ, **WITH_TESTS, **told}
     return subprocess.Popen(
-        command,
+        arguments,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

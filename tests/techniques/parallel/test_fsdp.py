@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from config_trees import Tree, check, refused
 from rank_cases import MIXED, OPTIMIZERS, SMALL
-from running import build_run, records, same_bits, training_state, weights
+from running import build_run, records, same_bits, summary, training_state, weights
 from test_ddp import a_run
 
 from ptfast.training.evaluation.evaluate import evaluate
@@ -54,7 +55,9 @@ def test_one_process_loads_what_it_saves(rank_folder: Path, tmp_path: Path) -> N
     """Weights, averages and optimizer state are whole, under plain names; training goes on from them."""
     saved = {name: rank_folder / name / "saved" / "last" for name in ("mixed-ddp", "mixed-fsdp")}
     ddp, fsdp = (training_state(path.parent.parent) for path in saved.values())
-    assert ddp["optimizer"]["param_groups"] == fsdp["optimizer"]["param_groups"]
+    numbered, named = ddp["optimizer"]["param_groups"], fsdp["optimizer"]["param_groups"]
+    assert [group | {"params": None} for group in numbered] == [group | {"params": None} for group in named]
+    assert [name for group in named for name in group["params"]] == list(fsdp["optimizer"]["state"])
     for state, other in (
         (ddp["ema"]["averages"], fsdp["ema"]["averages"]),
         *zip(ddp["optimizer"]["state"].values(), fsdp["optimizer"]["state"].values(), strict=True),
@@ -126,3 +129,65 @@ def test_a_run_that_was_stopped_goes_on(in_tmp: Path) -> None:
         assert "fsdp, weights in 1 part" in out
     assert same_bits(weights(Path("stopped")), weights(Path("whole")))
     assert records(Path("stopped")) == records(Path("whole"))
+
+
+@pytest.mark.slow
+def test_what_four_ranks_save_any_number_takes_up(in_tmp: Path) -> None:
+    """Each writes its share; ranks that divide no layer go on from it, and so does one process."""
+    words = ("model.hidden=[64,64]", "batch_size=96", "micro_batches=4", "steps=16", "saving.every=8steps")
+    words = (*words, "optimizer=adamw", "ema=ema", "saving.keep=9", "data.val=20%", "eval.every=8steps")
+    run_command(*words, "parallel=fsdp", "parallel.nproc=4", "run.dir=four")
+    middle = Path("four/saved/step-8")
+    sizes = [file.stat().st_size for file in sorted(middle.glob("shard-*"))]
+    assert len(sizes) == 4
+    for name, more in {
+        "two": ("parallel=fsdp", "parallel.nproc=2"),
+        "averaged": ("parallel=ddp", "parallel.nproc=2"),
+        "one": (),
+    }.items():
+        run_command(*words, *more, f"run.dir={name}", f"run.resume={middle}")
+        assert [line["step"] for line in records(Path(name)) if line["split"] == "val"] == [16]
+        losses = [summary(Path(folder))["val"]["loss"] for folder in ("four", name)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert not list(Path("one/saved/last").resolve().glob("shard-*"))
+    whole_size = sum(Path("one/saved/last", name).stat().st_size for name in ("model.pt", "training.pt"))
+    # Beside its share a rank writes names, and the first what is not shared out.
+    assert max(sizes) < whole_size / 4 + 8192
+    out = run_command("four", command="eval")
+    figures = {line["split"]: line["loss"] for line in map(json.loads, out.splitlines())}
+    assert figures["val"] == pytest.approx(summary(Path("four"))["val"]["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_saving_leaves_the_state_before(in_tmp: Path) -> None:
+    words = ("model.hidden=[30,30]", "batch_size=96", "steps=12", "saving.every=4steps", "saving.keep=9")
+    words = (
+        *words,
+        "parallel=fsdp",
+        "parallel.nproc=2",
+        "callbacks=[{_target_: callbacks.KilledWhileSaving}]",
+    )
+    Path("killed-at").write_text("99")
+    run_command(*words, "run.dir=whole")
+    Path("killed-at").write_text("8")
+    process = a_run(*words, "run.dir=killed")
+    _, err = process.communicate(timeout=200)
+    assert (process.returncode, err.count("\n")) == (7, 1)
+    saved = Path("killed/saved")
+    assert (saved / "last").readlink() == Path("step-4")
+    [draft] = saved.glob(".step-8*")
+    assert sorted(file.name for file in draft.glob("shard-*")) == [
+        f"shard-{rank:05}-of-00002.safetensors" for rank in (1, 2)
+    ]
+    Path("killed-at").write_text("99")
+    run_command(*words, "run.dir=killed", "run.resume=auto")
+    assert same_bits(weights(Path("killed")), weights(Path("whole")))
+    assert not list(saved.glob(".step-*"))
+
+
+def run_command(*words: str, command: str = "train") -> str:
+    """What `ptfast COMMAND WORDS...` prints."""
+    process = a_run(*words, command=command)
+    out, err = process.communicate(timeout=200)
+    assert (process.returncode, err) == (0, "")
+    return out
