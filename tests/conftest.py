@@ -51,7 +51,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     The first of the processes that test at once has them go through the cases, the others wait for it.
     """
     import torch
-    from ranks import on_two_ranks
+    from ranks import on_ranks
 
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ranks"
@@ -60,7 +60,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / "cases.pt").exists():
             return torch.load(folder / "cases.pt", weights_only=True)
-        return on_two_ranks("rank_cases", folder)
+        return on_ranks("rank_cases", folder)
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@ from ptfast.report.terminal.command_output import flush, print_error, say_starti
 
 IMPORT_TORCH = ("train", "eval", "predict", "pack", "eject")
 """Commands that take seconds to start, as those do that measure."""
+OF_DRY_RUN = ("--ranks", "--device", "--network")
+"""Flags of `train` that say where a run is to be predicted."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -143,9 +145,7 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
 
         if ranks is not None and not ranks.is_first:
             return EXIT_OK
-        composed, config = read()
-        with composed.naming_places():
-            return dry_run(config)
+        return dry_run(flags, arguments, file)
     words = [f"--config={file}", *arguments] if file else arguments
     if ranks is not None:
         from ptfast.launch.launcher import start_rank
@@ -159,8 +159,12 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _check_pairs(flags: dict[str, Any]) -> None:
-    """Refuse flags of which one would be ignored: each of them but `--config` is a thing to do."""
-    actions = [flag for flag in flags if flag != "--config"]
+    """Refuse flags of which one would be ignored: most of them are things to do."""
+    actions = [flag for flag in flags if flag not in ("--config", *OF_DRY_RUN)]
+    for flag in OF_DRY_RUN:
+        if flag in flags and "--dry-run" not in flags:
+            hint = f"Add --dry-run, or set {'device' if flag == '--device' else 'parallel.nproc'}=VALUE"
+            raise ConfigError("C011", "is for --dry-run", key=flag, place=COMMAND_LINE, suggestion=hint)
     if "--config" in flags and (other := {"--multirun", "--info"} & set(flags)):
         actions = ["--config", *other]
     if len(actions) > 1:
@@ -298,7 +302,8 @@ COMMANDS: dict[str, Command] = {
         "[+recipe=NAME] [key=value ...]",
         "train a model; -m sweeps over key=a,b",
         _train,
-        {"--multirun": False, "--dry-run": False, "--config": True, "--cfg": True, "--info": True},
+        {"--multirun": False, "--dry-run": False, "--config": True, "--cfg": True, "--info": True}
+        | dict.fromkeys(OF_DRY_RUN, True),
     ),
     "launch": Command(
         "slurm|trainjob|sky|ray [+recipe=NAME] [key=value ...]",

@@ -15,6 +15,9 @@ WIDTH, INDENT = 80, 24
 FLAG_HELP = {
     "--multirun": "(-m) sweep: train one run per combination of key=a,b",
     "--dry-run": "take a few steps without saving; print memory, time and disk of the run",
+    "--ranks": "for --dry-run: predict memory, time and communication on so many ranks",
+    "--device": "for --dry-run: what they train on, such as h100, a100-80 or cpu",
+    "--network": "for --dry-run: Gbit/s between machines, if not the vendor's",
     "--config": "train from a run directory or its config.yaml",
     "--cfg": "(-c) print the composed config: job, hydra or all",
     "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
@@ -72,6 +75,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "train -m +recipe=resnet_digits optimizer.lr=0.01,0.1 seed=0,1",
         "train +recipe=resnet_digits --cfg job",
         "train +recipe=resnet_digits --dry-run",
+        "train +recipe=resnet50_imagenet --dry-run --ranks 64 --device h100",
     ),
     "launch": ("launch slurm +recipe=resnet_cifar --nodes 2 --print",),
     "eval": ("eval RUN", "eval RUN/saved/best --split test"),

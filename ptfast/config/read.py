@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ptfast.config.checks.trust import is_own
 from ptfast.config.checks.validate import validate
@@ -16,8 +17,11 @@ from ptfast.config.schema import Config
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
 
 
-def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
+def read_config(arguments: Sequence[str], *, here: bool = True) -> tuple[Composed, Config]:
     """The config that a user's arguments mean; whatever they name is trusted.
+
+    Args:
+        here: False for a run on other machines, which may lack something else.
 
     Raises:
         ConfigError: everything wrong that can be told at once.
@@ -30,7 +34,7 @@ def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
         raise together(errors)
     try:
         composed = compose([argument.text for argument in given if argument.kind != "hydra"])
-        config = validate(composed.tree, composed.place)
+        config = validate(composed.tree, composed.place, here=here)
     except PtfastError as error:
         found, error.others = (error, *error.others), ()
         for one in found:
@@ -50,7 +54,12 @@ def _of_sweeps(argument: Argument) -> ConfigError:
 
 
 def load_config(
-    path: Path, arguments: Sequence[str] = (), *, trusted: bool = False, trains: bool = True
+    path: Path,
+    arguments: Sequence[str] = (),
+    *,
+    trusted: bool = False,
+    trains: bool = True,
+    here: bool = True,
 ) -> tuple[Composed, Config]:
     """The config in a whole file, such as a run directory's, with arguments laid over it.
 
@@ -60,6 +69,7 @@ def load_config(
             the arguments trust (`trust=[my_package]`).
         trains: False for what comes after training, of which the data that the arguments name need not lie
             as that of training does.
+        here: as for `read_config`.
 
     Raises:
         ConfigError: the first thing wrong.
@@ -71,7 +81,8 @@ def load_config(
     named = composed.tree.get("trust") if composed.places.get("trust") == COMMAND_LINE else None
     extra_trust = named if isinstance(named, list) else []
     trusted = trusted or is_own(path)
-    return composed, validate(composed.tree, composed.place, trusted=trusted, extra_trust=extra_trust)
+    how: dict[str, Any] = {"trusted": trusted, "extra_trust": extra_trust, "here": here}
+    return composed, validate(composed.tree, composed.place, **how)
 
 
 def _named(composed: Composed, section: str) -> bool:

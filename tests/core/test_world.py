@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_two_ranks
+from ranks import on_ranks
 
 from ptfast.cli import command_line
 from ptfast.core.distributed import WORLD, Ranks, on_all_ranks, once_per_machine, world
@@ -148,7 +148,7 @@ def cases(ranks: Ranks) -> dict[str, Any]:
 
 
 def test_what_is_computed_once_per_machine_reaches_all_of_its_ranks(tmp_path: Path) -> None:
-    found = on_two_ranks("test_world", tmp_path)
+    found = on_ranks("test_world", tmp_path)
     assert found["one"] == [(0, [0], "damaged, says rank 0"), (0, [], "damaged, says rank 0")]
     assert found["two"] == [(0, [0], "damaged, says rank 0"), (1, [1], "damaged, says rank 1")]
     assert once_per_machine(lambda: 3) == 3

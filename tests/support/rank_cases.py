@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import exchanged
 import numpy as np
 import pytest
 import torch
@@ -154,6 +155,7 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     for name in ("OfRank", "LateOfRank", "Asks", "SaysSo"):
         found[f"stream {name}"] = refusal_of_stream(on, name)
     found["held"] = held_together(on)
+    found["exchanged"] = exchanged.cases(ranks, exchanged.QUICK)
     found["stuck"] = stuck(on)
     found["stream resumes"] = on.resumed("stream", *STREAM)
     for name, words in UNUSED.items():

@@ -1,4 +1,4 @@
-"""Two ranks for tests: a pair of processes that is started once and goes through many cases."""
+"""Ranks for tests: processes that are started once and go through many cases."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from conftest import IMPORT_PATHS
 
 from ptfast.core.distributed import Ranks
 
-NUM_RANKS = 2
 
-
-def on_two_ranks(module: str, folder: Path) -> dict[str, Any]:
-    """The result of `cases(ranks)` of a module of the tests on the first of two ranks.
+def on_ranks(module: str, folder: Path, num_ranks: int = 2) -> dict[str, Any]:
+    """The result of `cases(ranks)` of a module of the tests on the first of several ranks.
 
     Args:
-        folder: the current one of both, and where they leave their output.
+        folder: the current one of all, and where they leave their output.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(IMPORT_PATHS)}
-    outputs = [folder / f"rank-{rank}.txt" for rank in range(NUM_RANKS)]
+    outputs = [folder / f"rank-{rank}.txt" for rank in range(num_ranks)]
     processes = []
     for rank, output in enumerate(outputs):
-        command = [sys.executable, "-W", "error", __file__, module, address, str(rank)]
+        command = [sys.executable, "-W", "error", __file__, module, address, str(rank), str(num_ranks)]
         with output.open("w") as file:
             process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
@@ -42,15 +40,15 @@ def on_two_ranks(module: str, folder: Path) -> dict[str, Any]:
     finally:
         for process in processes:
             process.kill()
-    assert codes == [0] * NUM_RANKS, "\n".join(output.read_text() for output in outputs)
+    assert codes == [0] * num_ranks, "\n".join(output.read_text() for output in outputs)
     return torch.load(folder / "cases.pt", weights_only=True)
 
 
-def main(module: str, address: str, rank: int) -> None:
+def main(module: str, address: str, rank: int, num_ranks: int) -> None:
     """One rank: go through the cases; the first keeps what it finds."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=NUM_RANKS)
-    found = import_module(module).cases(Ranks(rank, rank, NUM_RANKS, NUM_RANKS))
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
+    found = import_module(module).cases(Ranks(rank, rank, num_ranks, num_ranks))
     if rank == 0:
         torch.save(found, "cases.pt")
     torch.distributed.barrier()
@@ -60,4 +58,4 @@ def main(module: str, address: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -1,0 +1,212 @@
+"""`ptfast train --dry-run --ranks N --device NAME`: what a run would cost on ranks that are not here."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptfast.config.checks.rules import check_batch
+from ptfast.config.schema import Config
+from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.distributed import Ranks
+from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, MachineError, name_of
+from ptfast.core.protocols import takes_own_steps
+from ptfast.core.run import Run
+from ptfast.core.units import duration, num_bytes, short_time
+from ptfast.data.loaders import Dataloader
+from ptfast.profiling.limits.accelerators import Accelerator, find_accelerator
+from ptfast.profiling.limits.fake_step import StepCosts, count_step, optimizer_state
+from ptfast.profiling.limits.operators import total_flops
+from ptfast.profiling.limits.roofline import TYPES, flop
+from ptfast.profiling.limits.scaling import (
+    LINKS,
+    MEMORY,
+    PRODUCTS,
+    Exchange,
+    Scale,
+    StepTime,
+    exchanges,
+    link_of,
+    memory_of_rank,
+    step_time,
+)
+from ptfast.report.terminal.display import build_display, table
+from ptfast.techniques.compile import Compile
+from ptfast.techniques.curriculum import Curriculum
+from ptfast.techniques.debug import Debug
+from ptfast.techniques.parallel import Parallel
+from ptfast.techniques.precision import Precision
+from ptfast.techniques.repeated_blocks import find_blocks
+from ptfast.training.build import build
+from ptfast.training.course import check_last_batch, count_steps
+from ptfast.training.user_code import naming_user_code
+
+RANKS_OF_A_MACHINE = 8
+"""Where `parallel.nproc` does not say it."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of a run on many ranks."""
+
+    run: Run
+    """The part of one rank, which trains nothing any more."""
+    scale: Scale
+    device: Accelerator
+    link_bytes_per_s: float
+    costs: StepCosts
+    held: Mapping[str, int]
+    """Bytes that a rank holds, by what they are of."""
+    sent: list[Exchange]
+    time: StepTime
+    total_steps: int
+
+
+def predict(
+    config: Config, num_ranks: int, device_name: str, network_bytes_per_s: float | None = None
+) -> Prediction:
+    """Predict a step of `config` on so many ranks.
+
+    One rank's part of the run is built on this machine's CPU, where its weights take memory. What follows
+    goes by shapes, and by what the device's vendor promises.
+
+    Args:
+        num_ranks: 1 or more; a machine has `parallel.nproc` of them, or `RANKS_OF_A_MACHINE`.
+        device_name: one that `find_accelerator` knows.
+        network_bytes_per_s: of a machine to the others, each way; None for what the vendor says.
+
+    Raises:
+        PtfastError: an unknown device, a number format that it lacks, a batch that the ranks cannot share, or
+            whatever would stop the real run in being built.
+    """
+    parallel = config.parallel
+    if parallel.strategy == "single":
+        parallel = parallel.model_copy(update={"strategy": "ddp", "nproc": "auto"})
+    num_local_ranks = min(num_ranks, RANKS_OF_A_MACHINE if parallel.nproc == "auto" else parallel.nproc)
+    device = find_accelerator(device_name, num_local_ranks)
+    half_type = _half_type(config, device)
+    with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
+        own = _share_of_one(config, num_ranks)
+        run = build(own, ranks=Ranks(), folder=Path(folder), display=build_display())
+        try:
+            if takes_own_steps(run.task):
+                what = f"{name_of(run.task)} takes its steps itself, which ranks cannot share"
+                raise ConfigError("C011", what, key="--ranks", value=num_ranks, place=COMMAND_LINE)
+            micro_batches = next(run.train_loader.steps(0, 1)).micro_batches
+            blocks = tuple(find_blocks(run.model, parallel.blocks, key="parallel.blocks").values())
+            scale = Scale(num_ranks, num_local_ranks, parallel, len(micro_batches), half_type, blocks)
+            with naming_user_code(run):
+                data = micro_batches[0].data
+                costs = count_step(run.model, run.task.loss, data, half_type, gathers=scale.sharded)
+        finally:
+            run.close()
+    average = run.ema.state_dict()["averages"].values() if run.ema is not None else ()
+    held = memory_of_rank(run.model, optimizer_state(run.optimizer), average, costs, scale)
+    plan = BatchPlan(run.info.num_train, constant(config.batch_size), config.dataloader.last)
+    check_last_batch(plan, run.model, num_ranks * scale.passes)
+    total_steps = count_steps(plan, config.epochs, config.steps)
+    sent, link = exchanges(run.model, scale), link_of(device, scale, network_bytes_per_s)
+    time = step_time(costs, held, sent, scale, device, link, rounds=_rounds(config))
+    return Prediction(run, scale, device, link, costs, held, sent, time, total_steps)
+
+
+def show(config: Config, prediction: Prediction) -> int:
+    """Print a prediction, and what it assumes."""
+    run, scale, device, time = prediction.run, prediction.scale, prediction.device, prediction.time
+    num_ranks, local, passes = scale.num_ranks, scale.num_local_ranks, scale.passes
+    total_steps = prediction.total_steps
+    needed, flops = sum(prediction.held.values()), passes * total_flops(prediction.costs.operators)
+    sent = {f"{each.what} by {each.kind}": each.sent_bytes(num_ranks) for each in prediction.sent}
+    fits = "" if needed <= device.memory_bytes else ", WHICH IT DOES NOT FIT"
+    share = config.batch_size // num_ranks // passes
+    rows = [
+        ("ranks", f"{num_ranks:,}: {-(-num_ranks // local):,} x {local} {device.name}, {scale.strategy}"),
+        ("batch", f"{config.batch_size:,}: {num_ranks:,} ranks x {passes} micro-batches x {share} samples"),
+        ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),
+        ("memory", f"{num_bytes(needed)} on each rank, of {num_bytes(device.memory_bytes)}{fits}"),
+        ("", _listed(prediction.held)),
+        ("sent", f"{num_bytes(sum(sent.values()))} by each rank in a step" if sent else ""),
+        ("", _listed(sent)),
+        ("operations", f"{flop(flops)} of each rank in a step" if flops else "not counted"),
+        ("step", f"{short_time(time.step_s)}, {short_time(time.waited_s)} of it waiting for other ranks"),
+        ("efficiency", f"{time.efficiency:.0%} of ranks that never wait"),
+        ("throughput", f"{config.batch_size / time.step_s:,.0f} samples/s"),
+        ("whole run", f"{duration(time.step_s * total_steps)} for {total_steps:,} steps"),
+    ]
+    table(["predicted", run.data_note], [row for row in rows if row[1]])
+    print()
+    table(["assumed", device.source], _assumptions(config, prediction))
+    return EXIT_OK
+
+
+def _listed(sizes: Mapping[str, float]) -> str:
+    """Sizes by name, the largest first."""
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {num_bytes(size)}" for name, size in largest)
+
+
+def _assumptions(config: Config, prediction: Prediction) -> list[tuple[str, str]]:
+    device, scale = prediction.device, prediction.scale
+    dtype = torch.bfloat16 if config.precision.mode == "bf16_true" else scale.half_type
+    name = TYPES.get(dtype, "tf32" if _rounds(config) else "fp32") if dtype else "fp32"
+    beside = "gradients beside the last backward pass, all but a bucket"
+    if scale.sharded:
+        beside = "the exchange of a block beside the computing of others"
+    step = "as it was taken here" if prediction.costs.is_real else "from shapes, as a CPU computes it"
+    rows = [
+        ("step", f"{step}, not compiled; batches like the first, at their full size"),
+        ("products", f"{PRODUCTS:.0%} of {flop(device.peak(name))}/s in {name}"),
+        ("memory", f"{MEMORY:.0%} of {device.bytes_per_s / 1e9:,.0f} GB/s, each operator by itself"),
+        ("calls", f"{short_time(device.call_s)} for an operator at least"),
+    ]
+    if prediction.sent:
+        rows += [
+            ("links", f"{LINKS:.0%} of {prediction.link_bytes_per_s / 1e9:,.3g} GB/s each way, no latency"),
+            ("all-reduce", "a ring: 2 (n - 1) / n of the bytes; all-gather and reduce-scatter half of that"),
+            ("overlap", beside if device.overlaps else "none: the cores that compute send"),
+        ]
+    return [*rows, ("left out", "the driver's memory and NCCL's, loading, evaluation, ranks that are late")]
+
+
+def _share_of_one(config: Config, num_ranks: int) -> Config:
+    """The run of one of the ranks by itself, plain but for what shapes depend on."""
+    first, accumulate = config.curriculum.batch_size_from, config.gradients.accumulate
+    micro_batches = check_batch(config.batch_size, config.micro_batches, num_ranks, accumulate, first)
+    plain: dict[str, Any] = {
+        "device": "cpu",
+        "batch_size": config.batch_size // num_ranks,
+        "micro_batches": micro_batches // num_ranks,
+        "precision": Precision(mode="bf16_true" if config.precision.mode == "bf16_true" else "fp32"),
+        "parallel": Parallel(),
+        "compile": Compile(),
+        "dataloader": Dataloader(kind="plain", last="drop"),
+        "curriculum": Curriculum(),
+        "debug": Debug(),
+    }
+    return config.model_copy(update=plain)
+
+
+def _rounds(config: Config) -> bool:
+    """Return True if float32 products may round to TF32."""
+    return config.precision.mode == "tf32" or config.precision.matmul_precision in ("high", "medium")
+
+
+def _half_type(config: Config, device: Accelerator) -> torch.dtype | None:
+    """The type of autocast on a device; None without.
+
+    Raises:
+        MachineError: E005 for a number format that the device lacks.
+    """
+    types, mode = {"bf16": torch.bfloat16, "fp16": torch.float16}, config.precision.mode
+    if mode == "amp":
+        return next((types[name] for name in types if name in device.flops_per_s), None)
+    name = {"bf16_true": "bf16", "amp_fp16": "fp16"}.get(mode, mode)
+    if name not in device.flops_per_s:
+        what, hint = f"no products in {name} on {device.name}", "Use precision=amp, which takes what there is"
+        raise MachineError("E005", what, key="precision", value=mode, suggestion=hint)
+    return None if mode == "bf16_true" else types.get(name)
