@@ -108,11 +108,14 @@ def test_54_a_read_only_file_system() -> None:
     assert done.returncode == 4
 
 
-def test_55_a_full_disk() -> None:
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("parallel=fsdp", "parallel.nproc=2"), marks=pytest.mark.slow)]
+)
+def test_55_a_full_disk(more: tuple[str, ...]) -> None:
     """The state does not fit: nothing half written is taken for one."""
     Path("small").mkdir()
     mount, look = "mount -t tmpfs -o size=200k tmpfs small", "find small/run/saved"
-    done = in_mounts(mount, "train", "steps=2", "run.dir=small/run", after=look)
+    done = in_mounts(mount, "train", "steps=2", "run.dir=small/run", *more, after=look)
     assert "step-" not in done.stdout
     assert_says(done.stderr, "E002", ("small/run/saved: the state could not be written", "Free some space"))
     assert done.returncode == 4

@@ -239,8 +239,8 @@ def read_state(folder: Path, *, check: bool = True) -> State:
     try:
         parts = unpack(json.loads((folder / TREE).read_text()), sorted(folder.glob("shard-*.safetensors")))
         return State(parts["model"], parts["training"], facts)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise damaged(folder / TREE, f"it cannot be read with the files beside it ({error})") from error
+    except Exception as error:
+        raise damaged(folder / TREE, "it cannot be read, or not with the files beside it") from error
 
 
 def load_tensors(path: Path) -> dict[str, Any]:

@@ -58,10 +58,16 @@ def test_what_is_read_is_what_was_written(saved: Path, write: Any) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["last", "step-3"]
 
 
-@pytest.mark.parametrize("name", ["model.pt", "training.pt", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing"])
-def test_a_damaged_file_is_named(saved: Path, name: str, damage: str) -> None:
-    path = write_state(saved, 3, a_state()) / name
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        *((write_state, name) for name in ("model.pt", "training.pt", "state.json", "manifest.json")),
+        *((write_by_ranks, name) for name in ("shard-00001-of-00001.safetensors", "tree.json")),
+    ],
+)
+def test_a_damaged_file_is_named(saved: Path, write: Any, name: str, damage: str) -> None:
+    path = write(saved, 3, a_state()) / name
     content = bytearray(path.read_bytes())
     if damage == "flip":
         content[len(content) // 2] ^= 0x80
@@ -121,6 +127,20 @@ def test_what_ranks_save_beside_tensors_is_kept(tmp_path: Path) -> None:
     assert pack(nest, is_first=False)[1] == {}
     with pytest.raises(ConfigError, match=r"a/0/kind is a PosixPath, where tensors and plain values"):
         pack({"a": [{"kind": tmp_path}]}, is_first=True)
+
+
+def test_a_tree_that_misleads_is_refused(saved: Path) -> None:
+    """Changed, and its checksum with it."""
+    folder = write_by_ranks(saved, 3, a_state())
+    for tree in (
+        "[",
+        '{"model": {"rows": "nothing"}}',
+        '{"model": {"run": "this"}}',
+        '{"model": {"dict": []}}',
+    ):
+        (folder / "tree.json").write_text(tree)
+        with pytest.raises(SavedStateError, match=r"tree\.json: it cannot be read"):
+            read_state(folder, check=False)
 
 
 def test_a_newer_format_says_so(saved: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ranks import on_ranks
 
 from ptfast.cli import command_line
-from ptfast.core.distributed import WORLD, Ranks, on_all_ranks, once_per_machine, world
+from ptfast.core.distributed import WORLD, Ranks, on_all_ranks, once_per_machine, once_per_rank, world
 from ptfast.core.errors import DataError, ParallelError
 
 ENGINE = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -144,6 +144,11 @@ def cases(ranks: Ranks) -> dict[str, Any]:
             once_per_machine(fail)
         except DataError as error:
             found[machines] = on_all_ranks((value, computed, error.what), ranks.num_ranks)
+    found["each"] = once_per_rank(lambda: ranks.rank, ranks)
+    try:
+        once_per_rank(lambda: fail() if ranks.rank else None, ranks)
+    except DataError as error:
+        found["one of them"] = on_all_ranks(error.what, ranks.num_ranks)
     return found
 
 
@@ -152,3 +157,5 @@ def test_what_is_computed_once_per_machine_reaches_all_of_its_ranks(tmp_path: Pa
     assert found["one"] == [(0, [0], "damaged, says rank 0"), (0, [], "damaged, says rank 0")]
     assert found["two"] == [(0, [0], "damaged, says rank 0"), (1, [1], "damaged, says rank 1")]
     assert once_per_machine(lambda: 3) == 3
+    assert found["each"] == [0, 1]
+    assert found["one of them"] == ["damaged, says rank 1"] * 2
