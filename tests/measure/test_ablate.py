@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from ptfast.config.catalogue import CATALOGUE, Need, technique_named
 from ptfast.config.read import read_config
 from ptfast.core.errors import EXIT_INTERRUPTED
 from ptfast.measure.ablate import ablate_run
+from ptfast.measure.ablate.ablation import Step
+from ptfast.measure.ablate.ablation_table import stack_lines
 from ptfast.measure.ablate.candidates import COMPILES, choose
 from ptfast.measure.trials.comparison import ORDER, Arm, Comparison
 from ptfast.measure.trials.session import Session
@@ -84,6 +87,16 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> type[Planted]:
 def ablated(folder: Path, *words: str) -> dict[str, Any]:
     assert run(["ablate", *WORDS, *words, "--only", ONLY, "--out", str(folder)]) == 0
     return json.loads((folder / "measure.json").read_text())
+
+
+def test_a_promise_below_the_product_of_its_steps_says_why() -> None:
+    effect = SimpleNamespace(log_ratio=math.log(1.3), ratio=1.3, interval=lambda: (1.2, 1.4))
+    comparison: Any = SimpleNamespace(effect=effect)
+    steps = [Step(technique_named("channels last"), comparison, is_kept=True)] * 2
+    given = {"added": {"": comparison}, "stack": steps, "over_plain": comparison, "over_start": None}
+    for promised, said in ((1.5, True), (1.69, False)):
+        ablation: Any = SimpleNamespace(steps=steps, promised=promised, **given)
+        assert any("(the steps multiply to 1.69x:" in line for line in stack_lines(ablation)) is said
 
 
 def test_the_stack_holds_what_is_faster(planted: type[Planted], in_tmp: Path, capsys: Capture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from ptfast.config.catalogue import Technique
@@ -23,7 +24,7 @@ def show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
     say()
     if rows:
         table(HEADERS, rows, stream=standard_output())
-    for line in [*_remarks(ablation), *_unmeasured(ablation, left_out), "", *_stack(ablation)]:
+    for line in [*_remarks(ablation), *_unmeasured(ablation, left_out), "", *stack_lines(ablation)]:
         say(line)
 
 
@@ -89,7 +90,7 @@ def _unmeasured(ablation: Ablation, left_out: Mapping[str, str]) -> Iterator[str
         yield f"not measured ({why}): {name_some(names)}"
 
 
-def _stack(ablation: Ablation) -> Iterator[str]:
+def stack_lines(ablation: Ablation) -> Iterator[str]:
     """The stack step by step, and the promise against what was measured afresh."""
     if not any(comparison.effect for comparison in ablation.added.values()):
         yield "no technique was measured: give a longer --budget"
@@ -102,6 +103,10 @@ def _stack(ablation: Ablation) -> Iterator[str]:
     if (again := ablation.over_plain) is not None:
         measured = f"{ratio(again)} [{bounds(again)}]" if again.effect else "not measured (too few rounds)"
         yield f"promised {ablation.promised:.2f}x over plain, measured again in new processes: {measured}"
+        kept = [step.comparison.effect for step in ablation.steps if step.is_kept]
+        product = math.exp(sum(effect.log_ratio for effect in kept if effect is not None))
+        if product > 1.005 * ablation.promised:
+            yield f"(the steps multiply to {product:.2f}x: what was picked for its size is partly luck)"
     if (start := ablation.over_start) is not None and (start.why or start.effect):
         name = "the stack" if ablation.stack else "plain"
         found = start.why or f"{ratio(start)} [{bounds(start)}], {start.verdict}"
