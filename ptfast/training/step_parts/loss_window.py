@@ -161,6 +161,8 @@ class LossWindow:
 
     def _resources(self) -> dict[str, float]:
         """Speed and use of the device since the last log line, and memory."""
+        if not self._run.ranks.is_first:
+            return self._speed()  # the first rank alone logs the rest
         resources = self._speed() | self._usage.look()
         resources["peak_memory_bytes"] = peak_memory_bytes(self._run.device.type)
         if (share := self._run.resolved.padding_share) is not None:
