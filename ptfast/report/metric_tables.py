@@ -26,7 +26,7 @@ def write_tables(
     """
     folder = run_dir / run_directory.METRICS
     run_directory.create_folder(folder)
-    metrics = {name: {"kind": kind, "values": _plain(value)} for name, (kind, value) in tables.items()}
+    metrics = {name: {"kind": kind, "values": plain(value)} for name, (kind, value) in tables.items()}
     content = {"step": step, "split": split, "class_names": class_names, "metrics": metrics}
     run_directory.write_json(folder / f"{split}.json", content)
 
@@ -37,7 +37,8 @@ def read_tables(run_dir: Path) -> list[dict[str, Any]]:
     return [content for file in files if (content := run_directory.read_json(file)).get("metrics")]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A table's value as lists of numbers."""
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

@@ -56,7 +56,7 @@ class Added:
 
     def compute(self) -> dict[str, Any]:
         """The figures of all: numbers, and a `Table` for what is none."""
-        values = dict(self._own.compute())
+        values = with_tables(self._own)
         for name, metric in self._added.items():
             try:
                 given = metric.compute()
@@ -64,8 +64,7 @@ class Added:
                 raise _failure(name, metric, "compute", error) from error
             for figure, key, kind in self._figures(name):
                 value = given[key] if isinstance(given, dict) else given
-                single = not isinstance(value, (Tensor, tuple, list)) or getattr(value, "ndim", 1) == 0
-                values[figure] = value if single else Table(kind, value)
+                values[figure] = value if _is_number(value) else Table(kind, value)
         return values
 
     def _figures(self, only: str | None = None) -> Iterator[tuple[str, str, str]]:
@@ -77,6 +76,20 @@ class Added:
                 yield from ((key, key, type(each).__name__) for key, each in metric.items())
             else:
                 yield name, name, type(metric).__name__
+
+
+def with_tables(metrics: Metrics) -> dict[str, Any]:
+    """What `metrics` give: numbers, and a `Table` for what is none."""
+    given = dict(metrics.compute())
+    for name, value in given.items():
+        if not _is_number(value) and not isinstance(value, Table):
+            kinds = dict(getattr(metrics, "items", dict)())
+            given[name] = Table(type(kinds.get(name, metrics)).__name__, value)
+    return given
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else not isinstance(value, (tuple, list))
 
 
 def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Task:

@@ -20,8 +20,10 @@ from ptfast.core.saved_state import read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.build_data import Data, check_same_data, read_info
 from ptfast.data.loaders.side_stream import open_side_stream
+from ptfast.report.metric_tables import plain
 from ptfast.report.terminal.display import Display as NoDisplay
 from ptfast.report.terminal.display import is_terminal, standard_output, terminal_display
+from ptfast.tasks.added_metrics import Table
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.precision.number_formats import Precision
@@ -93,7 +95,7 @@ def evaluate_saved(
 ) -> int:
     """Evaluate a saved state on every split its data has besides `train`, or on one, and print the figures.
 
-    On a terminal they are a panel, elsewhere a JSON record a line.
+    On a terminal they are a panel, elsewhere a JSON record a line, with what metrics give besides.
 
     Args:
         other_data: whether the config names other data than the model was trained on. It is read by the
@@ -124,6 +126,7 @@ def evaluate_saved(
     display = terminal_display()
     start_s = time.perf_counter()
     for name in [split] if split else loaders:
+        tables: dict[str, Table] = {}
         with naming_user_code(saved), display.status(f"evaluating {name}"):
             figures = evaluate(
                 saved.model,
@@ -136,12 +139,18 @@ def evaluate_saved(
                 flip=config.eval.flip,
                 shift=config.eval.shift,
                 full_size=full_size(config.eval, data.info, saved.context.micro_batch_size),
+                keep=tables.update,
             )
         if left_out := loaders[name].left_out:
             figures = figures | {"left_out": left_out}
         rows.append((name, listed(figures)))
+        rows += [
+            (f"{name} {key}", f"{kind}, in the JSON: ptfast eval ... > FILE")
+            for key, (kind, _) in tables.items()
+        ]
         if not redraws:
-            print(json.dumps({"step": saved.step, "split": name, **figures}), flush=True)
+            given = {key: plain(value) for key, (_, value) in tables.items()}
+            print(json.dumps({"step": saved.step, "split": name, **figures, **given}), flush=True)
     for loader in loaders.values():
         loader.close()
     rows += [("time", duration(time.perf_counter() - start_s)), ("state", str(state_folder))]

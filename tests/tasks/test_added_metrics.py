@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 from running import records, summary, train
 from torch import Tensor
+from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score, MulticlassRecall
 
+from ptfast.cli.command_line import run
 from ptfast.config.checks.target_kinds import check_target
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.run_directory import read_json
 from ptfast.core.sections.targets import Target, parse_target
-from ptfast.tasks.added_metrics import Added, Table, add_metrics
+from ptfast.tasks.added_metrics import Added, Table, add_metrics, with_tables
 from ptfast.tasks.build_task import build_task
 
 SCORES = "torchmetrics.classification"
@@ -88,7 +91,26 @@ def test_outputs_come_in_the_shape_that_metrics_take() -> None:
     assert taken == [(torch.float32, *shape) for shape in shapes]
 
 
-def test_a_run_logs_figures_and_keeps_and_draws_the_rest(in_tmp: Path) -> None:
+def test_what_a_task_of_ones_own_measures_is_kept_as_well() -> None:
+    from torchmetrics import MetricCollection
+
+    metrics: Any = MetricCollection(
+        {
+            "wrong": MulticlassConfusionMatrix(3),
+            "recall": MulticlassRecall(3, average="none"),
+            "f1": MulticlassF1Score(3),
+        }
+    )
+    metrics.update(torch.eye(3), torch.arange(3))
+    given = with_tables(metrics)
+    assert (given["f1"], given["recall"].kind) == (1.0, "MulticlassRecall")
+    assert given["wrong"].kind == "MulticlassConfusionMatrix"
+    assert torch.equal(given["wrong"].value, torch.eye(3, dtype=torch.long))
+
+
+def test_a_run_logs_figures_and_keeps_and_draws_the_rest(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     added = (
         f"metrics={{f1: {SCORES}.MulticlassF1Score, confusion: {SCORES}.MulticlassConfusionMatrix,"
         f" curve: {{_target_: {SCORES}.MulticlassPrecisionRecallCurve, thresholds: 9}},"
@@ -110,6 +132,9 @@ def test_a_run_logs_figures_and_keeps_and_draws_the_rest(in_tmp: Path) -> None:
     assert page.count("<td style=") == 100
     assert page.count('class="square"') == 1
     assert "precision</text>" in page
+    capsys.readouterr()
+    assert run(["eval", "run"]) == 0
+    assert json.loads(capsys.readouterr().out)["confusion"] == matrix
 
 
 @pytest.mark.parametrize(

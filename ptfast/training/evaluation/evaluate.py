@@ -15,7 +15,7 @@ from ptfast.core import devices
 from ptfast.core.distributed import Ranks, broadcast_buffers
 from ptfast.core.protocols import EvalLoader, Task, Watched
 from ptfast.core.run import Average, Precision
-from ptfast.tasks.added_metrics import Table
+from ptfast.tasks.added_metrics import Table, with_tables
 from ptfast.training.evaluation.pad_batches import FullSize
 from ptfast.training.evaluation.test_time_views import averaged_over_views
 from ptfast.training.step_parts.first_step import fitting
@@ -115,8 +115,7 @@ def _evaluate(
     with warnings.catch_warnings():
         # A rank whose share is empty has updated nothing, and gets the sums of the others.
         warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-        values = metrics.compute()
-    keep({name: value for name, value in values.items() if isinstance(value, Table)})
-    numbers = {name: value for name, value in values.items() if not isinstance(value, Table)}
-    values = {name: float(value) for name, value in numbers.items() if torch.as_tensor(value).numel() == 1}
+        given = with_tables(metrics)
+    keep({name: value for name, value in given.items() if isinstance(value, Table)})
+    values = {name: float(value) for name, value in given.items() if not isinstance(value, Table)}
     return task.figures(total_loss / max(total_items, 1), values)
