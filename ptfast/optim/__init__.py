@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -202,10 +203,13 @@ def panel(run: Run) -> dict[str, object]:
 _SMALL = ("model.hidden=[16]",)
 _LAYERWISE_AVOID = "Batches of hundreds, at which a plain optimizer trains as well, with fewer settings."
 
+_optimizer = partial(
+    Technique, family="optimizer", kind="training", off=("optimizer=adamw",), alternatives="optimizer"
+)
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _optimizer(
         name="fused optimizer step",
-        family="optimizer",
         kind="reordered",
         on=("optimizer.fused=auto",),
         off=("optimizer.fused=false",),
@@ -223,9 +227,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         alternatives="step kernel",
         trial=_SMALL,
     ),
-    Technique(
+    _optimizer(
         name="foreach optimizer step",
-        family="optimizer",
         kind="reordered",
         on=("optimizer.foreach=true", "optimizer.fused=false"),
         off=("optimizer.fused=false",),
@@ -239,12 +242,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         alternatives="step kernel",
         trial=_SMALL,
     ),
-    Technique(
+    _optimizer(
         name="sgd with momentum",
-        family="optimizer",
-        kind="training",
         on=("optimizer=sgd",),
-        off=("optimizer=adamw",),
         why="The cheapest step there is, with a state of one number per weight; for convolutional networks "
         "with BatchNorm it needs no more epochs than adaptive ones.",
         claim="On CIFAR-10 a lower test error than Adam's.",
@@ -253,13 +253,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
         avoid="Transformers, whose gradients differ too much in size between layers.",
         audit="A ResNet under Adam.",
-        options=("optimizer/sgd",),
-        alternatives="optimizer",
     ),
-    Technique(
+    _optimizer(
         name="adam",
-        family="optimizer",
-        kind="training",
         on=("optimizer=adam",),
         off=("optimizer=sgd",),
         why="Steps are about equally long for every weight, whatever its gradient's size, so that one rate "
@@ -269,14 +265,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Kingma, Ba 2015, arXiv:1412.6980.",
         avoid="With weight decay, which AdamW keeps out of the moments.",
         audit="SGD on a transformer.",
-        options=("optimizer/adam",),
-        alternatives="optimizer",
         trial=("optimizer.lr=0.01",),
     ),
-    Technique(
+    _optimizer(
         name="adamw",
-        family="optimizer",
-        kind="training",
         on=("optimizer=adamw",),
         off=("optimizer=sgd",),
         why="Adam whose weight decay is not divided by the gradient's size, and so does what it says.",
@@ -284,14 +276,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Loshchilov, Hutter 2019, arXiv:1711.05101.",
         avoid="Memory for two numbers per weight is short.",
         audit="torch.optim.Adam with a weight decay.",
-        options=("optimizer/adamw",),
-        alternatives="optimizer",
         trial=("optimizer.lr=0.01",),
     ),
-    Technique(
+    _optimizer(
         name="schedule-free adamw",
-        family="optimizer",
-        kind="training",
         on=("optimizer=adamw_schedulefree", "schedule=constant"),
         off=("optimizer=adamw", "schedule=constant"),
         why="An average of the weights takes the place of a falling rate, so that a run is about as good at "
@@ -301,15 +289,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.",
         avoid="A recipe whose schedule is tuned for its length.",
         audit="A cosine in a run that is stopped early, or prolonged.",
-        options=("optimizer/adamw_schedulefree",),
-        alternatives="optimizer",
         needs=("schedulefree",),
         trial=("optimizer.lr=0.01",),
     ),
-    Technique(
+    _optimizer(
         name="schedule-free sgd",
-        family="optimizer",
-        kind="training",
         on=("optimizer=sgd_schedulefree", "schedule=constant"),
         off=("optimizer=sgd", "schedule=constant"),
         why="The same for SGD, whose rate is higher than with momentum.",
@@ -317,16 +301,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.",
         avoid="A recipe whose schedule is tuned for its length.",
         audit="SGD with steps at milestones in a run that is stopped early, or prolonged.",
-        options=("optimizer/sgd_schedulefree",),
-        alternatives="optimizer",
         needs=("schedulefree",),
     ),
-    Technique(
+    _optimizer(
         name="cautious weight decay",
-        family="optimizer",
-        kind="training",
         on=("optimizer=adamw_cautious",),
-        off=("optimizer=adamw",),
         why="Decay that works against the gradient is left out, so that the weights settle in a minimum of "
         "the loss itself.",
         claim="A lower loss and a higher accuracy than decoupled decay, without tuning, for language models "
@@ -334,59 +313,39 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Chen et al. 2025, arXiv:2510.12402.",
         avoid="Without weight decay it does nothing.",
         audit="AdamW with a weight decay of 0.1 or more.",
-        options=("optimizer/adamw_cautious",),
-        alternatives="optimizer",
         trial=("optimizer.lr=0.01", "optimizer.weight_decay=0.1"),
     ),
-    Technique(
+    _optimizer(
         name="nadam",
-        family="optimizer",
-        kind="training",
         on=("optimizer=nadam",),
-        off=("optimizer=adamw",),
         why="Adam that looks ahead along its momentum, as Nesterov's does.",
         claim="A lower loss than Adam after as many steps in its author's few comparisons.",
         source="Dozat 2016, 'Incorporating Nesterov Momentum into Adam', ICLR workshop.",
         avoid="The step counts: torch has no fused one.",
         audit="Adam with a high beta1, where the momentum often overshoots.",
-        options=("optimizer/nadam",),
-        alternatives="optimizer",
     ),
-    Technique(
+    _optimizer(
         name="radam",
-        family="optimizer",
-        kind="training",
         on=("optimizer=radam",),
-        off=("optimizer=adamw",),
         why="Steps stay unscaled until enough gradients are seen to scale by, which spares a warm-up.",
         claim="As good as Adam with a tuned warm-up, without one.",
         source="Liu, Jiang, He, Chen, Liu, Gao, Han 2020, arXiv:1908.03265.",
         avoid="Together with a warm-up, which does the same; torch has no fused step.",
         audit="Adam that diverges in its first steps, without schedule.warmup.",
-        options=("optimizer/radam",),
-        alternatives="optimizer",
         trial=("optimizer.lr=0.03",),
     ),
-    Technique(
+    _optimizer(
         name="adafactor",
-        family="optimizer",
-        kind="training",
         on=("optimizer=adafactor",),
-        off=("optimizer=adamw",),
         why="Second moments are kept by row and column: a larger model or batch fits into the memory.",
         claim="Adam's results on machine translation with a state of almost nothing.",
         source="Shazeer, Stern 2018, arXiv:1804.04235.",
         avoid="Memory is not short.",
         audit="Out-of-memory errors while Adam's state takes twice the weights.",
-        options=("optimizer/adafactor",),
-        alternatives="optimizer",
     ),
-    Technique(
+    _optimizer(
         name="muon",
-        family="optimizer",
-        kind="training",
         on=("optimizer=muon",),
-        off=("optimizer=adamw",),
         why="Hidden matrices take steps that are as long in rare directions as in common ones, so that fewer "
         "are needed.",
         claim="The NanoGPT speed record, held with AdamW before, by 1.35 times; 94 % on CIFAR-10 in 2.59 "
@@ -395,13 +354,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         "KellerJordan/cifar10-airbench.",
         avoid="On a CPU, or small batches: the iteration for a matrix is not cheap beside such a step.",
         audit="AdamW on a transformer or ResNet that is trained from scratch at a large batch.",
-        options=("optimizer/muon",),
-        alternatives="optimizer",
     ),
-    Technique(
+    _optimizer(
         name="sgd beside muon",
-        family="optimizer",
-        kind="training",
         on=("optimizer=muon", "optimizer.rest=sgd", "optimizer.rest_lr=0.05"),
         off=("optimizer=muon", "optimizer.rest=adamw", "optimizer.rest_lr=null"),
         why="Biases, norms and the ends of a convolutional network train under SGD as well as under AdamW, "
@@ -411,11 +366,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Transformers, whose embeddings and head have gradients of very different sizes.",
         audit="Muon on a convolutional network with AdamW for biases and norms.",
         trial=("model=resnet_digits", "optimizer.lr=0.02"),
+        alternatives=None,
     ),
-    Technique(
+    _optimizer(
         name="normalized weights",
-        family="optimizer",
-        kind="training",
         on=("optimizer=muon", "optimizer.normalize=true"),
         off=("optimizer=muon", "optimizer.normalize=false"),
         why="A norm behind a layer takes its scale away: weights of one length keep the relative length of a "
@@ -425,11 +379,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Layers without a norm behind, whose scale matters.",
         audit="Muon with weight decay on layers that a BatchNorm follows.",
         trial=("model=resnet_digits", "optimizer.lr=0.02"),
+        alternatives=None,
     ),
-    Technique(
+    _optimizer(
         name="lars",
-        family="optimizer",
-        kind="training",
         on=("optimizer=lars",),
         off=("optimizer=sgd",),
         why="Every layer moves by a share of its own norm, so that batches of thousands, which keep many "
@@ -441,15 +394,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
         avoid=_LAYERWISE_AVOID,
         audit="SGD at a batch of 8,192 or more, with a warm-up and still diverging.",
-        options=("optimizer/lars",),
-        alternatives="optimizer",
     ),
-    Technique(
+    _optimizer(
         name="lamb",
-        family="optimizer",
-        kind="training",
         on=("optimizer=lamb",),
-        off=("optimizer=adamw",),
         why="Adam in which every layer moves by a share of its own norm, for transformers at batches of "
         "thousands.",
         claim="BERT at batches of 32,768 and more in 76 minutes on a TPUv3 pod, as good as at 512.",
@@ -458,15 +406,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
         avoid=_LAYERWISE_AVOID,
         audit="AdamW at a batch of thousands of sequences.",
-        options=("optimizer/lamb",),
-        alternatives="optimizer",
     ),
-    Technique(
+    _optimizer(
         name="nvlamb",
-        family="optimizer",
-        kind="training",
         on=("optimizer=nvlamb",),
-        off=("optimizer=adamw",),
         why="LAMB whose gradients are clipped before their moments are taken, so that long early ones do not "
         "shorten later steps.",
         claim="How NVIDIA trains BERT at large batches.",
@@ -477,15 +420,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
         avoid=_LAYERWISE_AVOID,
         audit="LAMB with gradients.clip_norm, which takes further passes.",
-        options=("optimizer/nvlamb",),
-        alternatives="optimizer",
     ),
-    Technique(
+    _optimizer(
         name="novograd",
-        family="optimizer",
-        kind="training",
         on=("optimizer=novograd",),
-        off=("optimizer=adamw",),
         why="Gradients are normalised by layer, with one number of state per weight in the place of two.",
         claim="As good as tuned SGD or AdamW on images, speech and translation, with half of Adam's state.",
         source="Ginsburg et al. 2019, arXiv:1905.11286.",
@@ -493,7 +431,5 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
         avoid="A rate found for AdamW is to be kept: its own differs.",
         audit="AdamW where its state does not fit into the memory.",
-        options=("optimizer/novograd",),
-        alternatives="optimizer",
     ),
 )

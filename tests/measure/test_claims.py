@@ -26,7 +26,7 @@ TRIED = [claim for claim in CLAIMS if not claim.takes and not any(map(ThisMachin
 def test_both_runs_of_a_claim_can_be_composed(claim: Claim) -> None:
     workload = [word.replace("{", "").replace("}", "") for word in claim.workload]
     for own in (claim.without, claim.with_it):
-        read_config(merge(workload, own))
+        read_config(merge(workload, own.split()))
 
 
 def test_a_finding_needs_the_whole_interval() -> None:

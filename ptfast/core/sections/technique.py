@@ -33,7 +33,7 @@ PROMISES: dict[Kind, str] = {
 """The promise of each class about the result."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Technique:
     """One switch that makes training faster.
 
@@ -46,9 +46,9 @@ class Technique:
     """The config group or family that it belongs to, such as `optimizer` or `transfers`."""
     kind: Kind
     """Its class: what it promises of the result."""
-    on: tuple[str, ...]
+    on: tuple[str, ...] = ()
     """Overrides that switch it on; none for what is always on."""
-    off: tuple[str, ...]
+    off: tuple[str, ...] = ()
     """Overrides that switch it off; none for what is always on."""
     why: str
     """Why it is faster, or reaches the same result sooner, as one sentence."""
@@ -60,8 +60,8 @@ class Technique:
     """When not to use it, as one sentence."""
     audit: str
     """How to see in a model, a loader or a loop that it is missing."""
-    options: tuple[str, ...] = ()
-    """The option files that it is about, such as `precision/amp`."""
+    about: tuple[str, ...] = ()
+    """Option files that it is about beside those that `on` selects, such as `augment/mixup`."""
     alternatives: str | None = None
     """The set of techniques of which one at most is on, such as `precision`."""
     needs: tuple[Need, ...] = ()
@@ -76,3 +76,9 @@ class Technique:
     """The command that measures that again, such as `python scripts/bench_data.py jpeg`."""
     drift: float | None = None
     """For a reduced technique: the largest relative drift of the loss over ten steps that it stands for."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The option files that it is about, such as `precision/amp`."""
+        selected = (word.replace("=", "/") for word in self.on if "." not in word.partition("=")[0])
+        return (*selected, *self.about)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -106,13 +107,14 @@ def panel(resolved: Resolved) -> dict[str, object]:
     }
 
 
+_loader = partial(
+    Technique, family="dataloader", kind="exact", off=("dataloader=plain",), alternatives="dataloader"
+)
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _loader(
         name="data in memory",
-        family="dataloader",
-        kind="exact",
         on=("dataloader=memory",),
-        off=("dataloader=plain",),
         why="Samples are decoded once; a batch is then one gather instead of a read and a decode per sample.",
         claim="Nothing is read or decoded after the first epoch.",
         source="Common practice, such as torch.utils.data.TensorDataset.",
@@ -120,16 +122,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_overhead.py --hidden 1",
         avoid="The data takes more than half of the memory that is free, or changes while training runs.",
         audit="A DataLoader over a data set whose files would fit into memory.",
-        options=("dataloader/memory", "dataloader/auto"),
-        alternatives="dataloader",
+        about=("dataloader/auto",),
         trial=("model=mlp", "model.hidden=[16]"),
     ),
-    Technique(
+    _loader(
         name="augmented batches from memory",
-        family="dataloader",
-        kind="exact",
         on=("dataloader=memory",),
-        off=("dataloader=plain",),
         why="Each row of a crop is one contiguous run of bytes in a padded copy, so a batch is one gather.",
         claim="No call per image; no figure by others is known.",
         source="A gather over numpy's sliding_window_view.",
@@ -139,13 +137,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Images fill half of the memory that is free: padded and mirrored copies take twice as much.",
         audit="Random crops and flips are drawn image by image in __getitem__.",
         trial=("augment=crop_flip", "model=mlp", "model.hidden=[16]"),
+        alternatives=None,
     ),
-    Technique(
+    _loader(
         name="data on the device",
-        family="dataloader",
         kind="reordered",
         on=("dataloader=device",),
-        off=("dataloader=plain",),
         why="The data lies where the model is, so that batches are gathered, augmented and normalised by "
         "some kernels for many steps at once, and nothing crosses the bus but the order of an epoch.",
         claim="Part of what takes CIFAR-10 to 94 % in 2.59 s on one A100; no figure for it alone.",
@@ -153,17 +150,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="The data takes more than half of the memory that is free there, or training needs that "
         "memory; on a CPU dataloader=memory is quicker.",
         audit="A GPU that waits for a loader of images that would fit into its memory.",
-        options=("dataloader/device",),
-        alternatives="dataloader",
         needs=("cuda",),
         trial=("augment=crop_flip", "model=mlp", "model.hidden=[16]"),
     ),
-    Technique(
+    _loader(
         name="data in a pack",
-        family="dataloader",
-        kind="exact",
         on=("dataloader=packed",),
-        off=("dataloader=plain",),
         why="What was decoded once lies on disk as the model takes it, and reading it is reading memory: "
         "training starts at once, on data of any size, and no core decodes.",
         claim="No decoding, whatever the format; no figure by others is known.",
@@ -175,15 +167,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="There is no room on disk for the pixels, or the data changes often. Shrunk by --size it is "
         "other data than the files are, and has to show its accuracy.",
         audit="Files that are decoded anew in every epoch and do not fit into memory.",
-        options=("dataloader/packed",),
-        alternatives="dataloader",
         needs=("pack",),
         trial=("data=imagefolder", "data.root={pack}", "model=mlp", "model.hidden=[16]", "batch_size=8"),
     ),
-    Technique(
+    _loader(
         name="worker processes",
-        family="dataloader",
-        kind="exact",
         on=("dataloader=workers", "dataloader.workers=2"),
         off=("dataloader=plain", "dataloader.workers=auto"),
         why="Other cores read, decode and augment the next batches while this one trains.",
@@ -194,15 +182,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_find_workers.py",
         avoid="No core is to spare, or samples are in memory already: then passing batches on only costs.",
         audit="num_workers=0 while the device waits for data.",
-        options=("dataloader/workers", "dataloader/auto"),
-        alternatives="dataloader",
+        about=("dataloader/auto",),
         needs=("cores",),
         trial=("model=mlp", "model.hidden=[16]"),
     ),
-    Technique(
+    _loader(
         name="reading ahead in a thread",
-        family="dataloader",
-        kind="exact",
         on=("dataloader.read_ahead=true",),
         off=("dataloader.read_ahead=false",),
         why="Decoding and gathering need no interpreter: they go on beside the training without a process.",
@@ -215,6 +200,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="A CPU that reads and trains by turns while a core is idle.",
         needs=("cores",),
         trial=("dataloader=plain", "model=mlp", "model.hidden=[16]"),
+        alternatives=None,
     ),
     Technique(
         name="full last batch",

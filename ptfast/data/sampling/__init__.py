@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 from ptfast.core.run import Resolved
@@ -110,10 +111,13 @@ _LINES = (
 )
 """A small language model on the lines of a text, which are of unequal length."""
 
+_batching = partial(
+    Technique, family="batching", kind="training", needs=("sequences",), alternatives="batching", trial=_LINES
+)
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _batching(
         name="dynamic padding",
-        family="batching",
         kind="reordered",
         on=("batching=longest",),
         off=("batching=none",),
@@ -127,14 +131,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_data.py text",
         avoid="Kernels are compiled or searched for each length: pad to a multiple of 64, or to one length.",
         audit="padding='max_length' in a tokenizer's call, or a collate function that pads to a constant.",
-        options=("batching/longest",),
-        alternatives="batching",
-        needs=("sequences",),
-        trial=_LINES,
     ),
-    Technique(
+    _batching(
         name="padding to a multiple",
-        family="batching",
         kind="reordered",
         on=("batching.multiple=8",),
         off=("batching.multiple=1",),
@@ -146,13 +145,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="On a CPU, or texts of a few tokens, of which it would be mostly padding.",
         audit="Batches of odd lengths in half precision on a GPU, or a compiled model that compiles again "
         "and again.",
-        needs=("sequences",),
         trial=(*_LINES, "batching=longest"),
+        alternatives=None,
     ),
-    Technique(
+    _batching(
         name="uniform-length batches",
-        family="batching",
-        kind="training",
         on=("batching=buckets",),
         off=("batching=longest",),
         why="Texts of like length come together, so that next to nothing of a batch is padding.",
@@ -166,15 +163,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_data.py text",
         avoid="Length tells classes apart: batches are then of one class mostly. Or texts of one length.",
         audit="More than a tenth of the tokens of a batch are padding.",
-        options=("batching/buckets",),
-        alternatives="batching",
-        needs=("sequences",),
-        trial=_LINES,
     ),
-    Technique(
+    _batching(
         name="token-budget batches",
-        family="batching",
-        kind="training",
         on=("batching=tokens", "batching.batch_tokens=256"),
         off=("batching=longest", "batching.batch_tokens=null"),
         why="Every step does the same work: many short texts or few long ones, and memory is full at either.",
@@ -183,15 +174,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Vaswani et al. 2017, arXiv:1706.03762, section 5.1.",
         avoid="A learning rate tuned to batches of so many samples is to be kept.",
         audit="Batches of a fixed number of texts whose step time and memory vary severalfold.",
-        options=("batching/tokens",),
-        alternatives="batching",
-        needs=("sequences",),
-        trial=_LINES,
     ),
-    Technique(
+    _batching(
         name="sequence packing",
-        family="batching",
-        kind="training",
         on=("batching=pack",),
         off=("batching=longest",),
         why="Documents lie side by side in windows of one length, so that next to nothing is padding and "
@@ -202,17 +187,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Documents of one length, or much longer than the context. Attention under a mask misses the "
         "quickest kernels of a GPU.",
         audit="A language model whose batches hold a document a row, padded to the context length.",
-        options=("batching/pack",),
-        alternatives="batching",
-        needs=("sequences",),
-        trial=_LINES,
     ),
     Technique(
         name="tokens kept on disk",
         family="batching",
         kind="exact",
-        on=(),
-        off=(),
         why="A text is tokenised once; later runs read its token ids under the hash of text and tokenizer.",
         claim="No published figure: it saves the tokenizer's time at every start but the first.",
         source="Common practice, such as the map cache of Hugging Face datasets.",

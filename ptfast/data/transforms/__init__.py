@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from ptfast.core.sections.coerce import NOT_NEGATIVE, Range
@@ -85,11 +86,17 @@ def panel(augment: Augment) -> dict[str, object]:
     return {"augment": ", ".join(name for name, on in images.items() if on) or None}
 
 
+_augment = partial(
+    Technique,
+    family="augment",
+    kind="training",
+    needs=("images",),
+    trial=("model=resnet_digits", "optimizer.lr=0.005"),
+)
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _augment(
         name="crop and flip",
-        family="augment",
-        kind="training",
         on=("augment.crop_padding=1", "augment.flip=true"),
         off=("augment.crop_padding=0", "augment.flip=false"),
         why="Every epoch shows other images, so that a network can train longer before it fits them by "
@@ -101,14 +108,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Images whose mirror image means something else, such as digits and text, and objects that "
         "fill the frame to its border.",
         audit="Transforms of single images in a data set's __getitem__, or training images without any.",
-        options=("augment/crop_flip",),
-        needs=("images",),
-        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+        about=("augment/crop_flip",),
     ),
-    Technique(
+    _augment(
         name="alternating flip",
-        family="augment",
-        kind="training",
         on=("augment.flip=alternating",),
         off=("augment.flip=false",),
         why="Each image and its mirror image come in turns, so that any two epochs in a row hold both of "
@@ -119,14 +122,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Images whose mirror image means something else; in long runs the gain over random flips "
         "fades.",
         audit="RandomHorizontalFlip in a run of tens of epochs at most.",
-        options=("augment/alternating_flip",),
-        needs=("images",),
-        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+        about=("augment/alternating_flip",),
     ),
-    Technique(
+    _augment(
         name="cutout",
-        family="augment",
-        kind="training",
         on=("augment.cutout=2",),
         off=("augment.cutout=0",),
         why="With a square hidden a network cannot rely on one part of an object alone, and generalises "
@@ -137,14 +136,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Short runs, which underfit anyway, and images whose class shows in one small place only.",
         audit="An image classifier trained for tens of epochs whose training loss falls far below its "
         "validation loss.",
-        options=("augment/cutout",),
-        needs=("images",),
-        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+        about=("augment/cutout",),
     ),
-    Technique(
+    _augment(
         name="colour jitter",
-        family="augment",
-        kind="training",
         on=("augment.brightness=0.2", "augment.contrast=0.2", "augment.saturation=0.2"),
         off=("augment.brightness=0", "augment.contrast=0", "augment.saturation=0"),
         why="An object is the same in other light; brightness, contrast and saturation of a whole batch are "
@@ -157,14 +152,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_data.py jitter",
         avoid="Images whose colour tells the classes apart, and short runs.",
         audit="ColorJitter of torchvision in __getitem__, which works on one image at a time.",
-        options=("augment/colour",),
-        needs=("images",),
-        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+        about=("augment/colour",),
     ),
-    Technique(
+    _augment(
         name="affine jitter",
-        family="augment",
-        kind="training",
         on=("augment.rotation_degrees=5", "augment.translation=0.05", "augment.scaling=0.05"),
         off=("augment.rotation_degrees=0", "augment.translation=0", "augment.scaling=0"),
         why="Objects turned, moved and scaled are objects all the same; a whole batch is sampled at once, "
@@ -176,14 +167,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_data.py jitter",
         avoid="Images in which place, size or direction tell the classes apart, and short runs.",
         audit="RandomAffine or RandomRotation of torchvision in __getitem__, one image at a time.",
-        options=("augment/affine",),
-        needs=("images",),
-        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+        about=("augment/affine",),
     ),
-    Technique(
+    _augment(
         name="random resized crop",
-        family="augment",
-        kind="training",
         on=("augment.resized_crop=[0.5,1.0]",),
         off=("augment.resized_crop=null",),
         why="An object is shown in another place, size and shape every epoch; the box is cut out first, "
@@ -196,13 +183,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Short runs, which underfit anyway, images of a few dozen pixels a side, and classes that show "
         "in one small place only.",
         audit="RandomResizedCrop on PIL images, or ToTensor before a crop.",
-        options=("augment/resized_crop",),
-        needs=("images",),
-        trial=("model=resnet_digits", "optimizer.lr=0.005"),
+        about=("augment/resized_crop",),
     ),
-    Technique(
+    _augment(
         name="nvJPEG",
-        family="augment",
         kind="reordered",
         on=("data.decoder=nvjpeg",),
         off=("data.decoder=cpu",),
@@ -241,12 +225,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Short runs, which underfit anyway, and data in which a blend of two samples means nothing.",
         audit="An image classifier trained for tens of epochs whose training loss falls far below its "
         "validation loss.",
-        options=("augment/mixup",),
+        about=("augment/mixup",),
     ),
-    Technique(
+    _augment(
         name="cutmix",
-        family="augment",
-        kind="training",
         on=("augment.cutmix=1",),
         off=("augment.cutmix=0",),
         why="With a patch of another image in its place, elsewhere in every sample, a network cannot rely on "
@@ -257,8 +239,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Short runs, which underfit anyway, and images whose class shows in one small place only.",
         audit="An image classifier trained for tens of epochs whose training loss falls far below its "
         "validation loss.",
-        options=("augment/cutmix",),
-        needs=("images",),
+        about=("augment/cutmix",),
         trial=("model=resnet_digits",),
     ),
 )

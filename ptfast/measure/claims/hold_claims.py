@@ -49,8 +49,7 @@ def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
     folder = out or run_directory.new_folder(Path("runs"), "claims")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="ptfast-") as scratch:
-        session = Session([*COMMON], budget_s=budget_s, folder=Path(scratch))
-        with session:
+        with Session([*COMMON], budget_s=budget_s, folder=Path(scratch)) as session:
             try:
                 _measure(session, Path(scratch), rows)
             finally:
@@ -76,8 +75,9 @@ def _measure(session: Session, scratch: Path, rows: list[Row]) -> None:
             rows.append(Row(claim, "cannot tell", why="not reached: give a longer --budget"))
             continue
         data = filled_in(claim.workload, scratch)
-        without = Arm(" ".join(claim.without), tuple(merge([*data], claim.without)))
-        with_it = Arm(" ".join(claim.with_it), tuple(merge([*data], claim.with_it)))
+        without, with_it = (
+            Arm(own, tuple(merge([*data], own.split()))) for own in (claim.without, claim.with_it)
+        )
         if session.aa is None:
             with display.status("measuring the noise", session.left_s):
                 session.calibrate(without)
@@ -103,26 +103,14 @@ def _found(claim: Claim, comparison: Comparison) -> Row:
 
 def _facts(row: Row) -> dict[str, Any]:
     claim = row.claim
-    return {
-        "technique": claim.technique,
-        "says": claim.says,
-        "source": claim.source,
-        "range": [claim.least, claim.most],
-        "finding": row.finding,
-        "measured": row.ratio,
-        "why": row.why,
-    }
+    facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
+    facts |= {"finding": row.finding, "measured": row.ratio, "why": row.why}
+    return {**facts, "range": [claim.least, claim.most]}
 
 
 def _show(rows: list[Row]) -> None:
-    cells = [
-        [
-            row.claim.technique,
-            row.claim.says,
-            row.claim.against or " ".join(row.claim.without),
-            row.ratio or row.why,
-            row.finding,
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        claim, here = row.claim, row.ratio or row.why
+        cells.append([claim.technique, claim.says, claim.against or claim.without, here, row.finding])
     table(["technique", "claim", "against", "here", "finding"], cells)

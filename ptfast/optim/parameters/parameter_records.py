@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ptfast.core.sections.technique import Technique
 
+_groups = partial(Technique, family="parameter groups", kind="training")
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _groups(
         name="no decay on norms and biases",
-        family="parameter groups",
-        kind="training",
         on=("optimizer.decay_1d=false",),
         off=("optimizer.decay_1d=true",),
         why="Weight decay is meant for matrices; on the few scales and offsets it costs fit for nothing.",
@@ -19,10 +21,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Weight decay above 0 with optimizer.decay_1d at true.",
         trial=("model=resnet_digits", "optimizer.weight_decay=0.1"),
     ),
-    Technique(
+    _groups(
         name="layer-wise learning rate decay",
-        family="parameter groups",
-        kind="training",
         on=("optimizer.layer_decay=0.8",),
         off=("optimizer.layer_decay=null",),
         why="Early layers of a pretrained network are nearly right already; they move less, so the top can "
@@ -34,10 +34,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Pretrained weights (model.weights) under one learning rate for all layers.",
         trial=("model=resnet_digits", "optimizer.lr=0.01"),
     ),
-    Technique(
+    _groups(
         name="learning rate by name",
-        family="parameter groups",
-        kind="training",
         on=('optimizer.groups=[{match: "*.bias", lr_scale: 64}]',),
         off=("optimizer.groups=[]",),
         why="Parameters that can bear a higher rate than the others, such as BatchNorm's biases, get it.",
@@ -49,10 +47,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         alternatives="named groups",
         trial=("model=resnet_digits", "optimizer=sgd", "optimizer.lr=0.01"),
     ),
-    Technique(
+    _groups(
         name="frozen layers",
-        family="parameter groups",
-        kind="training",
         on=('optimizer.groups=[{match: "*1.*", trains_until: 0}]',),
         off=("optimizer.groups=[]",),
         why="Backward ends above a frozen front, and what is frozen needs no gradient, step or state.",
@@ -63,10 +59,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Fine-tuning in which the front of the network hardly changes.",
         alternatives="named groups",
     ),
-    Technique(
+    _groups(
         name="gradual unfreezing",
-        family="parameter groups",
-        kind="training",
         on=('optimizer.groups=[{match: "*1.*", trains_from: 30%}]',),
         off=("optimizer.groups=[]",),
         why="While a new head is still wrong, its gradients do not spoil pretrained layers, and backward "
@@ -78,10 +72,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Fine-tuning with a new head (model.replace_head) in which all layers train at once.",
         alternatives="named groups",
     ),
-    Technique(
+    _groups(
         name="head before backbone",
-        family="parameter groups",
-        kind="training",
         on=("optimizer.backbone_from=30%",),
         off=("optimizer.backbone_from=null",),
         why="The last layer alone trains at first, without a backward pass below it; once it fits, the rest "
@@ -93,10 +85,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Fine-tuning with a new head (model.replace_head) in which all layers train at once.",
         trial=("model=resnet_digits", "optimizer.lr=0.01"),
     ),
-    Technique(
+    _groups(
         name="linear learning rate scaling",
         family="batch",
-        kind="training",
         on=("optimizer.lr_scaling=linear", "optimizer.reference_batch=64"),
         off=("optimizer.lr_scaling=none",),
         why="With k times the batch SGD takes k times fewer steps, each k times as long, and a GPU that was "
@@ -109,10 +100,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         alternatives="learning rate scaling",
         trial=("optimizer=sgd", "optimizer.lr=0.05", "batch_size=128"),
     ),
-    Technique(
+    _groups(
         name="square-root learning rate scaling",
         family="batch",
-        kind="training",
         on=("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=64"),
         off=("optimizer.lr_scaling=none",),
         why="Adam's step does not grow with the gradient, whose noise falls with the root of the batch: so "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from ptfast.core.run import Resolved
@@ -77,13 +78,19 @@ def panel(checkpointing: Checkpointing, resolved: Resolved) -> dict[str, object]
 
 _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=14", "optimizer.lr=0.01")
 
+_checkpointing = partial(
+    Technique,
+    family="checkpointing",
+    kind="exact",
+    off=("checkpointing=none",),
+    alternatives="checkpointing",
+    trial=_TRIAL,
+)
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _checkpointing(
         name="checkpointing of all blocks",
-        family="checkpointing",
-        kind="exact",
         on=("checkpointing=full",),
-        off=("checkpointing=none",),
         why="Blocks keep their input alone, which makes room for a larger batch or model, or for doing "
         "without accumulation.",
         claim="A residual network of 1,000 layers on ImageNet in 7 GB instead of 48, for 30 % more time.",
@@ -92,16 +99,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_memory.py resnet110",
         avoid="Memory is not what limits the batch: then it only costs time.",
         audit="Memory runs out, or limits the batch, while activations take most of it.",
-        options=("checkpointing/full",),
-        alternatives="checkpointing",
-        trial=_TRIAL,
     ),
-    Technique(
+    _checkpointing(
         name="checkpointing of every n-th block",
-        family="checkpointing",
-        kind="exact",
         on=("checkpointing=every_n",),
-        off=("checkpointing=none",),
         why="Only as much is computed again as memory asks for.",
         claim="A choice between all blocks and none; no figure is given.",
         source="torchtitan, activation checkpointing of every n-th layer.",
@@ -109,16 +110,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_memory.py resnet110",
         avoid="Memory fits without it, or does not fit with it.",
         audit="Memory is short by a part of what `full` saves.",
-        options=("checkpointing/every_n",),
-        alternatives="checkpointing",
-        trial=_TRIAL,
     ),
-    Technique(
+    _checkpointing(
         name="selective checkpointing",
-        family="checkpointing",
-        kind="exact",
         on=("checkpointing=selective",),
-        off=("checkpointing=none",),
         why="Norms, activations and dropout take much of the memory and little of the arithmetic: their "
         "results alone are computed again.",
         claim="Large transformers on A100s, with sequence parallelism beside it: a fifth of the memory of"
@@ -129,16 +124,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_memory.py resnet110",
         avoid="Launches or Python bound the step: every operation of a block passes through Python twice.",
         audit="Checkpointing of whole blocks where matrix products make up most of the forward pass.",
-        options=("checkpointing/selective",),
-        alternatives="checkpointing",
-        trial=_TRIAL,
     ),
-    Technique(
+    _checkpointing(
         name="memory budget of the compiler",
-        family="checkpointing",
         kind="reordered",
         on=("compile=model", "checkpointing=budget"),
-        off=("checkpointing=none",),
         why="The compiler sees the whole graph, and computes again what costs least for the memory it frees, "
         "within fused kernels.",
         claim="A transformer takes 50 % less memory by computing pointwise operations alone again.",
@@ -148,8 +138,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_memory.py gpt --compile --batch-size 4",
         avoid="The model is not compiled, or its graph breaks inside blocks.",
         audit="A compiled model whose memory limits the batch.",
-        options=("checkpointing/budget",),
-        alternatives="checkpointing",
         needs=("compiler",),
         trial=("compile=model", "model=resnet_digits", "model.width=4", "optimizer.lr=0.01"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from ptfast.core import devices
@@ -93,16 +94,22 @@ def panel(compile: Compile, run: Run) -> dict[str, object]:
     return {"compile": run.compilation.describe() + "; the code is kept" * compile.keep}
 
 
-_OFF = ("compile=none",)
 _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=8", "optimizer=sgd")
 
+_compile = partial(
+    Technique,
+    family="compile",
+    kind="reordered",
+    off=("compile=none",),
+    alternatives="compile",
+    needs=("compiler",),
+    trial=_TRIAL,
+)
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _compile(
         name="compiled elementwise chains",
-        family="compile",
-        kind="reordered",
         on=("compile=pointwise",),
-        off=_OFF,
         why="Elementwise operations wait for memory, and a chain of them in one kernel reads and writes its "
         "tensors once.",
         claim="Memory read and written once for a chain, which counts where activations or losses are "
@@ -111,17 +118,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Activations are torch's own: a single kernel each, with nothing to fuse. compile=model does "
         "more wherever it works.",
         audit="Several elementwise operations in a row, such as an activation or a loss written by hand.",
-        options=("compile/pointwise",),
-        alternatives="compile",
-        needs=("compiler",),
-        trial=_TRIAL,
     ),
-    Technique(
+    _compile(
         name="compiled blocks",
-        family="compile",
-        kind="reordered",
         on=("compile=blocks",),
-        off=_OFF,
         why="Blocks become few fused kernels launched by little Python, and those of one class and shape "
         "are compiled once.",
         claim="Nearly the speed of a compiled model in many cases, for compiling one block in the place "
@@ -131,17 +131,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Few blocks are alike, or the run is shorter than compiling. Dropout draws other masks than "
         "without a compiler.",
         audit="A model of repeated blocks that runs for hours without a compiler.",
-        options=("compile/blocks",),
-        alternatives="compile",
-        needs=("compiler",),
-        trial=_TRIAL,
     ),
-    Technique(
+    _compile(
         name="compiled model",
-        family="compile",
-        kind="reordered",
         on=("compile=model",),
-        off=_OFF,
         why="Few fused kernels read and write memory less often, and little Python launches them.",
         claim="A geometric mean of 1.41 times in training over more than 180 models on an A100.",
         source="Ansel et al. 2024, 'PyTorch 2', ASPLOS.",
@@ -151,17 +144,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="The run is shorter than compiling, or shapes change all the time. Dropout draws other masks "
         "than without a compiler.",
         audit="A run of hours on a GPU without a compiler.",
-        options=("compile/model",),
-        alternatives="compile",
-        needs=("compiler",),
-        trial=_TRIAL,
     ),
-    Technique(
+    _compile(
         name="compiled into CUDA graphs",
-        family="compile",
-        kind="reordered",
         on=("compile=reduce_overhead",),
-        off=_OFF,
         why="A whole forward or backward pass is launched as one; small kernels do not wait for the host.",
         claim="Much where kernels are small and little where they are large.",
         source="PyTorch blog 2021, 'Accelerating PyTorch with CUDA Graphs'; torch.compile, mode "
@@ -169,17 +155,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Steps have several micro-batches (refused: each would overwrite the gradients of the last) "
         "or memory is short: graphs keep their own.",
         audit="Idle gaps between the kernels of a GPU in a trace, or a small batch.",
-        options=("compile/reduce_overhead",),
-        alternatives="compile",
         needs=("cuda", "compiler"),
-        trial=_TRIAL,
     ),
-    Technique(
+    _compile(
         name="autotuned kernels",
-        family="compile",
-        kind="reordered",
         on=("compile=max_autotune",),
-        off=_OFF,
         why="Of many kernels for each matrix product and convolution the quickest is taken, and CUDA graphs "
         "launch them.",
         claim="What the choice gives over a compiled model, for minutes of compiling; no figure is given.",
@@ -187,14 +167,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Bits must repeat: where the compiler's cache is gone, a resumed run times its kernels anew "
         "and may choose others.",
         audit="A compiled model that will run for a day.",
-        options=("compile/max_autotune",),
-        alternatives="compile",
-        needs=("compiler",),
-        trial=_TRIAL,
     ),
-    Technique(
+    _compile(
         name="compiled code kept",
-        family="compile",
         kind="exact",
         on=("compile.keep=true",),
         off=("compile.keep=false",),
@@ -204,7 +179,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="PyTorch tutorial 'Compile Time Caching in torch.compile'.",
         avoid="The cache folder lies on a slow network, or TORCHINDUCTOR_CACHE_DIR names a better place.",
         audit="Compiled runs that are preempted, or whose containers are new every time.",
-        needs=("compiler",),
         trial=("compile=model", *_TRIAL),
+        alternatives=None,
     ),
 )

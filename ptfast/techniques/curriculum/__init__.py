@@ -82,7 +82,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Models of one fixed size (an MLP, a plain ViT), images whose detail is what matters, and "
         "compiled models, which are compiled anew for every size.",
         audit="Images of 128 pixels or more and a convolutional model trained at full size for many epochs.",
-        options=("curriculum/image_size",),
         needs=("images", "convolutions"),
         trial=("model=resnet_digits", "optimizer.lr=0.005"),
     ),
@@ -101,7 +100,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Short contexts and stable runs, in which only the tokens that are cut off are lost.",
         audit="Language modelling with contexts of 1,024 tokens or more whose first steps need a long "
         "warm-up or a small learning rate.",
-        options=("curriculum/sequence_length",),
+        about=("curriculum/sequence_length",),
         needs=("sequences",),
         trial=(
             "data=text_file",
@@ -130,6 +129,5 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Batches that are small already, or of a size found to be the fastest for the machine.",
         audit="Batches of thousands of samples from the first step on, and an early loss that falls no "
         "faster than with smaller ones.",
-        options=("curriculum/batch_size",),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from ptfast.core.durations import Duration
@@ -50,25 +51,21 @@ def panel(run: Run) -> dict[str, object]:
 
 _RATE = ("optimizer.lr=0.01",)
 
+_evaluation = partial(Technique, family="evaluation", kind="training")
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _evaluation(
         name="inference mode",
-        family="evaluation",
         kind="exact",
-        on=(),
-        off=(),
         why="Nothing is kept for a backward pass that never comes, nor counted for views and versions.",
         claim="Activations are freed at once, and less is recorded of every operation than under no_grad.",
         source="torch.inference_mode, documentation.",
         avoid="Never.",
         audit="An evaluation loop without torch.inference_mode() or torch.no_grad().",
     ),
-    Technique(
+    _evaluation(
         name="larger evaluation batches",
-        family="evaluation",
         kind="reordered",
-        on=(),
-        off=(),
         why="Without gradients there is room for more samples in a forward pass, of which fewer are needed.",
         claim="As much as kernels gain by it; no figure is given.",
         source="PyTorch Performance Tuning Guide, 'Disable gradient calculation for validation or "
@@ -76,9 +73,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Memory is short: eval.batch_size sets it.",
         audit="Evaluation at the batch size of training on a device that is not full.",
     ),
-    Technique(
+    _evaluation(
         name="evaluation at one size",
-        family="evaluation",
         kind="reordered",
         on=("eval.last=pad",),
         off=("eval.last=keep",),
@@ -90,10 +86,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="cudnn.benchmark and a held-out split that the batch size does not divide.",
         trial=("model=mlp", "model.hidden=[16]"),
     ),
-    Technique(
+    _evaluation(
         name="test-time flip",
-        family="evaluation",
-        kind="training",
         on=("eval.flip=true",),
         off=("eval.flip=false",),
         why="Two looks at an image err less than one, which saves epochs for the same accuracy.",
@@ -104,10 +98,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("images",),
         trial=("model=mlp", "model.hidden=[16]", *_RATE),
     ),
-    Technique(
+    _evaluation(
         name="test-time shift",
-        family="evaluation",
-        kind="training",
         on=("eval.shift=1",),
         off=("eval.shift=0",),
         why="A network that strides tells an image moved by a pixel from the image, and several looks err "
@@ -121,10 +113,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("images",),
         trial=("model=mlp", "model.hidden=[16]", *_RATE),
     ),
-    Technique(
+    _evaluation(
         name="moving average of the weights",
-        family="evaluation",
-        kind="training",
         on=("ema=ema",),
         off=("ema=none",),
         why="The average of the last steps is where a lower rate would have led, at once.",
@@ -133,14 +123,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         " al. 2015, arXiv:1512.00567, section 8.",
         avoid="Memory for a copy of the weights is short; runs of fewer steps than 1 / (1 - ema.decay).",
         audit="Figures that jump from evaluation to evaluation.",
-        options=("ema/ema",),
         alternatives="average of the weights",
         trial=_RATE,
     ),
-    Technique(
+    _evaluation(
         name="stochastic weight averaging",
-        family="evaluation",
-        kind="training",
         on=("ema=swa", "ema.swa_every=5steps"),
         off=("ema=none", "ema.swa_every=1epochs"),
         why="Weights that wander at a rate that stays high surround a minimum wider than any of them has "
@@ -151,7 +138,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407.",
         avoid="The rate falls to nothing by the end: the weights do not wander any more.",
         audit="A constant or cyclic rate whose last weights are used.",
-        options=("ema/swa",),
         alternatives="average of the weights",
         trial=_RATE,
     ),

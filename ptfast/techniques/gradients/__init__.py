@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from ptfast.core.sections.coerce import POSITIVE
@@ -49,11 +50,11 @@ def panel(gradients: Gradients) -> dict[str, object]:
     }
 
 
+_gradients = partial(Technique, family="gradients", kind="training")
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _gradients(
         name="clipping by global norm",
-        family="gradients",
-        kind="training",
         on=("gradients=clip",),
         off=("gradients=default",),
         why="One long gradient does not throw the weights off, so that higher rates can be used.",
@@ -61,13 +62,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063.",
         avoid="The norm is above the limit in most steps: then it is a lower learning rate in disguise.",
         audit="Losses that jump, with gradients.clip_norm at null; gradients.log_norm=true shows the norms.",
-        options=("gradients/clip",),
         alternatives="clipping",
     ),
-    Technique(
+    _gradients(
         name="clipping by value",
-        family="gradients",
-        kind="training",
         on=("gradients.clip_value=0.5",),
         off=("gradients.clip_value=null",),
         why="No entry of a gradient is above a limit, at a pass over the gradients and without a norm.",
@@ -78,10 +76,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Single large entries in gradients that are small otherwise.",
         alternatives="clipping",
     ),
-    Technique(
+    _gradients(
         name="adaptive clipping",
-        family="gradients",
-        kind="training",
         on=("gradients=adaptive",),
         off=("gradients=default",),
         why="Each unit's gradient is limited by the unit's own weights, so that networks without "
@@ -91,13 +87,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Brock, De, Smith, Simonyan 2021, arXiv:2102.06171.",
         avoid="A normalised network at an ordinary batch, or together with another clipping (refused).",
         audit="A network without normalisation layers and gradients.clip_adaptive at null.",
-        options=("gradients/adaptive",),
         alternatives="clipping",
     ),
-    Technique(
+    _gradients(
         name="clipping by group",
-        family="gradients",
-        kind="training",
         on=('optimizer.groups=[{match: "*.bias", clip_norm: 0.1}]',),
         off=("optimizer.groups=[]",),
         why="A part whose gradients are long, such as a new head, does not shorten the steps of all others.",
@@ -107,12 +100,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="A global norm that one part of the model makes up, with gradients.clip_norm on.",
         alternatives="named groups",
     ),
-    Technique(
+    _gradients(
         name="gradients set to None",
-        family="gradients",
         kind="exact",
-        on=(),
-        off=(),
         why="Backward writes new gradients where it would otherwise have to fill with zeros and add.",
         claim="A memory write and a read of all gradients less per step. A parameter without a gradient is "
         "passed over, where zeros would still decay it: such ones are named once.",
@@ -120,9 +110,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="A parameter that gets no gradient in some steps has to follow its momentum in them.",
         audit="zero_grad(set_to_none=False), or gradient.zero_() in a loop.",
     ),
-    Technique(
+    _gradients(
         name="gradient norm without a wait",
-        family="gradients",
         kind="exact",
         on=("gradients.log_norm=true",),
         off=("gradients.log_norm=false",),

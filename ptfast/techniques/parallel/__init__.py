@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Literal
 
 from ptfast.core.durations import Duration
@@ -228,10 +229,11 @@ def panel(parallel: Parallel, run: Run) -> dict[str, object]:
 
 _DDP = ("parallel=ddp", "model=resnet_digits", "model.width=4")
 
+_parallel = partial(Technique, family="parallel", needs=("ranks",), trial=_DDP)
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _parallel(
         name="data parallel",
-        family="parallel",
         kind="reordered",
         on=("parallel=ddp",),
         off=("parallel=single",),
@@ -241,14 +243,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Ranks that share one device or its cores, or shares so small that gradients take longer to "
         "send than to make.",
         audit="More than one visible GPU and parallel=single.",
-        options=("parallel/ddp",),
         alternatives="parallel",
-        needs=("ranks",),
         trial=("micro_batches=2",),
     ),
-    Technique(
+    _parallel(
         name="fully sharded data parallel",
-        family="parallel",
         kind="reordered",
         on=("parallel=fsdp",),
         off=("parallel=single",),
@@ -259,14 +258,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054",
         avoid="Models that fit a device several times over: ranks send half as much again as with ddp.",
         audit="Several GPUs, and a model whose weights, gradients and optimizer state take most of one.",
-        options=("parallel/fsdp",),
         alternatives="parallel",
-        needs=("ranks",),
         trial=("micro_batches=2",),
     ),
-    Technique(
+    _parallel(
         name="gradients as views of buckets",
-        family="parallel",
         kind="exact",
         on=("parallel.gradient_as_bucket_view=true",),
         off=("parallel.gradient_as_bucket_view=false",),
@@ -275,12 +271,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="PyTorch, torch.nn.parallel.DistributedDataParallel",
         avoid="Code of one's own that detaches gradients in place.",
         audit="parallel.gradient_as_bucket_view=false under ddp.",
-        needs=("ranks",),
-        trial=_DDP,
     ),
-    Technique(
+    _parallel(
         name="bucket size",
-        family="parallel",
         kind="reordered",
         on=("parallel.bucket_mb=100",),
         off=("parallel.bucket_mb=25",),
@@ -290,12 +283,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Li et al. 2020, arXiv:2006.15704",
         avoid="Fast interconnects, where the default of 25 MB is seldom what steps wait for.",
         audit="A trace in which short reductions follow one another, or a long one ends well after backward.",
-        needs=("ranks",),
-        trial=_DDP,
     ),
-    Technique(
+    _parallel(
         name="static graph",
-        family="parallel",
         kind="exact",
         on=("parallel.static_graph=true",),
         off=("parallel.static_graph=false",),
@@ -306,12 +296,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Models whose steps use different parameters, and steps of several micro-batches a rank, which "
         "torch does not take with it.",
         audit="parallel.unused_parameters=true and a model that leaves out the same ones in every step.",
-        needs=("ranks",),
-        trial=_DDP,
     ),
-    Technique(
+    _parallel(
         name="bf16 gradients over the network",
-        family="parallel",
         kind="reduced",
         on=("parallel.compression=bf16",),
         off=("parallel.compression=none",),
@@ -321,13 +308,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="One machine with NVLink, where gradients are sent while backward runs anyway.",
         audit="Ranks that wait for reductions after backward, with float32 gradients.",
         alternatives="compression",
-        needs=("ranks",),
-        trial=_DDP,
         drift=0.01,
     ),
-    Technique(
+    _parallel(
         name="fp16 gradients over the network",
-        family="parallel",
         kind="reduced",
         on=("parallel.compression=fp16",),
         off=("parallel.compression=none",),
@@ -337,13 +321,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Gradients above 65,504 or below 6e-8, which fp16 does not hold.",
         audit="Ranks that wait for reductions after backward, with float32 gradients.",
         alternatives="compression",
-        needs=("ranks",),
-        trial=_DDP,
         drift=0.01,
     ),
-    Technique(
+    _parallel(
         name="PowerSGD",
-        family="parallel",
         kind="reduced",
         on=("parallel.compression=powersgd", "parallel.powersgd_start=2"),
         off=("parallel.compression=none", "parallel.powersgd_start=1000"),
@@ -354,13 +335,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="Fast networks, and memory that has no room for one more copy of the gradients.",
         audit="Machines joined by Ethernet, whose steps take much longer than those of one machine.",
         alternatives="compression",
-        needs=("ranks",),
-        trial=_DDP,
         drift=0.1,
     ),
-    Technique(
+    _parallel(
         name="BatchNorm over all ranks",
-        family="parallel",
         kind="training",
         on=("parallel.sync_batchnorm=true",),
         off=("parallel.sync_batchnorm=false",),

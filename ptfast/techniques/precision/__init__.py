@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from ptfast.core import devices
@@ -56,31 +57,31 @@ def panel(resolved: Resolved) -> dict[str, object]:
 
 _SMALL = ("model.hidden=[16]",)
 
+_precision = partial(
+    Technique,
+    family="precision",
+    kind="reduced",
+    off=("precision=fp32",),
+    alternatives="precision",
+    trial=_SMALL,
+    drift=0.01,
+)
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _precision(
         name="mixed precision",
-        family="precision",
-        kind="reduced",
         on=("precision=amp",),
-        off=("precision=fp32",),
         why="Half-width numbers halve memory traffic and go through matrix units, chosen by device.",
         claim="1.5 to 5.5x over float32 on V100s, and 1.3 to 2.5x more on A100s, on a variety of networks.",
         source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should "
         "Know About Mixed Precision Training in PyTorch'.",
         avoid="A loss that needs float32 throughout; a CPU without bf16 instructions stays at fp32.",
         audit="A forward pass outside torch.autocast on a device with matrix units.",
-        options=("precision/amp",),
-        alternatives="precision",
         needs=("half",),
-        trial=_SMALL,
-        drift=0.01,
     ),
-    Technique(
+    _precision(
         name="bfloat16 autocast",
-        family="precision",
-        kind="reduced",
         on=("precision=bf16",),
-        off=("precision=fp32",),
         why="Half-width products with the range of float32, so that no gradient needs scaling.",
         claim="The results of float32 in as many steps, at the same settings, in several fields.",
         source="Kalamkar et al. 2019, arXiv:1905.12322.",
@@ -89,52 +90,33 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_switches.py resnet_cifar",
         avoid="The hardware has no bf16, where it is emulated and slow.",
         audit="A forward pass outside torch.autocast on a device with bf16.",
-        options=("precision/bf16",),
-        alternatives="precision",
         needs=("bf16",),
-        trial=_SMALL,
-        drift=0.01,
     ),
-    Technique(
+    _precision(
         name="float16 autocast",
-        family="precision",
-        kind="reduced",
         on=("precision=amp_fp16",),
-        off=("precision=fp32",),
         why="Half-width products with three bits more than bf16; scaling the loss makes up for the range.",
         claim="1.5 to 5.5x over float32 on V100s, on a variety of networks.",
         source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should "
         "Know About Mixed Precision Training in PyTorch'.",
         avoid="Where bf16 is as fast: steps whose scaled gradients overflow are lost.",
         audit="bf16 on a GPU before Ampere, or a GradScaler beside an optimizer that is not fused.",
-        options=("precision/amp_fp16",),
-        alternatives="precision",
         needs=("fp16",),
-        trial=_SMALL,
-        drift=0.01,
     ),
-    Technique(
+    _precision(
         name="bfloat16 weights",
-        family="precision",
-        kind="reduced",
         on=("precision=bf16_true",),
-        off=("precision=fp32",),
         why="Weights, gradients and optimizer state take half the memory, and no step converts them.",
         claim="Half of float32's memory; rounding to the nearest cancels small updates, which can cost "
         "accuracy.",
         source="Zamirai et al. 2020, arXiv:2010.06192.",
         avoid="Small learning rates: a bf16 weight takes no change below about 1/256 of its size.",
         audit="A model that fits into memory only in half width, trained with autocast.",
-        options=("precision/bf16_true",),
-        alternatives="precision",
         needs=("bf16",),
-        trial=_SMALL,
         drift=0.02,
     ),
-    Technique(
+    _precision(
         name="float8 products",
-        family="precision",
-        kind="reduced",
         on=("precision.float8=true",),
         off=("precision.float8=false",),
         why="Matrix units multiply numbers of 8 bits twice as fast as those of 16, and linear layers are "
@@ -149,23 +131,17 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("float8",),
         trial=("precision=bf16", "model=mlp", "model.hidden=[32,32]"),
         drift=0.05,
+        alternatives=None,
     ),
-    Technique(
+    _precision(
         name="TF32",
-        family="precision",
-        kind="reduced",
         on=("precision=tf32",),
-        off=("precision=fp32",),
         why="Tensor cores take float32 inputs rounded to 10 bits and sum in float32.",
         claim="156 against 19.5 TFLOP/s at peak on an A100; torch by itself uses it in convolutions only.",
         source="NVIDIA's data sheet of the A100; PyTorch notes, 'CUDA semantics'.",
         avoid="Products that need more than three digits, as in linear algebra on ill-conditioned matrices.",
         audit="torch.get_float32_matmul_precision() is 'highest' on a GPU of capability 8.0 or later.",
-        options=("precision/tf32",),
-        alternatives="precision",
         needs=("nvidia_tf32",),
-        trial=_SMALL,
-        drift=0.01,
     ),
     Technique(
         name="measured matrix products",

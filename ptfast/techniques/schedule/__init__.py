@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from ptfast.core.durations import Duration
@@ -18,10 +19,6 @@ class Schedule(TargetSection):
 
     warmup: Annotated[Duration, InUnit("steps")] = Duration(0, "steps")
     """Length of the linear rise at the beginning, such as `5%` or `200steps`."""
-
-
-_OFF = ("schedule=constant",)
-_RATE = ("optimizer.lr=0.01",)
 
 
 def warmup_within_run(schedule: Schedule, epochs: int | None, steps: int | None) -> Problem | None:
@@ -58,11 +55,18 @@ def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
     return {"schedule": ", ".join(words + ([f"momentum {momentum}"] if momentum else []))}
 
 
+_schedule = partial(
+    Technique,
+    family="schedule",
+    kind="training",
+    off=("schedule=constant",),
+    alternatives="schedule",
+    trial=("optimizer.lr=0.01",),
+)
+
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
+    _schedule(
         name="warm-up",
-        family="schedule",
-        kind="training",
         on=("schedule.warmup=20%",),
         off=("schedule.warmup=0",),
         why="The first steps, along gradients that change fast, are short; the rate that follows can be "
@@ -71,14 +75,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Goyal et al. 2017, arXiv:1706.02677.",
         avoid="The schedule begins low of itself, as one cycle and triangles do.",
         audit="A loss that jumps up in the first hundred steps at a high rate.",
-        trial=_RATE,
+        alternatives=None,
     ),
-    Technique(
+    _schedule(
         name="one cycle",
-        family="schedule",
-        kind="training",
         on=("schedule=onecycle",),
-        off=_OFF,
         why="Rates far above what a constant one could bear regularise in the middle of the run, so that a "
         "shorter one is enough.",
         claim="ResNet-56 on CIFAR-10: 92.4 % after 10,000 iterations, 90.3 % in steps after 80,000 (Smith's "
@@ -86,29 +87,18 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Smith, Topin 2018, arXiv:1708.07120; Smith 2018, arXiv:1803.09820.",
         avoid="The length of the run is not known beforehand.",
         audit="A constant rate, or one divided now and then, over many epochs.",
-        options=("schedule/onecycle",),
-        alternatives="schedule",
-        trial=_RATE,
     ),
-    Technique(
+    _schedule(
         name="one cycle as in torch",
-        family="schedule",
-        kind="training",
         on=("schedule=onecycle_torch",),
-        off=_OFF,
         why="One cycle with a shorter rise from a lower rate and a long fall along a cosine.",
         claim="fast.ai's variant, which its authors found better than two equal phases; no figure is given.",
         source="torch.optim.lr_scheduler.OneCycleLR, whose defaults it takes.",
         avoid="The length of the run is not known beforehand.",
         audit="A constant rate, or one divided now and then, over many epochs.",
-        options=("schedule/onecycle_torch",),
-        alternatives="schedule",
-        trial=_RATE,
     ),
-    Technique(
+    _schedule(
         name="cycled momentum",
-        family="schedule",
-        kind="training",
         on=("schedule=onecycle", "schedule.momentum_max=0.95", "schedule.momentum_min=0.85"),
         off=("schedule=onecycle", "schedule.momentum_max=null", "schedule.momentum_min=null"),
         why="A low momentum where the rate is high keeps the steps from growing twice, so that the rate can "
@@ -117,44 +107,29 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Smith 2018, arXiv:1803.09820, section 4.3.",
         avoid="The optimizer has no momentum: the panel then says that it is not cycled.",
         audit="One cycle with a constant momentum.",
-        trial=_RATE,
+        alternatives=None,
     ),
-    Technique(
+    _schedule(
         name="cyclical learning rate",
-        family="schedule",
-        kind="training",
         on=("schedule=cyclic",),
-        off=_OFF,
         why="Rates between two bounds leave plateaus behind and spare the search for the one best rate.",
         claim="CIFAR-10: 81.4 % after 25,000 iterations, where a fixed rate took 70,000.",
         source="Smith 2017, arXiv:1506.01186.",
         avoid="The length of the run is known: one cycle does better.",
         audit="A constant rate that was never searched for.",
-        options=("schedule/cyclic",),
-        alternatives="schedule",
-        trial=_RATE,
     ),
-    Technique(
+    _schedule(
         name="cosine",
-        family="schedule",
-        kind="training",
         on=("schedule=cosine",),
-        off=_OFF,
         why="The rate is high while there is far to go, and nothing by the end, however long the run.",
         claim="As good as tuned steps without steps to tune; the restarts that the paper adds are left out.",
         source="Loshchilov, Hutter 2017, arXiv:1608.03983.",
         avoid="The run is to be extended later.",
         audit="A constant rate.",
-        options=("schedule/cosine",),
-        alternatives="schedule",
-        trial=_RATE,
     ),
-    Technique(
+    _schedule(
         name="linear decay",
-        family="schedule",
-        kind="training",
         on=("schedule=linear",),
-        off=_OFF,
         why="The rate falls to nothing in a straight line, so that no step is taken at a rate too high for "
         "its place.",
         claim="Better overall than the other usual schedules, cosine included, on ten problems of deep "
@@ -162,16 +137,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Defazio, Cutkosky, Mehta, Mishchenko 2023, arXiv:2310.07831.",
         avoid="The run is to be extended later.",
         audit="A constant rate.",
-        options=("schedule/linear",),
-        alternatives="schedule",
-        trial=_RATE,
     ),
-    Technique(
+    _schedule(
         name="warm-up, stable, decay",
-        family="schedule",
-        kind="training",
         on=("schedule=wsd",),
-        off=_OFF,
         why="The rate stays high for longer than a cosine's, and a state from before the decay serves runs "
         "of every length.",
         claim="With a decay over 10 to 20 % of the run about as good as a cosine of the same length on "
@@ -179,16 +148,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.",
         avoid="The weights are used before the decay: a rate that falls throughout gives better ones.",
         audit="Several cosine runs of different lengths from the same start.",
-        options=("schedule/wsd",),
-        alternatives="schedule",
-        trial=_RATE,
     ),
-    Technique(
+    _schedule(
         name="polynomial decay",
-        family="schedule",
-        kind="training",
         on=("schedule=polynomial",),
-        off=_OFF,
         why="The rate falls fast at first and slowly to nothing at the end.",
         claim="Used with LARS at large batches with power 2, with LAMB with power 1, and for segmentation"
         " with power 0.9.",
@@ -196,38 +159,23 @@ TECHNIQUES: tuple[Technique, ...] = (
         "al. 2016, arXiv:1606.00915.",
         avoid="The run is to be extended later.",
         audit="A constant rate.",
-        options=("schedule/polynomial",),
-        alternatives="schedule",
-        trial=_RATE,
     ),
-    Technique(
+    _schedule(
         name="steps at milestones",
-        family="schedule",
-        kind="training",
         on=("schedule=multistep",),
-        off=_OFF,
         why="The loss falls by a step each time the rate is divided, as noise that kept it up goes away.",
         claim="How the ResNets were trained: 91.25 % with ResNet-20 on CIFAR-10.",
         source="He, Zhang, Ren, Sun 2015, arXiv:1512.03385.",
         avoid="A shorter run at the same accuracy is wanted: one cycle or a straight line need fewer steps.",
         audit="A constant rate.",
-        options=("schedule/multistep",),
-        alternatives="schedule",
-        trial=_RATE,
     ),
-    Technique(
+    _schedule(
         name="steps at equal distances",
-        family="schedule",
-        kind="training",
         on=("schedule=step",),
-        off=_OFF,
         why="The same without milestones to find.",
         claim="As its relative; the 30 epochs of torchvision's and PyTorch's ImageNet example.",
         source="torch.optim.lr_scheduler.StepLR; pytorch/examples, imagenet.",
         avoid="A shorter run at the same accuracy is wanted: one cycle or a straight line need fewer steps.",
         audit="A constant rate.",
-        options=("schedule/step",),
-        alternatives="schedule",
-        trial=_RATE,
     ),
 )
