@@ -134,10 +134,5 @@ def _unknown_flag(name: str, value: str | None, known: dict[str, bool]) -> Confi
         bare = "+recipe" if bare == "recipe" else key_named(bare.replace("-", "_")) or bare
         shown = "VALUE" if value is None or is_secret(bare) else value
         hint = f"Config is key=value without dashes: {bare}={shown}"
-    return ConfigError(
-        "C015",
-        "no such flag",
-        key=name,
-        place=COMMAND_LINE,
-        suggestion=hint or f"Flags: {', '.join(known)}",
-    )
+    what, hint = "no such flag", hint or f"Flags: {', '.join(known)}"
+    return ConfigError("C015", what, key=name, place=COMMAND_LINE, suggestion=hint)

@@ -65,9 +65,8 @@ def launch(engine: str, flags: dict[str, Any], words: list[str]) -> int:
     for flag in ("--time", "--partition", "--image", "--storage"):
         if flag in flags and flag not in chosen.flags:
             hint = f"{engine} takes {', '.join(chosen.flags) or 'none such'}"
-            raise ConfigError(
-                "C011", f"means nothing to {engine}", key=flag, place=COMMAND_LINE, suggestion=hint
-            )
+            what = f"means nothing to {engine}"
+            raise ConfigError("C011", what, key=flag, place=COMMAND_LINE, suggestion=hint)
     text = chosen.write(_job(engine, flags, words))
     if "--print" in flags:
         print(text, end="")

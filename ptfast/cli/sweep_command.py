@@ -238,9 +238,8 @@ def objective(summary: dict[str, dict[str, float]], metric: str) -> float | None
     if name not in figures:
         known = [f"{part}.{key}" for part in ("val", "test", "best") for key in summary.get(part) or {}]
         hint = f"There are: {', '.join(known)}"
-        raise ConfigError(
-            "C005", "the runs have no such figure", key="sweep.metric", value=metric, suggestion=hint
-        )
+        what = "the runs have no such figure"
+        raise ConfigError("C005", what, key="sweep.metric", value=metric, suggestion=hint)
     return float(figures[name])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.data_fingerprint import Contents
 from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits
 from ptfast.data.label_checks import as_classes, check_labels
@@ -18,19 +20,13 @@ from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.masks import with_masks
+from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sample_orders import checked_weights
 from ptfast.data.sampling.sampler import smallest_micro_batch
 from ptfast.data.sampling.split import split_indices
 from ptfast.data.saved_info import as_known, check_same_data, read_info
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.normalize import Statistics, statistics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ptfast.core.durations import Duration
-    from ptfast.core.protocols import DataInfo
-    from ptfast.data.sampling.order import Indices
 
 __all__ = [
     "Data",

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ptfast.core.durations import Duration
 from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import Contents
+from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource
+from ptfast.data.sampling.order import Indices
 from ptfast.data.streams.iterable import IterableSource
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from ptfast.core.durations import Duration
-    from ptfast.data.loaders.shared_memory import Holder
-    from ptfast.data.sampling.order import Indices
 
 Source = MapSource | IterableSource
 

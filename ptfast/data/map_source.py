@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +13,9 @@ from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.label_checks import as_classes, check_range, signed
+from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.sampling.order import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, crop_all
-
-if TYPE_CHECKING:
-    from ptfast.data.loaders.shared_memory import Holder
-    from ptfast.data.sampling.order import Indices
 
 
 class Padding(NamedTuple):

@@ -48,23 +48,15 @@ def build_model(target: ModelTarget, info: DataInfo, *, pretrained: bool = False
     parameters = _parameters(factory)
     if pretrained:
         if "pretrained" not in parameters:
-            raise ConfigError(
-                "C012",
-                f"there are no published weights for {target.path}",
-                key="model.weights",
-                value="pretrained",
-                suggestion="Name a file or a run folder, or use model=torchvision, model=timm or model=hf",
-            )
+            what = f"there are no published weights for {target.path}"
+            hint = "Name a file or a run folder, or use model=torchvision, model=timm or model=hf"
+            raise ConfigError("C012", what, key="model.weights", value="pretrained", suggestion=hint)
         facts["pretrained"] = True
     _check_facts(target, parameters, facts, info)
     model = target.build(**facts)
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "C009",
-            f"gives a {type(model).__name__}, not a torch.nn.Module",
-            key="model._target_",
-            value=target.path,
-        )
+        what = f"gives a {type(model).__name__}, not a torch.nn.Module"
+        raise ConfigError("C009", what, key="model._target_", value=target.path)
     return model
 
 
@@ -98,10 +90,6 @@ def _check_facts(
     if missing:
         keys = " and ".join(missing)
         attribute = ", give your data set an attribute vocab_size" if missing[0] == "vocab_size" else ""
-        raise ConfigError(
-            "C011",
-            f"needs {keys}, which data of the kind `{info.kind}` does not tell",
-            key="model._target_",
-            value=target.path,
-            suggestion=f"Set model.{missing[0]}{attribute}, or choose a model that fits the data",
-        )
+        what = f"needs {keys}, which data of the kind `{info.kind}` does not tell"
+        hint = f"Set model.{missing[0]}{attribute}, or choose a model that fits the data"
+        raise ConfigError("C011", what, key="model._target_", value=target.path, suggestion=hint)

@@ -36,13 +36,8 @@ class ResNetCifar(nn.Module):
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
             nearest = max(8, 6 * round((depth - 2) / 6) + 2)
-            raise ConfigError(
-                "C005",
-                "the depth must be 6n + 2",
-                key="model.depth",
-                value=depth,
-                suggestion=f"The nearest is {nearest}",
-            )
+            what, hint = "the depth must be 6n + 2", f"The nearest is {nearest}"
+            raise ConfigError("C005", what, key="model.depth", value=depth, suggestion=hint)
         blocks_per_stage = (depth - 2) // 6
         self.conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)

@@ -54,13 +54,11 @@ def build(
     except TypeError as error:
         given = next((f"model.{key}" for key in kwargs if repr(key) in str(error)), "model")
         value = kwargs.get(given.removeprefix("model."))
-        raise ConfigError(
-            "C002", f"torchvision's {name} does not take this ({error})", key=given, value=value
-        ) from error
+        what = f"torchvision's {name} does not take this ({error})"
+        raise ConfigError("C002", what, key=given, value=value) from error
     except ValueError as error:
-        raise ConfigError(
-            "C005", f"torchvision's {name} does not take this ({error})", key="model"
-        ) from error
+        what = f"torchvision's {name} does not take this ({error})"
+        raise ConfigError("C005", what, key="model") from error
     if pretrained:
         _load_published(model, models, name)
     if in_channels != 3:

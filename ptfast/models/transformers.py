@@ -89,9 +89,8 @@ def build(
         facts.pop("num_labels")
     for key, value in {**{k: v for k, v in facts.items() if v is not None}, **kwargs}.items():
         if key in kwargs and not hasattr(config, key):
-            raise ConfigError(
-                "C002", f"the config of {name} has no such field", key=f"model.{key}", value=value
-            )
+            what = f"the config of {name} has no such field"
+            raise ConfigError("C002", what, key=f"model.{key}", value=value)
         setattr(config, key, value)
     if pretrained:
         try:
@@ -130,10 +129,6 @@ def _config(transformers: Any, name: str) -> Any:
 
 
 def _unreachable(name: str, error: Exception) -> MachineError:
-    return MachineError(
-        "E005",
-        f"the model cannot be fetched ({str(error).splitlines()[0]})",
-        key="model.name",
-        value=name,
-        suggestion="Check the name, or give a folder that holds the model",
-    )
+    what = f"the model cannot be fetched ({str(error).splitlines()[0]})"
+    hint = "Check the name, or give a folder that holds the model"
+    return MachineError("E005", what, key="model.name", value=name, suggestion=hint)

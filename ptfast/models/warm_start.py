@@ -81,13 +81,8 @@ def find_file(source: Path) -> Path:
             if (source / folder / name).is_file():
                 return (source / folder / name).resolve()
     what = "the folder holds no saved weights" if source.is_dir() else "no such file or folder"
-    raise SavedStateError(
-        "S004",
-        what,
-        key=KEY,
-        value=source,
-        suggestion="Give a .pt or .safetensors file, a run directory, or `pretrained`",
-    )
+    hint = "Give a .pt or .safetensors file, a run directory, or `pretrained`"
+    raise SavedStateError("S004", what, key=KEY, value=source, suggestion=hint)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -155,9 +150,8 @@ def _shape(tensor: Tensor) -> str:
 def _another_model(path: Path, problems: list[str], remedy: str) -> SavedStateError:
     shown = "; ".join(problems[:NUM_SHOWN])
     more = f"; and {len(problems) - NUM_SHOWN} more" if len(problems) > NUM_SHOWN else ""
-    return SavedStateError(
-        "S002", f"the weights do not fit this model: {shown}{more}", key=KEY, value=path, suggestion=remedy
-    )
+    what = f"the weights do not fit this model: {shown}{more}"
+    return SavedStateError("S002", what, key=KEY, value=path, suggestion=remedy)
 
 
 def _damaged(path: Path, what: str) -> SavedStateError:

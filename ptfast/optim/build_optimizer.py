@@ -6,21 +6,19 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.sections.targets import Target
 from ptfast.core.tensors.dtensors import is_sharded, shard_like
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.optim.fused_steps import build_step, keep_compiler_unimported
 from ptfast.optim.layer_batches import laid_out_as
 from ptfast.optim.layerwise import LayerwiseOptimizer
 from ptfast.optim.parameters.groups import Grouping, reference_lr, scale_for_batch
-
-if TYPE_CHECKING:
-    from ptfast.core.sections.targets import Target
 
 __all__ = [
     "Grouping",
@@ -67,9 +65,8 @@ def build_optimizer(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise ConfigError(
-            "C011", "the model has no parameter to train", key="model", value=type(model).__name__
-        )
+        what = "the model has no parameter to train"
+        raise ConfigError("C011", what, key="model", value=type(model).__name__)
     keep_compiler_unimported()
     _check_step(target)
     kwargs = dict(target.kwargs)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo, Metrics
 from ptfast.tasks.ratios import Ratios, accuracy, top5_accuracy
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class Classification(SupervisedTask):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor, nn
 
 from ptfast.core.protocols import IGNORE_INDEX, LinearLogits
 from ptfast.tasks.supervised import SupervisedTask
 from ptfast.tasks.token_classification import token_cross_entropy
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 MAX_EXPONENT = 700.0
 """Just below where exp leaves the floating point numbers."""

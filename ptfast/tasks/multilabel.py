@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ptfast.core.protocols import DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
 from ptfast.tasks.ratios import Ratios, label_accuracy, label_f1
 from ptfast.tasks.supervised import LossFunction, SupervisedTask, full_precision
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class MultiLabel(SupervisedTask):

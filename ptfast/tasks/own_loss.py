@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import names_of_classes
 from ptfast.tasks.ratios import Ratios, accuracy
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class OwnLoss:

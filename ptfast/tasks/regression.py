@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptfast.core.protocols import Metrics, Mixed
 from ptfast.tasks.ratios import Ratios, absolute_error
 from ptfast.tasks.supervised import SupervisedTask, full_precision
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Regression(SupervisedTask):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ptfast.core import devices
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 
 AUXILIARY_WEIGHT = 0.5
 """Weight of the loss of an auxiliary head in training, as in torchvision's references/segmentation."""

@@ -7,16 +7,13 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, described, name_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
 from ptfast.tasks.ratios import Ratios
-
-if TYPE_CHECKING:
-    from torch import nn
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 

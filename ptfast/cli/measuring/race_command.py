@@ -26,9 +26,8 @@ def race(flags: dict[str, Any], arguments: list[str]) -> int:
     seeds = str(flags.get("--seeds", "5"))
     num_seeds = read_number(seeds)
     if not isinstance(num_seeds, int) or num_seeds < 1:
-        raise ConfigError(
-            "C005", "not a whole number above 0", key="--seeds", value=seeds, place=COMMAND_LINE
-        )
+        what = "not a whole number above 0"
+        raise ConfigError("C005", what, key="--seeds", value=seeds, place=COMMAND_LINE)
     arms = build_arms(arguments, flags.get("--arms"))
     from ptfast.measure.race.racer import race
 

@@ -89,9 +89,8 @@ class Decoder:
             lines = str(error).strip().splitlines()
             # torchvision names the line of its own source before it says what is wrong.
             reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
-            raise DataError(
-                "D005", f"is damaged or truncated: {reason.rstrip('.')}", key=name, suggestion=REMEDY
-            ) from None
+            what = f"is damaged or truncated: {reason.rstrip('.')}"
+            raise DataError("D005", what, key=name, suggestion=REMEDY) from None
         if self.image_size is None:
             return decoded
         return Decoded(fit(decoded.pixels, self.image_size), decoded.converted)

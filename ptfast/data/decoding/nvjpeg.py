@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,11 +11,9 @@ from torch.nn import functional as F
 
 from ptfast.core.errors import DataError, MachineError
 from ptfast.data.decoding.image_decoding import AS_RGB, MAX_PIXELS, jpeg_shape, read_file
+from ptfast.data.sampling.order import Indices
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.resized_crops import Boxes, pixel_edges
-
-if TYPE_CHECKING:
-    from ptfast.data.sampling.order import Indices
 
 _END = b"\xff\xd9"
 

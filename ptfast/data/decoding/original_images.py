@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
+from torch import Tensor
 
 from ptfast.core.errors import ConfigError
 from ptfast.data.decoding.image_decoding import Pixels, fit, mixed_sizes
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
+from ptfast.data.sampling.order import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, crop_all
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ptfast.data.sampling.order import Indices
 
 
 class HeldImages(MapSource):

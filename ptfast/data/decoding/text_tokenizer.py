@@ -60,9 +60,8 @@ class Vocabulary:
         try:
             return [self._ids[token] for token in _cut(self.kind, text)]
         except KeyError as error:
-            raise DataError(
-                "D005", f"{error.args[0]!r} does not occur in the training text", key="data"
-            ) from None
+            what = f"{error.args[0]!r} does not occur in the training text"
+            raise DataError("D005", what, key="data") from None
 
     def decode(self, ids: list[int]) -> str:
         """The text of the tokens `ids`, with single spaces between words."""
@@ -109,9 +108,8 @@ class HubTokenizer:
         except Exception as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             hint = "Use words, characters, a tokenizer.json, or a name on the Hugging Face hub"
-            raise DataError(
-                "D005", f"no tokenizer: {reason}", key="data.tokenizer", value=source, suggestion=hint
-            ) from None
+            what = f"no tokenizer: {reason}"
+            raise DataError("D005", what, key="data.tokenizer", value=source, suggestion=hint) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.pad_id = next(

@@ -172,9 +172,8 @@ def build_device_batches(
         source = source.in_one_size()
     if not isinstance(source, TensorSource):
         what = "only samples of one shape can lie on the device, and these are put together for each batch"
-        raise ConfigError(
-            "C011", what, key="dataloader.kind", value="device", suggestion="Use dataloader=auto"
-        )
+        hint = "Use dataloader=auto"
+        raise ConfigError("C011", what, key="dataloader.kind", value="device", suggestion=hint)
     needed, free = resident_bytes(source, augment), free_bytes(device)
     if needed > MOST_OF_MEMORY * free:
         what = f"the data takes {num_bytes(needed)} on {device.type}, which has {num_bytes(free)} free"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ptfast.data.loaders.worker_processes import WorkerPool
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,12 @@ import math
 import mmap
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ptfast.core.distributed import joined, on_all_ranks
-
-if TYPE_CHECKING:
-    from ptfast.core.distributed import Ranks
+from ptfast.core.distributed import Ranks, joined, on_all_ranks
 
 T = TypeVar("T")
 Bytes = NDArray[np.uint8]

@@ -273,9 +273,6 @@ def _check_pickles(batches: Any, method: str) -> None:
     try:
         pickle.dumps(batches)
     except Exception as error:
-        raise DataError(
-            "D008",
-            f"the data set cannot be sent to worker processes, which start by {method}: {error}",
-            key="data",
-            suggestion="Define its class and functions at the top of a module, or use dataloader.kind=plain",
-        ) from None
+        what = f"the data set cannot be sent to worker processes, which start by {method}: {error}"
+        hint = "Define its class and functions at the top of a module, or use dataloader.kind=plain"
+        raise DataError("D008", what, key="data", suggestion=hint) from None

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ptfast.core.errors import DataError
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, mixed_sizes
 from ptfast.data.decoding.sample_threads import in_threads
+from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
 from ptfast.data.packs.pack_reader import ROW, Manifest
+from ptfast.data.sampling.order import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ptfast.data.loaders.shared_memory import Holder
-    from ptfast.data.sampling.order import Indices
 
 
 class PackedImages(MapSource):

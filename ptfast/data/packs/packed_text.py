@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.protocols import DataInfo
 from ptfast.data.decoding.encoded_text import Encoded
 from ptfast.data.decoding.text_tokenizer import Tokenizer, read_tokenizer, tokenizer_of
 from ptfast.data.packs.pack_reader import Manifest
-
-if TYPE_CHECKING:
-    from ptfast.core.protocols import DataInfo
 
 
 class Tokenized(NamedTuple):

@@ -81,13 +81,9 @@ class Sampler:
         if not size:
             raise DataError("D002", "the training split has no samples", key="data")
         if not self.plan.steps_per_epoch:
-            raise DataError(
-                "D006",
-                f"{size:,} training samples do not fill one batch, and dataloader.last=drop drops it",
-                key="batch_size",
-                value=self.batch_size,
-                suggestion=f"Use batch_size={size} or less, or dataloader.last=keep",
-            )
+            what = f"{size:,} training samples do not fill one batch, and dataloader.last=drop drops it"
+            hint = f"Use batch_size={size} or less, or dataloader.last=keep"
+            raise DataError("D006", what, key="batch_size", value=self.batch_size, suggestion=hint)
         self.size, self._sharding = size, sharding
         self._source_order = lru_cache(maxsize=2)(order)
         self._full_bounds = sharding.bounds(self.batch_size)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,11 +10,8 @@ from torch import Tensor
 from ptfast.core.protocols import IGNORE_INDEX, PackedTokens
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.order import permutation
+from ptfast.data.sampling.order import Indices, permutation
 from ptfast.data.sources.ragged_text import Documents
-
-if TYPE_CHECKING:
-    from ptfast.data.sampling.order import Indices
 
 Lengths = NDArray[np.int64]
 

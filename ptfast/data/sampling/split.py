@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.sampling import counter_draws
-
-if TYPE_CHECKING:
-    from ptfast.core.durations import Duration
-    from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.order import Indices
 
 
 def held_out(size: int, val: Duration) -> int:
@@ -32,9 +28,8 @@ def held_out(size: int, val: Duration) -> int:
         raise ConfigError("C005", "not an amount of samples", key="data.val", value=val, suggestion=hint)
     if count >= size:
         what = f"holds out {count:,} of {size:,} training samples, which leaves none to train on"
-        raise DataError(
-            "D006", what, key="data.val", value=val, suggestion="Hold out less, or use data.val=0 for none"
-        )
+        hint = "Hold out less, or use data.val=0 for none"
+        raise DataError("D006", what, key="data.val", value=val, suggestion=hint)
     return count
 
 

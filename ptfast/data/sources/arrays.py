@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.dataset import Splits
 from ptfast.data.label_checks import check_labels, infer_task
 from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.data.masks import kind_of_target
-
-if TYPE_CHECKING:
-    from ptfast.core.durations import Duration
 
 _TRAIN_NAMES = (
     ("train_x", "train_y"),

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.map_source import TensorSource
 from ptfast.data.sources.download import fetch_archive, unpack
-
-if TYPE_CHECKING:
-    from ptfast.core.durations import Duration
 
 
 class _Version(NamedTuple):
@@ -77,9 +75,8 @@ class Cifar:
 
     def __init__(self, name: str = "cifar10", root: str | None = None, download: bool = True) -> None:
         if name not in _VERSIONS:
-            raise DataError(
-                "D001", "no such version", key="data.name", value=name, suggestion="Use cifar10 or cifar100"
-            )
+            what = "no such version"
+            raise DataError("D001", what, key="data.name", value=name, suggestion="Use cifar10 or cifar100")
         self.name, self.download = name, download
         self.root = Path(root or os.environ.get("PTFAST_DATA") or cache_folder() / "data").expanduser()
 
@@ -109,9 +106,8 @@ class Cifar:
             what = f"holds no {version.folder}, and data.download=false"
             raise DataError("D001", what, key="data.root", value=self.root, suggestion=hint)
         if self.root.exists() and not self.root.is_dir():
-            raise DataError(
-                "D001", "is a file, not a folder", key="data.root", value=self.root, suggestion=hint
-            )
+            what = "is a file, not a folder"
+            raise DataError("D001", what, key="data.root", value=self.root, suggestion=hint)
         archive = fetch_archive(_URL + version.archive, version.md5, self.root, hint, self.download)
         unpack(archive, self.root)
         return self.root / version.folder
@@ -151,6 +147,5 @@ def _read(path: Path) -> dict[str, Any]:
         raise DataError("D001", f"cannot be read: {error.strerror}", key=str(path)) from None
     except Exception as error:
         reason = str(error) or type(error).__name__
-        raise DataError(
-            "D005", f"is damaged: {reason}", key=str(path), suggestion="Delete it to fetch it anew"
-        ) from None
+        what = f"is damaged: {reason}"
+        raise DataError("D005", what, key=str(path), suggestion="Delete it to fetch it anew") from None

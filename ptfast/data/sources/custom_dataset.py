@@ -175,9 +175,8 @@ def _adapt(
         stated = named or (known is not None and known.num_classes is not None)
         if info.num_classes and info.task == "classification" and not stated:
             hint = "Give it an attribute num_classes"
-            raise DataError(
-                "D004", "iterable data has to say how many classes there are", key="data", suggestion=hint
-            )
+            what = "iterable data has to say how many classes there are"
+            raise DataError("D004", what, key="data", suggestion=hint)
         if info.task in _WITH_CLASSES:
             source.num_classes = info.num_classes
             source.as_classes = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)

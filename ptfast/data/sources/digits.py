@@ -8,16 +8,13 @@ The values are unchanged.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from ptfast.core.durations import Duration
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.map_source import TensorSource
-
-if TYPE_CHECKING:
-    from ptfast.core.durations import Duration
 
 
 class Digits:

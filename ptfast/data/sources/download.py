@@ -49,14 +49,12 @@ def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = 
             )
             reason = getattr(error, "reason", None) or error
             partial.unlink(missing_ok=True)
-            raise DataError(
-                "D007", f"{state}: {reason}", key=str(target if damaged else url), suggestion=hint
-            ) from None
+            what = f"{state}: {reason}"
+            raise DataError("D007", what, key=str(target if damaged else url), suggestion=hint) from None
         if file_md5(partial) != md5:
             partial.unlink(missing_ok=True)
-            raise DataError(
-                "D007", "the download has the wrong checksum", key=url, suggestion=f"Try again. {hint}"
-            )
+            what = "the download has the wrong checksum"
+            raise DataError("D007", what, key=url, suggestion=f"Try again. {hint}")
         partial.replace(target)
     return target
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError, import_extra
 from ptfast.core.protocols import DataInfo
 from ptfast.data.dataset import Splits, image_info
@@ -16,9 +17,6 @@ from ptfast.data.decoding.text_tokenizer import learn_tokenizer
 from ptfast.data.label_checks import check_labels
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sources.ragged_text import labelled_texts
-
-if TYPE_CHECKING:
-    from ptfast.core.durations import Duration
 
 _SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
 _GUESSES = {

@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, decode_all, mixed_sizes, size_of
 from ptfast.data.decoding.sample_threads import in_threads
+from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
+from ptfast.data.sampling.order import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ptfast.data.loaders.shared_memory import Holder
-    from ptfast.data.sampling.order import Indices
 
 OnCorrupt = Literal["error", "skip"]
 _SOME = 64

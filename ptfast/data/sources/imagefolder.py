@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.machine import spare_cores
 from ptfast.data.data_fingerprint import Contents, class_parts
@@ -17,9 +18,6 @@ from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
 from ptfast.data.packs.packed_images import PackedFolder
 from ptfast.data.sources.class_folders import Listing, list_tree
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
-
-if TYPE_CHECKING:
-    from ptfast.core.durations import Duration
 
 DecodesJpeg = Literal["cpu", "nvjpeg"]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import describe_part
@@ -19,11 +20,8 @@ from ptfast.data.dataset import Splits
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, mixed_sizes
 from ptfast.data.decoding.sample_threads import in_threads
 from ptfast.data.map_source import MapSource
+from ptfast.data.sampling.order import Indices
 from ptfast.data.sources.class_folders import SPLITS, image_files
-
-if TYPE_CHECKING:
-    from ptfast.core.durations import Duration
-    from ptfast.data.sampling.order import Indices
 
 Pair = tuple[str, str]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import Tokenizer
 from ptfast.data.map_source import MapSource, Padding, as_tensor
-
-if TYPE_CHECKING:
-    from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.order import Indices
 
 Numbers = NDArray[np.integer]
 AS_THEY_COME = Padding()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import describe_part
@@ -26,13 +27,10 @@ from ptfast.data.map_source import MapSource
 from ptfast.data.packs.pack_reader import open_pack
 from ptfast.data.packs.packed_text import Tokenized, read_packed_text
 from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.split import held_out
 from ptfast.data.sources.ragged_text import Documents, Numbers, labelled_texts
 from ptfast.data.sources.text_files import SUFFIXES, read_table, read_text
-
-if TYPE_CHECKING:
-    from ptfast.core.durations import Duration
-    from ptfast.data.sampling.order import Indices
 
 _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
 
@@ -289,9 +287,8 @@ def sort_labels(labels: list[str]) -> tuple[str, ...]:
     """
     names = set(labels)
     if len(names) == 1:
-        raise DataError(
-            "D003", f"every training label is {labels[0]}, which leaves nothing to tell apart", key="data"
-        )
+        what = f"every training label is {labels[0]}, which leaves nothing to tell apart"
+        raise DataError("D003", what, key="data")
     try:
         return tuple(sorted(names, key=float))
     except ValueError:

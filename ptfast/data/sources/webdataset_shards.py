@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.machine import spare_cores
 from ptfast.data.data_fingerprint import Contents, describe_part
@@ -25,9 +26,6 @@ from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 from ptfast.data.streams.remote_shards import is_url, open_shards
 from ptfast.data.streams.shard_index import Label, Shard
 from ptfast.data.streams.tar_headers import InTar
-
-if TYPE_CHECKING:
-    from ptfast.core.durations import Duration
 
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 

@@ -48,17 +48,19 @@ def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
     check_out(out)
     folder = out or run_directory.new_folder(Path("runs"), "claims")
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="ptfast-") as scratch:
-        with Session([*COMMON], budget_s=budget_s, folder=Path(scratch)) as session:
-            try:
-                _measure(session, Path(scratch), rows)
-            finally:
-                if rows:
-                    _show(rows)
-                    run_directory.create_folder(folder)
-                    command = ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"]
-                    session.write_receipt(folder / RECEIPT, command, claims=[_facts(row) for row in rows])
-                    say(f"figures: {folder}")
+    with (
+        tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
+        Session([*COMMON], budget_s=budget_s, folder=Path(scratch)) as session,
+    ):
+        try:
+            _measure(session, Path(scratch), rows)
+        finally:
+            if rows:
+                _show(rows)
+                run_directory.create_folder(folder)
+                command = ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"]
+                session.write_receipt(folder / RECEIPT, command, claims=[_facts(row) for row in rows])
+                say(f"figures: {folder}")
     return EXIT_OK
 
 

@@ -100,9 +100,8 @@ class Race:
         line = next((line for line in reversed(lines) if "error[" in line), "")
         if "stop.metric=" in line and "no such figure" in line:
             hint = line.partition("no such figure. ")[2].rstrip(".")
-            raise ConfigError(
-                "C005", "no such figure", key="--target", value=self.target.metric, suggestion=hint
-            )
+            what = "no such figure"
+            raise ConfigError("C005", what, key="--target", value=self.target.metric, suggestion=hint)
         raise ReportedError(line or f"ptfast: {run_dir.name} left with {code}; see {log}", max(code, 1))
 
     def _say(self, arm: Arm, finish: Finish) -> None:

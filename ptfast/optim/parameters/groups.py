@@ -7,21 +7,19 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
+from ptfast.optim import Optimizer, ParameterGroup
 from ptfast.optim.cautious_adamw import CautiousAdamW
 from ptfast.optim.muon import Muon
 from ptfast.optim.novograd import Novograd
 from ptfast.optim.parameters.freezing import Freezing, Window
 from ptfast.optim.parameters.layer_depth import layer_depths
-
-if TYPE_CHECKING:
-    from ptfast.optim import Optimizer, ParameterGroup
 
 START = Duration(0, "epochs")
 

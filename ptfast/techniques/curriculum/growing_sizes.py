@@ -133,9 +133,8 @@ def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info
     key, full = "curriculum.length_from", info.context_length
     if info.kind != "tokens" or full is None:
         hint = "Use curriculum=none"
-        raise ConfigError(
-            "C011", f"{info.kind} data has no sequences to cut", key=key, value=first, suggestion=hint
-        )
+        what = f"{info.kind} data has no sequences to cut"
+        raise ConfigError("C011", what, key=key, value=first, suggestion=hint)
     first = full // 4 if first == "auto" else first
     if not 0 < first < full:
         what = f"not shorter than the sequences, which have {full} tokens"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ptfast.core.errors import ConfigError, name_some
+from ptfast.techniques.parallel import Parallel
 from ptfast.techniques.parallel.gradient_compression import apply_compression
-
-if TYPE_CHECKING:
-    from ptfast.techniques.parallel import Parallel
 
 
 class Averaged(nn.parallel.DistributedDataParallel):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ptfast.core.distributed import Ranks, broadcast_buffers, gathered
 from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.techniques.parallel.sync_batchnorm import SyncedBatchNorm
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RunningStatistics:

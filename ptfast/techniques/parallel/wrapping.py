@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 
 from ptfast.core.distributed import Ranks
+from ptfast.techniques.parallel import Parallel
 from ptfast.techniques.parallel.running_statistics import RunningStatistics
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
-
-if TYPE_CHECKING:
-    import torch
-
-    from ptfast.techniques.parallel import Parallel
 
 __all__ = ["RunningStatistics", "apply_sync_batchnorm", "unwrap", "wrap_for_ranks"]
 

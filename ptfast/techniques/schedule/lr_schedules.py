@@ -263,9 +263,8 @@ class Cyclic(Shape):
                 raise ConfigError("C005", "must be above 0", key=f"schedule.{key}", value=value)
         modes = ("triangular", "triangular2", "exp_range")
         if self.mode not in modes:
-            raise ConfigError(
-                "C005", f"must be one of {', '.join(modes)}", key="schedule.mode", value=self.mode
-            )
+            what = f"must be one of {', '.join(modes)}"
+            raise ConfigError("C005", what, key="schedule.mode", value=self.mode)
         _require_both(self.momentum_max, self.momentum_min)
 
     def factor(self, span: Span) -> Curve:
