@@ -15,7 +15,6 @@ from ptfast.core.sections.key_rules import Rule, Unused
 from ptfast.core.sections.nearest_name import did_you_mean
 from ptfast.core.sections.technique import PROMISES, Kind, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
-from ptfast.data.loaders import transfer_records
 from ptfast.optim.parameters import parameter_records
 from ptfast.techniques import (
     backend,
@@ -28,7 +27,6 @@ from ptfast.techniques import (
     loop_practices,
     parallel,
     precision,
-    regularisation,
     rewrites,
     schedule,
 )
@@ -36,8 +34,8 @@ from ptfast.techniques import (
 __all__ = ["CATALOGUE", "MACHINE_RULES", "PROMISES", "RULES", "UNUSED", "Kind", "Need", "Technique"]
 
 PARTS: tuple[Any, ...] = (
-    *(loaders, sampling, decoding, debug, transfer_records, optim, schedule, gradients, parameter_records),
-    *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, regularisation, ema),
+    *(loaders, sampling, decoding, debug, optim, schedule, gradients, parameter_records),
+    *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, ema),
     *(parallel, models, loop_practices),
 )
 """In the order of the table of techniques."""

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from ptfast.config.applicability import ThisMachine
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
-from ptfast.measure.claims import claim_data
+from ptfast.measure.claims import hold_claims
 from ptfast.measure.claims.claim import CLAIMS, Claim, judge
-from ptfast.measure.claims.claim_data import filled_in
+from ptfast.measure.claims.hold_claims import filled_in
 from ptfast.measure.claims.zeroed_gradients import ZeroedResNet
 from ptfast.models.resnet_cifar import ResNetCifar
 
@@ -41,7 +41,7 @@ def test_data_is_made_once_and_only_what_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NUM_IMAGES", "NUM_FILES", "NUM_TEXTS"):
-        monkeypatch.setattr(claim_data, name, 20)
+        monkeypatch.setattr(hold_claims, name, 20)
     (words,) = filled_in(("data.path={texts}",), tmp_path)
     texts = Path(words.partition("=")[2])
     assert [*tmp_path.iterdir()] == [texts]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from running import build_run, same_bits, train, training_state, weights
 
 from ptfast.core.errors import ConfigError
-from ptfast.models.whitening import Whitening, whitening_filters
+from ptfast.models.resnet9 import Whitening, whitening_filters
 
 WORDS = ("model=resnet9", "model.width=4", "model.whitening=3", "optimizer=sgd", "steps=6", "device=cpu")
 

@@ -29,7 +29,7 @@ from ptfast.optim.build_optimizer import (
     scale_for_batch,
     start_momentum,
 )
-from ptfast.optim.parameters.layer_depth import layer_depths
+from ptfast.optim.parameters.groups import layer_depths
 from ptfast.training.fit import fit
 
 CPU = torch.device("cpu")

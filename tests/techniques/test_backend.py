@@ -82,7 +82,7 @@ def test_held_memory_comes_without_page_faults() -> None:
     """
     code = """
 import ctypes, resource, sys
-from ptfast.techniques.backend.malloc import hold_memory
+from ptfast.techniques.backend.torch_settings import hold_memory
 assert sys.argv[1] == "as it is" or hold_memory()
 libc, sizes = ctypes.CDLL(None), [size << 20 for size in (8, 8, 8, 48)]
 libc.malloc.restype = ctypes.c_void_p

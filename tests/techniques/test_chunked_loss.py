@@ -13,7 +13,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.models.gpt import Gpt
 from ptfast.tasks.language_modelling import LanguageModelling
-from ptfast.techniques.rewrites.chunked_loss import apply_chunked_head
+from ptfast.techniques.rewrites.model_rewrites import apply_chunked_head
 
 pytestmark = pytest.mark.skipif(
     not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked linear_cross_entropy"

@@ -23,8 +23,7 @@ from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.report.terminal import plain_display
-from ptfast.techniques.compile.code_cache import VARIABLE, keep_code
-from ptfast.techniques.compile.compilation import Compilation
+from ptfast.techniques.compile.compilation import VARIABLE, Compilation, keep_code
 from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.training import fit
 
@@ -354,7 +353,9 @@ def test_code_is_kept_for_each_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.M
     kept = set()
     for flags in ("avx2", "avx2 avx512f"):
         monkeypatch.delenv(VARIABLE)
-        monkeypatch.setattr("ptfast.techniques.compile.code_cache.cpu_facts", lambda *names, f=flags: [f] * 2)
+        monkeypatch.setattr(
+            "ptfast.techniques.compile.compilation.cpu_facts", lambda *names, f=flags: [f] * 2
+        )
         keep_code()
         kept.add(os.environ[VARIABLE])
     assert len(kept) == 2

@@ -11,7 +11,7 @@ from running import train
 
 from ptfast.core.devices import lack_of_float8
 from ptfast.models.gpt import Gpt
-from ptfast.techniques.precision.float8 import apply_float8
+from ptfast.techniques.precision.number_formats import apply_float8
 
 
 def test_products_are_rounded_and_nothing_else_changes() -> None:

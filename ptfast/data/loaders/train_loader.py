@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from queue import Empty, Full, Queue
 from typing import Any, NamedTuple
 
+from ptfast.core.errors import ConfigError
 from ptfast.core.machine import available_memory
 from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
 from ptfast.data.dataset import Data
@@ -13,12 +17,11 @@ from ptfast.data.loaders.device_loader import build_device_batches
 from ptfast.data.loaders.fetch import AugmentedStream, MemoryBatches, RawBatches
 from ptfast.data.loaders.loader_choice import HELD, count_workers
 from ptfast.data.loaders.loading import Loading
-from ptfast.data.loaders.read_ahead import check_read_ahead, read_ahead
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.side_stream import SideStream, prefetched
 from ptfast.data.loaders.step_batches import SampledBatches, StaticBatches, StepBatches
 from ptfast.data.loaders.to_device import build_prepare
-from ptfast.data.map_source import MapSource, TensorSource
+from ptfast.data.map_source import BaseSource, MapSource, TensorSource
 from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
@@ -171,3 +174,65 @@ def _read_samples(
             else:
                 reason += "; no room for padded copies"
     return Read(SampledBatches(sampler, prepare, batches), kind, reason)
+
+
+_LOOK_S = 0.1
+"""How often a thread that waits for room looks whether anybody still wants its batches."""
+_CLOSE_S = 2.0
+"""How long the thread may take to notice that nobody does; one that is stuck ends with the process."""
+
+
+def read_ahead(batches: Iterator[StepBatch], depth: int = 1) -> Iterator[StepBatch]:
+    """The same batches, of which a thread reads `depth` ahead.
+
+    Decoding, gathering and normalising leave the interpreter to others for most of their time. The thread
+    ends with the last batch, or when nobody wants more; what goes wrong in it is raised here, in its turn.
+    """
+    queue: Queue[tuple[StepBatch | None, BaseException | None]] = Queue(depth)
+    unwanted = threading.Event()
+
+    def put(item: tuple[StepBatch | None, BaseException | None]) -> bool:
+        while not unwanted.is_set():
+            try:
+                queue.put(item, timeout=_LOOK_S)
+            except Full:
+                continue
+            return True
+        return False
+
+    def read() -> None:
+        error: BaseException | None = None
+        try:
+            for batch in batches:
+                if not put((batch, None)):
+                    return
+        except BaseException as caught:
+            error = caught
+        put((None, error))
+
+    thread = threading.Thread(target=read, name="ptfast-read-ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, error = queue.get()
+            if error is not None:
+                raise error
+            if batch is None:
+                return
+            yield batch
+    finally:
+        unwanted.set()
+        late_s = time.monotonic() + _CLOSE_S
+        while thread.is_alive() and time.monotonic() < late_s:
+            try:
+                queue.get(timeout=_LOOK_S)
+            except Empty:
+                continue
+
+
+def check_read_ahead(source: BaseSource) -> None:
+    """Raise ConfigError C011 for samples that draw from the global generators, as the training does."""
+    if not (source.repeatable or source.in_memory):
+        what = "samples may draw from the generators that the training draws from, and a thread shares them"
+        hint = "Use dataloader=workers, whose generators are their own"
+        raise ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)

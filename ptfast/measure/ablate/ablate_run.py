@@ -18,9 +18,8 @@ from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.units import clock, duration
 from ptfast.measure.ablate.ablation import PLAIN, Ablation
-from ptfast.measure.ablate.ablation_table import bounds, ratio, show
+from ptfast.measure.ablate.ablation_table import bounds, draw, ratio, show
 from ptfast.measure.ablate.candidates import choose
-from ptfast.measure.ablate.waterfall import draw
 from ptfast.measure.found import check_outputs, label, write_recipe
 from ptfast.measure.trials.comparison import Comparison
 from ptfast.measure.trials.session import RECEIPT, Session

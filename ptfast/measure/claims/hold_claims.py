@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from ptfast.config.applicability import ThisMachine
 from ptfast.config.files.overlay import check_out
@@ -13,7 +17,6 @@ from ptfast.config.overrides import merge
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_OK
 from ptfast.measure.claims.claim import CLAIMS, Claim, Finding, Words, judge
-from ptfast.measure.claims.claim_data import filled_in
 from ptfast.measure.trials.comparison import Arm, Comparison
 from ptfast.measure.trials.session import RECEIPT, Session
 from ptfast.report.terminal.display import build_display, say, table
@@ -116,3 +119,51 @@ def _show(rows: list[Row]) -> None:
         claim, here = row.claim, row.ratio or row.why
         cells.append([claim.technique, claim.says, claim.against or claim.without, here, row.finding])
     table(["technique", "claim", "against", "here", "finding"], cells)
+
+
+NUM_IMAGES, NUM_FILES, NUM_TEXTS = 4096, 512, 2000
+LENGTHS = (8, 256)
+"""Shortest and longest text in characters; most are short, as texts of people are."""
+
+
+def filled_in(words: Words, folder: Path) -> Words:
+    """Replace the placeholders of a workload by paths of data in `folder`, which is made on first use."""
+    for name, make in _MAKERS.items():
+        if any(f"{{{name}}}" in word for word in words):
+            path = folder / name
+            if not list(folder.glob(f"{name}*")):
+                make(path)
+            (found,) = folder.glob(f"{name}*")
+            words = tuple(word.replace(f"{{{name}}}", str(found)) for word in words)
+    return words
+
+
+def _make_images(path: Path) -> None:
+    chance = np.random.default_rng(0)
+    images = chance.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)
+    np.savez(path.with_suffix(".npz"), train_x=images, train_y=chance.integers(0, 10, NUM_IMAGES))
+
+
+def _make_files(path: Path) -> None:
+    """JPEG files of 256 x 256 that take about as long to decode as photographs of that size."""
+    chance = np.random.default_rng(0)
+    for number in range(NUM_FILES):
+        pixels = chance.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        file = path / f"class_{number % 2}" / f"{number:04d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).resize((256, 256), Image.Resampling.BICUBIC).save(file, quality=90)
+
+
+def _make_texts(path: Path) -> None:
+    chance = np.random.default_rng(0)
+    lengths = np.clip(chance.lognormal(4.0, 0.7, NUM_TEXTS).astype(int), *LENGTHS)
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8)
+    lines = (chance.choice(letters, length).tobytes().decode() for length in lengths)
+    path.with_suffix(".txt").write_text("".join(f"{line.strip() or 'a'}\n" for line in lines))
+
+
+_MAKERS: dict[str, Callable[[Path], None]] = {
+    "images": _make_images,
+    "files": _make_files,
+    "texts": _make_texts,
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,8 +18,7 @@ from ptfast.optim import Optimizer, ParameterGroup
 from ptfast.optim.cautious_adamw import CautiousAdamW
 from ptfast.optim.muon import Muon
 from ptfast.optim.novograd import Novograd
-from ptfast.optim.parameters.freezing import Freezing, Window
-from ptfast.optim.parameters.layer_depth import layer_depths
+from ptfast.techniques.repeated_blocks import find_blocks
 
 START = Duration(0, "epochs")
 
@@ -273,3 +272,89 @@ def _no_match(pattern: str, names: list[str], index: int) -> ConfigError:
     hint = f"The nearest are {', '.join(near)}"
     key = f"optimizer.groups.{index}.match"
     return ConfigError("C005", "matches no parameter", key=key, value=pattern, suggestion=hint)
+
+
+def layer_depths(model: nn.Module) -> dict[str, int]:
+    """The layer of each parameter by name, from 0 at the input, in the order that modules are held in.
+
+    A layer is a repeated block as `find_blocks` knows it (a transformer's layer, a residual block); in a
+    model without any, every module that holds a matrix of its own. What comes before the first (embeddings,
+    a stem) is one more layer below, what comes after the last one more above, if it holds a matrix (a head,
+    with the norm before it), and what lies between two belongs to the one before.
+
+    Source of the counting: Bao, Dong, Piao, Wei 2022, "BEiT", arXiv:2106.08254, whose code counts a vision
+        transformer's embeddings, layers, and norm and head in this way.
+    """
+    named = list(model.named_parameters())
+    blocks = list(find_blocks(model)) or _layers(model)
+    depth, depths, after = 0, {}, []
+    for name, parameter in named:
+        inside = [index + 1 for index, block in enumerate(blocks) if name.startswith(f"{block}.")]
+        if inside:
+            depth, after = inside[0], []
+        elif depth == len(blocks):
+            after.append((name, parameter.ndim))
+        depths[name] = depth
+    if any(ndim >= 2 for _, ndim in after):
+        depths |= {name: depth + 1 for name, _ in after}
+    lowest = min(depths.values(), default=0)
+    return {name: depth - lowest for name, depth in depths.items()}
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """The modules that hold a matrix of their own."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
+    ]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Parameters that train in steps `first` (counted from 0) up to, not including, `last`."""
+
+    parameters: Sequence[Tensor]
+    first: int
+    last: float
+    """Infinite where they train to the end."""
+
+
+class Freezing:
+    """Parameters that train in a part of the run only.
+
+    A frozen parameter needs no gradient: it is not updated, has no weight decay, its momentum stands still,
+    and backward ends where nothing below trains. Its BatchNorm keeps measuring: running statistics are no
+    parameters.
+
+    Args:
+        windows: of the parameters that some step freezes.
+        others: there are parameters that always train.
+        total_steps: of the run.
+        extendable: a longer run would freeze at the same steps.
+
+    Raises:
+        ConfigError: C011 where a window is empty, or where no parameter at all trains in some step.
+    """
+
+    def __init__(
+        self, windows: Sequence[Window], *, others: bool, total_steps: int, extendable: bool
+    ) -> None:
+        self._windows, self.extendable = windows, extendable
+        edges = {edge for window in windows for edge in (window.first, window.last)}
+        self.switch_steps = tuple(sorted(int(edge) for edge in edges if 0 < edge < total_steps))
+        for step in (0, *self.switch_steps):
+            if not others and not any(window.first <= step < window.last for window in windows):
+                what = f"no parameter trains at step {step:,}"
+                hint = "Let some begin earlier or train longer"
+                raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
+
+    def apply(self, step: int) -> bool:
+        """Have those parameters take gradients that train in `step`; say whether that changed any."""
+        changed = False
+        for window in self._windows:
+            trains = window.first <= step < window.last
+            for parameter in window.parameters:
+                changed |= parameter.requires_grad is not trains
+                parameter.requires_grad_(trains)
+        return changed

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +14,11 @@ import torch
 from ptfast.core.devices import device_type, lack_of_device
 from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
 from ptfast.core.errors import ConfigError
-from ptfast.core.machine import usable_cores
+from ptfast.core.machine import read_setting, usable_cores
 from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
 from ptfast.techniques.backend import Backend
-from ptfast.techniques.backend.malloc import hold_memory
 
 MOST_SHAPES = 8
 """Shapes of inputs up to which searching for kernels pays: full and last batches, a few sizes of images."""
@@ -129,3 +131,51 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
             raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={count}")
         return torch.device("cuda", ranks.local_rank)
     return torch.device(name)
+
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4
+"""Options of glibc's `mallopt`, as in malloc.h."""
+MADV_HUGEPAGE = 14
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+"""2 where the system lends no more memory than it has."""
+
+
+def hold_memory() -> bool:
+    """Keep what this process frees for its next allocation; return True if its C library can.
+
+    glibc gives the end of its heap back to the system once enough of it is free, and every block of more than
+    32 MiB at once, so that each step has the kernel find, clear and map the pages of its activations anew.
+    Here neither is done. The process stays as large as it has been at its peak. Where the system allows it,
+    the heap lies in pages of 2 MiB, which are mapped at once in place of 512 and take one entry of the TLB.
+
+    Source: mallopt(3), `M_TRIM_THRESHOLD` and `M_MMAP_MAX`; madvise(2), `MADV_HUGEPAGE`.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    if not (hasattr(libc, "mallopt") and libc.mallopt(MMAP_MAX, 0) and libc.mallopt(TRIM_THRESHOLD, -1)):
+        return False
+    _use_huge_pages(libc)
+    return True
+
+
+def _use_huge_pages(libc: ctypes.CDLL) -> None:
+    """Ask for huge pages for what the heap will grow to: half of the memory, of which none is taken.
+
+    The system is advised on addresses, which the heap has to have: it is grown by one block, that is freed.
+    Where addresses are limited (`ulimit -v`) or counted as memory (`vm.overcommit_memory=2`), they are left
+    to others.
+    """
+    import resource
+
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    if any(limit != resource.RLIM_INFINITY for limit in limits) or read_setting(OVERCOMMIT) == "2":
+        return
+    page = os.sysconf("SC_PAGE_SIZE")
+    size = os.sysconf("SC_PHYS_PAGES") // 2 * page
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if block := libc.malloc(size):
+        libc.madvise(-(-block // page) * page, size - page, MADV_HUGEPAGE)
+        libc.free(block)

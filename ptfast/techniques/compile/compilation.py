@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from ptfast.core.devices import cpu_facts
 from ptfast.core.errors import ConfigError
+from ptfast.core.machine import cache_folder
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler_problem
-from ptfast.techniques.compile.code_cache import keep_code
 from ptfast.techniques.repeated_blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -251,3 +254,27 @@ def _num_graphs() -> int:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch keeps compiled code; the user's own choice is left alone."""
+
+
+def keep_code() -> None:
+    """Have torch keep what this process compiles in `$PTFAST_CACHE/compiled`, and look there first.
+
+    Torch's own place is in `/tmp`, which a machine or container that starts afresh does not have, nor another
+    node. Each kind of CPU gets a folder of its own: the code is made for it, and torch does not tell them
+    apart. It is not the run directory, where a state from elsewhere could bring code along. Torch's own place
+    stays where nothing can be written.
+
+    Cost: disk space, a few MB for a model; nothing is ever deleted.
+    """
+    flags = "".join(cpu_facts("flags", "Features")[:1])
+    folder = cache_folder() / "compiled" / hashlib.sha256(flags.encode()).hexdigest()[:12]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK) and not os.environ.get(VARIABLE):
+        os.environ[VARIABLE] = str(folder)
