@@ -80,7 +80,6 @@ class DeviceBatches(ChunkedBatches):
         self._epoch: tuple[int, int] | None = None
 
     def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
-        """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
         epoch, first, end = self.plan.epoch_of(step)
         if self._epoch != (epoch, first):
             self._begin(epoch, first, end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,24 +28,17 @@ CACHE_LIMIT_BYTES = 128 * 2**20
 """Splits in memory that take no more than this once normalised are prepared once and cached."""
 
 
+@dataclass(frozen=True)
 class EvaluationLoader:
-    """One rank's share of an evaluation split.
+    """One rank's share of an evaluation split."""
 
-    Args:
-        batches: of the split.
-        num_samples: that are evaluated over all ranks; None for data of unknown length.
-        left_out: samples of the split that are not.
-        side: stream on which batches are copied while others are evaluated.
-    """
-
-    def __init__(
-        self,
-        batches: SplitBatches | StreamEvaluation,
-        num_samples: int | None,
-        left_out: int,
-        side: SideStream | None,
-    ) -> None:
-        self.batches, self.num_samples, self.left_out, self.side = batches, num_samples, left_out, side
+    batches: SplitBatches | StreamEvaluation
+    num_samples: int | None
+    """Evaluated over all ranks; None for data of unknown length."""
+    left_out: int
+    """Samples of the split that are not."""
+    side: SideStream | None
+    """Stream on which batches are copied while others are evaluated."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         batches = iter(self.batches)

@@ -103,7 +103,6 @@ class StaticBatches(ChunkedBatches):
         self._set_chunk(self._inputs[0].numel() * self._inputs.element_size(), CHUNK_BYTES)
 
     def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
-        """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
         _, first, end = self.plan.epoch_of(step)
         start = step - (step - first) % self._chunk_steps
         stop = min(start + self._chunk_steps, end)
@@ -131,13 +130,8 @@ def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:
     Kernels may sum in another order where memory is aligned otherwise; 16 rows of any width are whole cache
     lines, as a tensor of its own would be.
     """
-    sizes = [len(share.indices) for share in shares]
     parts = [share.indices for share in shares]
-    if all(size % 16 == 0 for size in sizes[:-1]):
-        return parts, sizes, 1
-    fillers = [np.zeros(-size % 16, np.int64) for size in sizes]
-    return (
-        [part for pair in zip(parts, fillers, strict=True) for part in pair],
-        [size for part_size in sizes for size in (part_size, -part_size % 16)],
-        2,
-    )
+    if all(len(part) % 16 == 0 for part in parts[:-1]):
+        return parts, [len(part) for part in parts], 1
+    aligned = [each for part in parts for each in (part, np.zeros(-len(part) % 16, np.int64))]
+    return aligned, [len(each) for each in aligned], 2

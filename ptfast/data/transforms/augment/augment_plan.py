@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
+from ptfast.data import transforms
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices
 from ptfast.data.transforms.augment import pixel_changes
@@ -21,48 +21,20 @@ _CACHED_PIXELS = 1 << 17
 """Of images that the host changes at a time: what it computes in between stays in its caches."""
 
 
-@dataclass(frozen=True)
-class Augment:
+class Augment(transforms.Augment):
     """Changes to training images: mirrored, cropped, bent, coloured, a square cut out, in this order.
 
     A resized crop comes before all of it, out of the original image (`resized_crops.py`). Everything that
     is drawn is a function of (seed, epoch, index), whoever draws it. Crop and flip come with the gathering of
     a batch (`row_windows.py` on the host, `device_crops.py` on a device), the rest by `change`.
-
-    Args:
-        crop_padding: black pixels added on each side before a crop of the original size, 0 for no crop.
-        flip: mirror every second image on average; `alternating` shows each image and its mirror image in
-            turns, so that two epochs hold either one of all images.
-        resized_crop: least and largest part of the area that is cut out and scaled to full size.
-        resized_ratio: least and largest width of such a part over its height.
-        size: side in pixels that it is scaled to.
-        cutout: side of a square that is hidden, in pixels, around a centre anywhere in the image; 0 for none.
-        brightness, contrast, saturation: largest change of each as a part of it, 0 for none.
-        rotation_degrees: largest angle, either way.
-        translation: largest shift each way, as a part of height and width.
-        scaling: largest change of size, as a part of it, below 1.
-        fill: what is seen in place of what is cut out, by channel; black if not given.
-        targets: `keep` leaves targets as they are whatever they say of an image; `auto` moves masks and maps
-            with their images, and is refused for what may be places in them.
-        mask_fill: label of pixels that an image does not show: from outside, or cut out. None where targets
-            stay as they are.
     """
 
-    crop_padding: int = 0
-    flip: bool | Literal["alternating"] = False
-    resized_crop: tuple[float, float] | None = None
-    resized_ratio: tuple[float, float] = (0.75, 1.3333)
     size: int = 0
-    cutout: int = 0
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
-    rotation_degrees: float = 0.0
-    translation: float = 0.0
-    scaling: float = 0.0
+    """Side in pixels that a resized crop is scaled to."""
     fill: tuple[int, ...] = ()
-    targets: Literal["auto", "keep"] = "auto"
+    """What is seen in place of what is cut out, by channel; black if not given."""
     mask_fill: int | None = None
+    """Label of pixels that an image does not show: from outside, or cut out. None where targets stay."""
 
     def __bool__(self) -> bool:
         return self.moves or self.changes
@@ -211,10 +183,10 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
         hint = f"Use augment.cutout={max(1, min(sides) // 4)}, say"
         raise ConfigError("C011", what, key="augment.cutout", value=augment.cutout, suggestion=hint)
     if augment.resized_crop is not None:
-        augment = replace(augment, size=_side(info))
+        augment = augment.model_copy(update={"size": _side(info)})
     known = info.extra.get("normalize") if normalize else None
     if known:
-        augment = replace(augment, fill=tuple(round(value) for value in known["mean"]))
+        augment = augment.model_copy(update={"fill": tuple(round(value) for value in known["mean"])})
     return _with_targets(augment, info)
 
 
@@ -236,7 +208,7 @@ def _with_targets(augment: Augment, info: DataInfo) -> Augment:
         what = "pixels from outside of an image, or cut out of it, have no figures that could be learnt"
         hint = "Use augment.crop_padding=0 augment.flip=true, say, or augment=resized_crop"
         raise ConfigError("C011", what, key="augment", suggestion=hint)
-    return replace(augment, mask_fill=info.ignore_index)
+    return augment.model_copy(update={"mask_fill": info.ignore_index})
 
 
 def _side(info: DataInfo) -> int:
