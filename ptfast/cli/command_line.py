@@ -212,20 +212,13 @@ def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
     return EXIT_OK
 
 
-def _measured(name: str) -> Callable[[dict[str, Any], list[str]], int]:
-    """The function of a command in `measuring/`, which is imported as the command runs."""
+def _in_file(name: str, folder: str = "ptfast.cli.measuring") -> Callable[[dict[str, Any], list[str]], int]:
+    """The function of a command in a file of its own, which is imported as the command runs."""
 
     def run(flags: dict[str, Any], arguments: list[str]) -> int:
-        module = importlib.import_module(f"ptfast.cli.measuring.{name}_command")
-        return getattr(module, name)(flags, arguments, read_typed)
+        return getattr(importlib.import_module(f"{folder}.{name}_command"), name)(flags, arguments)
 
     return run
-
-
-def _race(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.measuring.race_command import race
-
-    return race(flags, arguments)
 
 
 def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -277,12 +270,6 @@ def _compare(flags: dict[str, Any], arguments: list[str]) -> int:
     return EXIT_OK
 
 
-def _pack(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.pack_command import pack
-
-    return pack(flags, arguments)
-
-
 def _completion(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.config.editors.completion import script
 
@@ -328,7 +315,7 @@ COMMANDS: dict[str, Command] = {
     "pack": Command(
         "SRC DST",
         "turn images or text into memory-mapped files to train from",
-        _pack,
+        _in_file("pack", "ptfast.cli"),
         {
             "--size": True,
             "--jpeg": False,
@@ -343,7 +330,7 @@ COMMANDS: dict[str, Command] = {
     "find": Command(
         "lr|batch|workers [+recipe=NAME] [key=value ...]",
         "measure the best learning rate, batch size or loader",
-        _measured("find"),
+        _in_file("find"),
         dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
         | {"--noise": False, "--checkpointing": False},
         alone=True,
@@ -351,35 +338,35 @@ COMMANDS: dict[str, Command] = {
     "ablate": Command(
         "[+recipe=NAME] [key=value ...]",
         "measure what each technique is worth here; write the best recipe",
-        _measured("ablate"),
+        _in_file("ablate"),
         {"--budget": True, "--only": True, "--compile": False, "--claims": False, "--out": True},
         alone=True,
     ),
     "tune": Command(
         "[+recipe=NAME] [key=value ...]",
         "find the fastest settings for this machine; write them as a recipe",
-        _measured("tune"),
+        _in_file("tune"),
         {"--budget": True, "--compile": False, "--batch": False, "--write": True, "--out": True},
         alone=True,
     ),
     "audit": Command(
         "[+recipe=NAME] [key=value ...]",
         "find what costs speed in the model, data, loop and machine",
-        _measured("audit"),
+        _in_file("audit"),
         {"--budget": True, "--fix": True, "--strict": False, "--out": True},
         alone=True,
     ),
     "race": Command(
         "[+recipe=NAME] key=a,b --target METRIC:VALUE",
         "train variants with the same seeds: which reaches a target first",
-        _race,
+        _in_file("race"),
         {"--target": True, "--seeds": True, "--arms": True, "--tune-lr": False, "--out": True},
         alone=True,
     ),
     "eject": Command(
         "[+recipe=NAME] [key=value ...] --out FILE",
         "write a run as one PyTorch script without ptfast",
-        _measured("eject"),
+        _in_file("eject"),
         {"--out": True},
     ),
     "recipes": Command("", "list the recipes and what each reaches", _recipes, {}, 0),

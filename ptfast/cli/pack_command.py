@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ptfast.cli.flags import read_number_of
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError
+from ptfast.core.machine import spare_cores
 from ptfast.core.units import duration, grouped, num_bytes
 
 if TYPE_CHECKING:
@@ -43,9 +45,11 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
             what = f"is for {'images' if texts else 'text'}, and SRC is a {'file' if texts else 'folder'}"
             raise ConfigError("C011", what, key=flag, suggestion="Leave it out")
     plan, unit = (_plan_text(source, flags), "bytes") if texts else (_plan_images(source, flags), "images")
-    workers = _workers(flags)
-    from ptfast.data.packs.pack_reader import same_as
-    from ptfast.data.packs.pack_writer import check_folder, make, resumes
+    workers = spare_cores(most=sys.maxsize)
+    if "--workers" in flags:
+        workers = int(read_number_of("--workers", flags["--workers"], 1))
+    from ptfast.data.packs.pack_reader import read_header, same_as
+    from ptfast.data.packs.pack_writer import check_folder, make
     from ptfast.report.terminal.progress_counter import counting
 
     whole = check_folder(folder, plan.header)
@@ -59,7 +63,7 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
         return EXIT_OK
     if whole is not None:
         print(f"{folder} holds a pack of other data or with other settings: packing again")
-    elif resumes(folder, plan.header) is False:
+    elif read_header(folder) not in ({}, plan.header):
         print(f"{folder} holds part of a pack with other settings: starting over")
     start_s = time.perf_counter()
     try:
@@ -84,7 +88,8 @@ def _check_source(source: Path) -> None:
 
 
 def _plan_images(source: Path, flags: dict[str, Any]) -> Plan:
-    size, jpeg = _size(flags), "--jpeg" in flags
+    word, jpeg = flags.get("--size", "keep"), "--jpeg" in flags
+    size = None if word == "keep" else int(read_number_of("--size", word, 1))
     skip_corrupt = _choice(flags, "--on-corrupt", ("error", "skip")) == "skip"
     if jpeg and size is not None:
         what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
@@ -139,25 +144,6 @@ def _verify(flags: dict[str, Any], arguments: list[str]) -> int:
     source = "its source has not changed" if there else f"its source {manifest.source.path} is not there"
     print(f"{folder} is complete: {num_bytes(size)} checked, all as written; {source}")
     return EXIT_OK
-
-
-def _size(flags: dict[str, Any]) -> int | None:
-    word = flags.get("--size", "keep")
-    return None if word == "keep" else _count("--size", word, "Give pixels, such as 256, or keep")
-
-
-def _workers(flags: dict[str, Any]) -> int:
-    from ptfast.core.machine import spare_cores
-
-    if "--workers" not in flags:
-        return spare_cores(most=sys.maxsize)
-    return _count("--workers", flags["--workers"], "Give a number of processes")
-
-
-def _count(flag: str, word: str, hint: str) -> int:
-    if not word.isascii() or not word.isdigit() or int(word) < 1:
-        raise ConfigError("C005", "not a whole number above 0", key=flag, value=word, suggestion=hint)
-    return int(word)
 
 
 def _choice(flags: dict[str, Any], flag: str, choices: tuple[str, ...]) -> str:

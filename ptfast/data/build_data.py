@@ -114,8 +114,9 @@ def build_data(
     splits, kept = _hold_out(splits, val, seed)
     _check(splits)
     choice, files, read = None, splits.train, tuple(splits.sources.values())
-    if shuffle_buffer is not None:
-        _shuffle_nearby(files, shuffle_buffer)
+    if shuffle_buffer is not None and not files.shuffle_within(shuffle_buffer):
+        what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
+        raise ConfigError("C011", what, key="data.shuffle_buffer", value=shuffle_buffer, suggestion=hint)
     if choose is not None:
         others = [source for split, source in splits.sources.items() if split != "train"]
         choice = once(lambda: choose(splits.train, others))
@@ -236,12 +237,6 @@ def _check(splits: Splits) -> None:
         labels = getattr(source, "targets", None)
         if labels is not None and splits.info.task == "classification" and num_classes:
             check_labels(labels, num_classes, split)
-
-
-def _shuffle_nearby(train: Source, size: int) -> None:
-    if not train.shuffle_within(size):
-        what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
-        raise ConfigError("C011", what, key="data.shuffle_buffer", value=size, suggestion=hint)
 
 
 def _describe(name: str, splits: Splits) -> str:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ptfast.cli.flags import read_seconds
+from ptfast.cli.typed_config import read_typed
 from ptfast.config.catalogue import technique_named
 from ptfast.core.errors import COMMAND_LINE, ConfigError
 
 
-def ablate(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
+def ablate(flags: dict[str, Any], arguments: list[str]) -> int:
     """Measure what techniques are worth for the config that the arguments mean.
-
-    Args:
-        read_config: composes and validates `key=value` words.
 
     Raises:
         ConfigError: C003 for a technique that there is none of, C005 for a budget that makes no sense.
@@ -34,7 +31,7 @@ def ablate(flags: dict[str, Any], arguments: list[str], read_config: Callable[[l
             what, hint = "claims bring their own models and data", "Leave it out, or leave out --claims"
             raise ConfigError("C011", what, key=other[0], place=COMMAND_LINE, suggestion=hint)
         return hold_claims(budget_s=options["budget_s"], out=options.get("out"))
-    composed, config = read_config(arguments)
+    composed, config = read_typed(arguments)
     with composed.naming_places():
         from ptfast.measure.ablate.ablate_run import ablate as measure
 

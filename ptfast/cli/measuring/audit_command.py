@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ptfast.cli.flags import read_seconds
+from ptfast.cli.typed_config import read_typed
 
 
-def audit(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
+def audit(flags: dict[str, Any], arguments: list[str]) -> int:
     """Audit the config that the arguments mean.
-
-    Args:
-        read_config: composes and validates `key=value` words.
 
     Raises:
         PtfastError: whatever is wrong with the config, or stops its first steps.
     """
     budget_s = 0.0 if flags.get("--budget") == "0" else read_seconds(flags, "--budget", "2m")
-    composed, config = read_config(arguments)
+    composed, config = read_typed(arguments)
     with composed.naming_places():
         from ptfast.measure.audit.audit_run import audit
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ptfast.cli.typed_config import read_typed
 from ptfast.core.errors import ConfigError
 
 
-def eject(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
+def eject(flags: dict[str, Any], arguments: list[str]) -> int:
     """Write the run that the arguments mean as a script.
-
-    Args:
-        read_config: composes and validates `key=value` words.
 
     Raises:
         ConfigError: C016 without a file to write to, C011 for what no script is made of.
@@ -23,7 +20,7 @@ def eject(flags: dict[str, Any], arguments: list[str], read_config: Callable[[li
         hint = "Usage: ptfast eject [+recipe=NAME] [key=value ...] --out train.py"
         raise ConfigError("C016", "an argument is missing", key="--out", suggestion=hint)
     out = Path(flags["--out"]).expanduser()
-    composed, config = read_config(arguments)
+    composed, config = read_typed(arguments)
     with composed.naming_places():
         from ptfast.measure.eject.ejector import eject as write_script
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ptfast.cli.flags import read_number_of
+from ptfast.cli.typed_config import read_typed
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.nearest_name import did_you_mean
 
@@ -24,11 +24,8 @@ FLAGS: dict[str, dict[str, tuple[str, float]]] = {
 SEARCHES = tuple(FLAGS)
 
 
-def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
+def find(flags: dict[str, Any], arguments: list[str]) -> int:
     """Find a number for the config that the arguments mean.
-
-    Args:
-        read_config: composes and validates `key=value` words.
 
     Raises:
         ConfigError: C003 or C016 for what cannot be found, C005 for flags that make no sense.
@@ -60,7 +57,7 @@ def find(flags: dict[str, Any], arguments: list[str], read_config: Callable[[lis
     for flag, name in {"--out": "out", "--write": "write"}.items():
         if flag in flags:
             options[name] = Path(flags[flag]).expanduser()
-    composed, config = read_config(words)
+    composed, config = read_typed(words)
     with composed.naming_places():
         if what == "lr":
             from ptfast.measure.lr.lr_finder import find_lr

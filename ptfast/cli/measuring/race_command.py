@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ptfast.core.durations import read_number
-from ptfast.core.errors import COMMAND_LINE, ConfigError
+from ptfast.cli.flags import read_number_of
+from ptfast.core.errors import ConfigError
 
 
 def race(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -23,11 +23,7 @@ def race(flags: dict[str, Any], arguments: list[str]) -> int:
         hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy:0.9"
         raise ConfigError("C016", "an argument is missing", key="--target", suggestion=hint)
     target = Target.parse(flags["--target"])
-    seeds = str(flags.get("--seeds", "5"))
-    num_seeds = read_number(seeds)
-    if not isinstance(num_seeds, int) or num_seeds < 1:
-        what = "not a whole number above 0"
-        raise ConfigError("C005", what, key="--seeds", value=seeds, place=COMMAND_LINE)
+    num_seeds = int(read_number_of("--seeds", flags.get("--seeds", "5"), 1))
     arms = build_arms(arguments, flags.get("--arms"))
     from ptfast.measure.race.racer import race
 

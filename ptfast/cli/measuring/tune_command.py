@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ptfast.cli.flags import read_seconds
+from ptfast.cli.typed_config import read_typed
 
 
-def tune(flags: dict[str, Any], arguments: list[str], read_config: Callable[[list[str]], Any]) -> int:
+def tune(flags: dict[str, Any], arguments: list[str]) -> int:
     """Search for the settings under which the config that the arguments mean trains fastest here.
-
-    Args:
-        read_config: composes and validates `key=value` words.
 
     Raises:
         ConfigError: C005 for a budget that is none.
         PtfastError: whatever is wrong with the config, or stops its first steps.
     """
     budget_s = read_seconds(flags, "--budget", "5m")
-    composed, config = read_config(arguments)
+    composed, config = read_typed(arguments)
     with composed.naming_places():
         from ptfast.measure.tune.tuner import tune
 

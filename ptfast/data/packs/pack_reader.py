@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ class Part:
 
     bytes: int
     sha256: str
+
+    @classmethod
+    def of(cls, content: bytes) -> Part:
+        """The part that holds `content`."""
+        return cls(len(content), hashlib.sha256(content).hexdigest())
+
+    def is_at(self, path: Path, start: int) -> bool:
+        """Return True if the file `path` holds it from byte `start` on."""
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                return Part.of(file.read(self.bytes)) == self
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -152,7 +167,7 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         if (folder / JOURNAL).is_file():
             what = "is an unfinished pack"
-            hint = f"Finish it with {_command(folder, _read_header(folder))}"
+            hint = f"Finish it with {_command(folder, read_header(folder))}"
             raise DataError("D007", what, key=key, value=folder, suggestion=hint) from None
         return None
     if f'"{_MARK}"'.encode() not in content:
@@ -229,8 +244,10 @@ def check_data(
     with ThreadPoolExecutor(spare_cores(4)) as pool:
         for name, split in manifest.splits.items():
             path = folder / f"{name}.bin"
-            for part, right in zip(split.parts, pool.map(_matches(path), _places(split.parts)), strict=True):
-                if not right:
+            starts = accumulate((part.bytes for part in split.parts), initial=0)
+            found = pool.map(lambda part, start, path=path: part.is_at(path, start), split.parts, starts)
+            for part, is_right in zip(split.parts, found, strict=True):
+                if not is_right:
                     what = f"does not have the checksum that the manifest says (near byte {done:,})"
                     raise _damaged(path, what, manifest, folder)
                 done += part.bytes
@@ -306,24 +323,8 @@ def _subfolders(folder: Path) -> list[Path]:
     return [Path(entry) for entry in os.scandir(folder) if entry.is_dir()] if folder.is_dir() else []
 
 
-def _places(parts: list[Part]) -> Iterator[tuple[int, Part]]:
-    start = 0
-    for part in parts:
-        yield start, part
-        start += part.bytes
-
-
-def _matches(path: Path) -> Callable[[tuple[int, Part]], bool]:
-    def matches(place: tuple[int, Part]) -> bool:
-        start, part = place
-        with path.open("rb") as file:
-            file.seek(start)
-            return hashlib.sha256(file.read(part.bytes)).hexdigest() == part.sha256
-
-    return matches
-
-
-def _read_header(folder: Path) -> dict[str, Any]:
+def read_header(folder: Path) -> dict[str, Any]:
+    """The header of the unfinished pack in `folder`; empty where there is none, or it cannot be read."""
     try:
         with (folder / JOURNAL).open() as file:
             header = json.loads(file.readline())

@@ -24,7 +24,15 @@ import torch.multiprocessing as mp
 
 from ptfast.core.errors import ConfigError, DataError, MachineError, cannot_write
 from ptfast.core.machine import die_with_parent
-from ptfast.data.packs.pack_reader import JOURNAL, MANIFEST, Manifest, Part, SplitFacts, read_manifest
+from ptfast.data.packs.pack_reader import (
+    JOURNAL,
+    MANIFEST,
+    Manifest,
+    Part,
+    SplitFacts,
+    read_header,
+    read_manifest,
+)
 
 _SPLITS = ("train", "val", "test", "text")
 PIECE_BYTES = 16 * 2**20
@@ -188,8 +196,8 @@ class _Writer:
             "split": split,
             "samples": piece.samples,
             "seen": piece.seen,
-            "part": asdict(_part(piece.data)),
-            "index": asdict(_part(piece.rows)),
+            "part": asdict(Part.of(piece.data)),
+            "index": asdict(Part.of(piece.rows)),
             "facts": piece.facts,
         }
         for name, content in ((f"{split}.bin", piece.data), (f"{split}.index", piece.rows)):
@@ -244,9 +252,9 @@ class _Writer:
 
     def _holds(self, line: dict[str, Any]) -> bool:
         """Return True if the bytes of a line of the journal are there."""
-        split, written = line["split"], self.written[line["split"]]
-        return _is_at(self._folder / f"{split}.bin", written.bytes, Part(**line["part"])) and _is_at(
-            self._folder / f"{split}.index", written.index_bytes, Part(**line["index"])
+        data, written = self._folder / f"{line['split']}.bin", self.written[line["split"]]
+        return Part(**line["part"]).is_at(data, written.bytes) and Part(**line["index"]).is_at(
+            data.with_suffix(".index"), written.index_bytes
         )
 
 
@@ -265,8 +273,9 @@ def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
         manifest = read_manifest(folder)
     except DataError:
         # Unfinished, damaged, or of another format: made anew, or resumed.
-        if (before := _source_of(folder / JOURNAL)) not in (None, path):
-            what = f"holds an unfinished pack of {before}"
+        before = read_header(folder)
+        if before and before["source"]["path"] != path:
+            what = f"holds an unfinished pack of {before['source']['path']}"
             raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint) from None
         return None
     if manifest is None and any(folder.iterdir()):
@@ -276,36 +285,6 @@ def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
         what = f"holds a pack of {manifest.source.path}"
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     return manifest
-
-
-def resumes(folder: Path, header: dict[str, Any]) -> bool | None:
-    """Return True if the unfinished pack in `folder` is of the same command; None where there is none."""
-    try:
-        with (folder / JOURNAL).open() as file:
-            return file.readline() == json.dumps(header) + "\n"
-    except OSError:
-        return None
-
-
-def _source_of(journal: Path) -> str | None:
-    try:
-        with journal.open() as file:
-            return json.loads(file.readline())["source"]["path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _part(content: bytes) -> Part:
-    return Part(len(content), hashlib.sha256(content).hexdigest())
-
-
-def _is_at(path: Path, start: int, part: Part) -> bool:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return _part(file.read(part.bytes)) == part
-    except OSError:
-        return False
 
 
 def _check_space(plan: Plan, folder: Path, writer: _Writer) -> None:

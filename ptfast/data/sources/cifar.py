@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -137,12 +137,9 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def _read(path: Path) -> dict[str, Any]:
-    def load(file: IO[bytes]) -> dict[str, Any]:
-        return _ArrayUnpickler(file, encoding="latin1").load()
-
     try:
         with path.open("rb") as file:
-            return load(file)
+            return _ArrayUnpickler(file, encoding="latin1").load()
     except OSError as error:
         raise DataError("D001", f"cannot be read: {error.strerror}", key=str(path)) from None
     except Exception as error:

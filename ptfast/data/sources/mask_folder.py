@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +149,8 @@ def _pairs(folder: Path) -> list[Pair]:
         if not (folder / part).is_dir():
             what, hint = f"has no folder {part}/", "Put images/ and masks/ into it, or into train/ and val/"
             raise DataError("D001", what, key="data.root", value=folder, suggestion=hint)
-        stem = partial(_stem, folder / part)
-        found[part] = {stem(file): file for file in image_files(folder / part)}
+        files = image_files(folder / part)
+        found[part] = {str(Path(file).relative_to(folder / part).with_suffix("")): file for file in files}
     images, masks = found["images"], found["masks"]
     if not images:
         raise DataError("D002", "holds no images", key="data.root", value=folder / "images")
@@ -159,7 +158,3 @@ def _pairs(folder: Path) -> list[Pair]:
         what = f"{len(missing):,} of {len(images):,} images have no mask, the first is {missing[0]}"
         raise DataError("D003", what, key="data.root", value=folder / "masks")
     return [(file, masks[name]) for name, file in images.items()]
-
-
-def _stem(folder: Path, file: str) -> str:
-    return str(Path(file).relative_to(folder).with_suffix(""))
