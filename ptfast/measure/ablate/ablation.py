@@ -98,7 +98,8 @@ class Ablation:
         waiting = [t for t in self._best_first() if t not in tried and self.is_allowed(t)]
         while waiting:
             technique = waiting.pop(0)
-            rival = next((t for t in self.stack if _are_alternatives(t, technique)), None)
+            kin = technique.alternatives
+            rival = next((t for t in self.stack if kin is not None and t.alternatives == kin), None)
             if rival is not None and not self._may_beat(technique, rival):
                 continue
             if not self.stack:
@@ -135,7 +136,9 @@ class Ablation:
     def remove_each(self) -> None:
         """Measure what each technique is worth in the stack, but for one that was just added to it."""
         whole = self._arm(self.stack)
-        known = {self.stack[-1].name: self.steps[-1].comparison} if self._ends_with_a_gain() else {}
+        known: dict[str, Comparison] = {}
+        if len(self.stack) > 1 and self.steps[-1].is_kept:
+            known[self.stack[-1].name] = self.steps[-1].comparison
         self.removed |= known
         waiting = [t for t in self.stack if t.name not in known] if len(self.stack) > 1 else []
         while waiting and (seconds := self._share(len(waiting), 0.0)) is not None:
@@ -155,7 +158,7 @@ class Ablation:
             return True
         reduced = [each for each in CATALOGUE if each.kind == "reduced" and each.on]
         kin = reduced if technique.kind == "reduced" else [technique]
-        return any(self._is_on(each) for each in kin)
+        return any(self.session.is_same(START, Arm(START.name, each.on)) for each in kin)
 
     @property
     def not_reached(self) -> list[Technique]:
@@ -184,9 +187,6 @@ class Ablation:
             words = merge(words, technique.on)
         return Arm(name or ("stack" if words else PLAIN.name), tuple(merge(PLAIN.overrides, words)))
 
-    def _is_on(self, technique: Technique) -> bool:
-        return self.session.is_same(START, Arm(START.name, technique.on))
-
     def _best_first(self) -> list[Technique]:
         """Techniques that may be gains, by what they were worth to plain."""
         found: list[tuple[float, int, Technique]] = []
@@ -209,13 +209,6 @@ class Ablation:
         left_s = self.session.left_s - until_s
         least_s = self.session.least_s
         return None if left_s < least_s else max(left_s / num_left, least_s)
-
-    def _ends_with_a_gain(self) -> bool:
-        return len(self.stack) > 1 and self.steps[-1].is_kept
-
-
-def _are_alternatives(one: Technique, other: Technique) -> bool:
-    return one.alternatives is not None and one.alternatives == other.alternatives
 
 
 def _is_gain(effect: Effect | None) -> bool:

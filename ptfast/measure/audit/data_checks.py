@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ptfast.core.machine import spare_cores
 from ptfast.core.tensors.trees import tensors_in
@@ -129,11 +128,8 @@ def padding(examined: Examined) -> Iterator[Finding]:
 def shapes_under_a_search_for_kernels(examined: Examined) -> Iterator[Finding]:
     """Inputs of many shapes under cudnn_benchmark=true, which times all kernels anew for each."""
     shapes = len(examined.steps.shapes)
-    if (
-        examined.device_type == "cuda"
-        and examined.config.backend.cudnn_benchmark is True
-        and shapes > MOST_SHAPES
-    ):
+    searches = examined.device_type == "cuda" and examined.config.backend.cudnn_benchmark is True
+    if searches and shapes > MOST_SHAPES:
         yield Finding(
             f"inputs of {shapes} shapes in a few steps, for each of which cuDNN times its kernels",
             "backend.cudnn_benchmark",
@@ -146,16 +142,12 @@ def shapes_under_a_search_for_kernels(examined: Examined) -> Iterator[Finding]:
 def inputs_not_normalised(examined: Examined) -> Iterator[Finding]:
     """Inputs whose mean is far from 0 or whose deviation is far from 1, as the model gets them."""
     inputs = next(tensors_in(examined.batch), None)
-    if (
-        examined.run.info.kind not in ("image", "features")
-        or inputs is None
-        or not inputs.is_floating_point()
-    ):
+    scaled = examined.run.info.kind in ("image", "features")
+    if not scaled or inputs is None or not inputs.is_floating_point():
         return
     # Channels of an image, features of a vector.
-    channels = (
-        inputs.detach().float().transpose(0, 1).flatten(1) if inputs.dim() > 1 else inputs[None].float()
-    )
+    rows = inputs.detach().float()
+    channels = rows.transpose(0, 1).flatten(1) if rows.dim() > 1 else rows[None]
     means, deviations = channels.mean(1), channels.std(1, correction=0)
     spread = deviations > 0
     if not bool(spread.any()):
@@ -181,11 +173,8 @@ def _waits(examined: Examined) -> bool:
 
 
 def _each(seconds: float, samples: Any) -> str:
-    return (
-        duration(seconds / samples.num_samples)
-        if seconds > 1
-        else f"{seconds / samples.num_samples * 1e3:.2g} ms"
-    )
+    each_s = seconds / samples.num_samples
+    return duration(each_s) if seconds > 1 else f"{each_s * 1e3:.2g} ms"
 
 
 def _dataset(examined: Examined) -> Any:
@@ -225,16 +214,10 @@ def _padded_by_the_data(examined: Examined) -> float:
     tokens = next((t for t in tensors_in(examined.batch) if t.dim() == 2 and t.dtype == torch.int64), None)
     if tokens is None or examined.run.info.kind not in ("text", "tokens"):
         return 0.0
-    pad = (
-        examined.run.info.pad_id if examined.run.info.pad_id is not None else int(tokens[:, -1].mode().values)
-    )
+    stated = examined.run.info.pad_id
+    pad = int(tokens[:, -1].mode().values) if stated is None else stated
     # Of each row, tokens behind the last that is none.
-    behind = (tokens.flip(1) == pad).int().cumprod(1)
-    return _mean(behind)
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.float().mean())
+    return float((tokens.flip(1) == pad).int().cumprod(1).float().mean())
 
 
 CHECKS = (

@@ -10,6 +10,7 @@ import torch
 
 from ptfast.measure.audit.examined import CALL_STEPS, Examined
 from ptfast.measure.audit.finding import Finding, Price
+from ptfast.measure.audit.model_checks import times
 
 _MENDS = {
     "item": "keep sums as tensors on the device, and read them once in a while",
@@ -29,7 +30,7 @@ def reads_on_the_host(examined: Examined) -> Iterator[Finding]:
             continue
         often = calls.count / CALL_STEPS
         yield Finding(
-            f"{what}: {_times(often)} a step, the host waits for the device",
+            f"{what}: {times(often)} a step, the host waits for the device",
             place,
             _MENDS.get(what, _ELSE),
             price=Price(calls.seconds / CALL_STEPS),
@@ -37,7 +38,7 @@ def reads_on_the_host(examined: Examined) -> Iterator[Finding]:
     known = {place for _, place in examined.calls.reads}
     for place, count in examined.syncs.items():
         if place not in known:
-            yield Finding(f"{_times(count / CALL_STEPS)} a step, the host waits for the device", place, _ELSE)
+            yield Finding(f"{times(count / CALL_STEPS)} a step, the host waits for the device", place, _ELSE)
 
 
 def tensors_made_on_the_host(examined: Examined) -> Iterator[Finding]:
@@ -45,7 +46,7 @@ def tensors_made_on_the_host(examined: Examined) -> Iterator[Finding]:
     for place, calls in examined.calls.moved.items():
         if not _is_debugging(examined, place):
             yield Finding(
-                f"a tensor made on the host and moved, {_times(calls.count / CALL_STEPS)} a step",
+                f"a tensor made on the host and moved, {times(calls.count / CALL_STEPS)} a step",
                 place,
                 "device=x.device where it is made",
                 price=Price(calls.seconds / CALL_STEPS),
@@ -82,7 +83,7 @@ def graph_breaks(examined: Examined) -> Iterator[Finding]:
     """Places where compiling breaks off, where something is compiled."""
     for reason, count in examined.graph_breaks.items():
         yield Finding(
-            f"{_times(count)}, compiling broke off: {reason}",
+            f"{times(count)}, compiling broke off: {reason}",
             "compile",
             "code that can be compiled as a whole",
         )
@@ -118,10 +119,6 @@ def _without_anomaly_detection() -> Iterator[None]:
 def _is_debugging(examined: Examined, place: str) -> bool:
     """Return True for the line of a debugging aid, which is found as such."""
     return any(place.endswith(known) for places in examined.aids.values() for known in places)
-
-
-def _times(count: float) -> str:
-    return "once" if count == 1 else f"{count:g} times"
 
 
 CHECKS = (

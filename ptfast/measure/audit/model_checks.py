@@ -89,7 +89,7 @@ def attention_by_hand(examined: Examined) -> Iterator[Finding]:
     for place, calls in examined.operators.attentions.items():
         modules = dict.fromkeys(module for module, _ in calls if module)
         yield Finding(
-            f"attention by a softmax between two products, {_times(len(calls))} a step",
+            f"attention by a softmax between two products, {times(len(calls))} a step",
             f"{place} ({_listed(modules)})" if modules else place,
             "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)",
             kind="reordered",
@@ -102,7 +102,7 @@ def gelu_by_hand(examined: Examined) -> Iterator[Finding]:
     for place, calls in examined.operators.gelus.items():
         tanh = calls[0].approximate == "tanh"
         yield Finding(
-            f"GELU in single operators, {_times(len(calls))} a step",
+            f"GELU in single operators, {times(len(calls))} a step",
             place,
             'F.gelu(x, approximate="tanh")' if tanh else "F.gelu(x)",
             kind="reordered",
@@ -254,8 +254,9 @@ def _replaced(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             setattr(parent, name, module)
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
+def times(count: float) -> str:
+    """How often, in words."""
+    return "once" if count == 1 else f"{count:g} times"
 
 
 def _counted(count: int, one: str, several: str = "") -> str:

@@ -163,19 +163,14 @@ def _of_image_files(config: Config) -> dict[str, Any]:
     if source.name != "imagefolder":
         # CIFAR's own folder, wherever it was found or unpacked.
         folder = getattr(source, "root", None)
-        return {} if folder is None else {"DATA_PATH": str(_cifar_folder(folder))}
+        patterns = ("batches.meta", "cifar-10*/batches.meta", "meta", "cifar-100*/meta")
+        marks = [mark for pattern in patterns for mark in folder.glob(pattern)] if folder else []
+        return {"DATA_PATH": str(marks[0].parent)} if marks else {}
     if kwargs.get("image_size") is not None:
         raise refused("data.image_size", kwargs["image_size"], "Set data.image_size=null")
     if not (source.root / "train").is_dir():
         raise refused("data.root", source.root, "Put the class folders into train/ and test/")
-    held = {} if "val" in list_tree(source.root)[1] else None
-    return {"VAL_SIZE": 0} if held is not None else {}
-
-
-def _cifar_folder(root: Path) -> Path:
-    marked = [*root.glob("batches.meta"), *root.glob("cifar-10*/batches.meta")]
-    marked += [*root.glob("meta"), *root.glob("cifar-100*/meta")]
-    return marked[0].parent
+    return {"VAL_SIZE": 0} if "val" in list_tree(source.root)[1] else {}
 
 
 def _of_tables(config: Config) -> dict[str, Any]:
@@ -220,18 +215,6 @@ def _of_schedule(config: Config, run: Run) -> dict[str, Any]:
     return found
 
 
-def _none(shape: Any, span: Span) -> dict[str, Any]:
-    return {}
-
-
-def _step(shape: lr_schedules.Step, span: Span) -> dict[str, Any]:
-    return {"MILESTONES": tuple(span.every(shape.every))}
-
-
-def _multistep(shape: lr_schedules.MultiStep, span: Span) -> dict[str, Any]:
-    return {"MILESTONES": tuple(span.steps(milestone) for milestone in shape.milestones)}
-
-
 def _onecycle(shape: lr_schedules.OneCycle, span: Span) -> dict[str, Any]:
     """Where the phases end, and the figures there, as `OneCycle` has them."""
     rise_steps, last = span.position(shape.rise), span.total_steps - 1.0
@@ -249,12 +232,12 @@ def _onecycle(shape: lr_schedules.OneCycle, span: Span) -> dict[str, Any]:
 
 
 _FIGURES: dict[type[Shape], Callable[[Any, Span], dict[str, Any]]] = {
-    lr_schedules.Constant: _none,
-    lr_schedules.Step: _step,
-    lr_schedules.MultiStep: _multistep,
-    lr_schedules.Linear: _none,
-    lr_schedules.Cosine: _none,
-    lr_schedules.Polynomial: _none,
+    **dict.fromkeys(
+        (lr_schedules.Constant, lr_schedules.Linear, lr_schedules.Cosine, lr_schedules.Polynomial),
+        lambda shape, span: {},
+    ),
+    lr_schedules.Step: lambda shape, span: {"MILESTONES": tuple(span.every(shape.every))},
+    lr_schedules.MultiStep: lambda shape, span: {"MILESTONES": tuple(map(span.steps, shape.milestones))},
     lr_schedules.OneCycle: _onecycle,
 }
 """Schedules that scripts follow, and what each has beside the common figures."""

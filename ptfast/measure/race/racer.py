@@ -116,13 +116,8 @@ class Race:
     def _left_s(self) -> float:
         """Seconds that the runs to come will take, by those of the same arm, or of any."""
         known_s = [statistics.fmean(times) for times in self._wall_s.values()]
-        return sum(
-            (self.num_seeds - len(self._wall_s.get(number, []))) * self._typical_s(number, known_s)
-            for number in range(len(self.arms))
-        )
-
-    def _typical_s(self, number: int, known_s: list[float]) -> float:
-        return statistics.fmean(self._wall_s.get(number) or known_s)
+        by_arm = [self._wall_s.get(number, []) for number in range(len(self.arms))]
+        return sum((self.num_seeds - len(times)) * statistics.fmean(times or known_s) for times in by_arm)
 
 
 def race(
@@ -166,7 +161,7 @@ def race(
         _write(racing, command, tunes)
         name = arms[0].config.recipe or "train"
         draw(folder / PICTURE, [a.name for a in racing.arms], racing.finishes, f"{name}: {target}")
-        _say_folder(folder)
+        say(f"picture and figures: {folder}" if is_terminal(standard_output()) else f"folder {folder}")
     return EXIT_INTERRUPTED if interrupted else EXIT_OK
 
 
@@ -272,11 +267,6 @@ def _write(racing: Race, command: Sequence[str], tuned: bool) -> None:
             },
         },
     )
-
-
-def _say_folder(folder: Path) -> None:
-    stream = standard_output()
-    say(f"picture and figures: {folder}" if is_terminal(stream) else f"folder {folder}", stream)
 
 
 def draw(path: Path, names: Sequence[str], finishes: Sequence[Finish], title: str) -> None:

@@ -7,11 +7,9 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ptfast.core.run import Run
 from ptfast.optim.build_optimizer import load_optimizer
@@ -28,12 +26,11 @@ def preserving_state(run: Run) -> Iterator[None]:
 
     Cost: a copy of weights and optimizer state on the device.
     """
-    model = _copied(run.model.state_dict())
-    optimizer = _copied(run.optimizer.state_dict())
+    model, optimizer = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
     scaler = run.precision.scaler
     scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
     kept = {name: getattr(run, name) for name in HIDDEN}
-    random_state, status = _random_state(run.device), run.status
+    of_python, of_numpy, status = random.getstate(), np.random.get_state(), run.status
     figures, best_figures = dict(status.figures), dict(status.best_figures)
     run.status = replace(
         status, progress=replace(status.progress), figures=figures, best_figures=best_figures
@@ -41,7 +38,8 @@ def preserving_state(run: Run) -> Iterator[None]:
     run.ema, run.callbacks, run.watchers = None, [], []
     was_training = run.model.training
     try:
-        yield
+        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+            yield
     finally:
         with torch.no_grad():
             for name, value in run.model.state_dict().items():
@@ -54,28 +52,5 @@ def preserving_state(run: Run) -> Iterator[None]:
         for name, value in kept.items():
             setattr(run, name, value)
         run.model.train(was_training)
-        _restore_random(random_state, run.device)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: _copied(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    return copy.deepcopy(value)
-
-
-def _random_state(device: torch.device) -> tuple[Any, ...]:
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
-
-
-def _restore_random(state: tuple[Any, ...], device: torch.device) -> None:
-    of_python, of_numpy, of_torch, on_device = state
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    torch.set_rng_state(of_torch)
-    if on_device is not None:
-        torch.cuda.set_rng_state(on_device, device)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
