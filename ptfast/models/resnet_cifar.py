@@ -26,12 +26,7 @@ class ResNetCifar(nn.Module):
     """
 
     def __init__(
-        self,
-        num_classes: int,
-        in_channels: int = 3,
-        depth: int = 20,
-        width: int = 16,
-        drop_path: float = 0.0,
+        self, num_classes: int, in_channels: int = 3, depth: int = 20, width: int = 16, drop_path: float = 0.0
     ) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:

@@ -16,11 +16,7 @@ _AUXILIARY = ("googlenet", "inception_v3")
 
 
 def build(
-    name: str,
-    num_classes: int,
-    in_channels: int = 3,
-    pretrained: bool = False,
-    **kwargs: Any,
+    name: str, num_classes: int, in_channels: int = 3, pretrained: bool = False, **kwargs: Any
 ) -> nn.Module:
     """Construct a torchvision classifier (`resnet50`, `vit_b_16`) or segmentation model (`fcn_resnet50`).
 

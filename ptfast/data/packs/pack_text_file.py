@@ -81,9 +81,7 @@ def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> 
     if not split.bytes:
         raise DataError("D002", "holds no text", key="SRC", value=manifest.source.path)
     facts = replace(
-        text,
-        dtype=split.facts[0]["dtype"],
-        text_bytes=sum(piece["text_bytes"] for piece in split.facts),
+        text, dtype=split.facts[0]["dtype"], text_bytes=sum(piece["text_bytes"] for piece in split.facts)
     )
     return replace(manifest, splits={_SPLIT: split.split(folder / f"{_SPLIT}.index")}, text=facts)
 

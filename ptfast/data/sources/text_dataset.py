@@ -184,11 +184,7 @@ class TextFile:
     def _read(self) -> Tokenized:
         if self.path.is_dir() and (manifest := open_pack(self.path, "data.path")) is not None:
             return read_packed_text(
-                self.path,
-                manifest,
-                tokenizer=self.tokenizer,
-                documents=self.documents,
-                known=self._known,
+                self.path, manifest, tokenizer=self.tokenizer, documents=self.documents, known=self._known
             )
         text = read_text(self.path)
         if self._known is not None:

@@ -17,11 +17,7 @@ WHOLE_RUN = "it changes how fast the loss falls, not what a step costs: ptfast r
 
 
 def choose(
-    meets: Collection[Need],
-    machine: ThisMachine,
-    *,
-    only: Sequence[Technique] = (),
-    compiles: bool = False,
+    meets: Collection[Need], machine: ThisMachine, *, only: Sequence[Technique] = (), compiles: bool = False
 ) -> tuple[list[Technique], dict[str, str]]:
     """The techniques to measure, the most promising first, and why each of the others is left out.
 

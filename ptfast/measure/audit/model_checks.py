@@ -154,10 +154,7 @@ def float64(examined: Examined) -> Iterator[Finding]:
     names = [name for name, p in examined.run.model.named_parameters() if "float64" in str(p.dtype)]
     if names:
         yield Finding(
-            f"{_counted(len(names), 'parameter')} in float64",
-            _listed(names),
-            "model.float()",
-            kind="reduced",
+            f"{_counted(len(names), 'parameter')} in float64", _listed(names), "model.float()", kind="reduced"
         )
         return
     for place, count in examined.operators.doubles.items():

@@ -236,9 +236,9 @@ def call(name: str, arguments: dict[str, Any]) -> list[str]:
 
 def _settings(used: set[str], constants: dict[str, Any]) -> str:
     lines = []
-    for name, comment in COMMENTS.items():
+    for name, value in constants.items():
         if name in used:
-            value = constants[name]
+            comment = COMMENTS.get(name)
             shown = pprint.pformat(value, width=_WIDTH - 20, compact=True).replace("'", '"')
             note = f"  # {comment}" if comment else ""
             broken = "\n" in shown and isinstance(value, tuple)

@@ -19,41 +19,23 @@ from ptfast.training.prepare_data import evaluated_at_once
 PARTS = "ptfast.measure.eject.parts"
 COMMENTS = {
     "SEED": "of weights, order, augmentation and dropout",
-    "DEVICE": "",
     "THREADS": "the order of sums depends on it",
-    "DATA_PATH": "",
-    "FILES": "",
     "VAL_SIZE": "held out of the training samples",
     "MEAN": "of each channel, of 0 to 255",
-    "STD": "",
     "CROP_PADDING": "pixels on each side",
-    "TOKENIZER": "",
     "MIN_COUNT": "occurrences below which a token is unknown",
     "MAX_LENGTH": "tokens of a text",
     "CONTEXT_LENGTH": "tokens of a sample",
-    "CLASSES": "",
-    "BATCH_SIZE": "",
     "MICRO_BATCHES": "parts of a batch, of which the gradients add up",
-    "TOTAL_STEPS": "",
-    "LOG_STEPS": "",
-    "EVAL_STEPS": "",
-    "EVAL_BATCH_SIZE": "",
-    "AUTOCAST": "",
-    "LABEL_SMOOTHING": "",
     "CLIP_NORM": "of all gradients as one vector",
-    "CLIP_VALUE": "",
-    "WARMUP_STEPS": "",
     "DELAY_STEPS": "before the schedule's own clock starts",
     "SPAN_STEPS": "of the schedule",
     "MILESTONES": "steps at which the learning rate falls",
-    "GAMMA": "",
     "END_FACTOR": "of the learning rate in the end",
-    "POWER": "",
     "PHASE_ENDS": "in steps",
     "PHASE_FACTORS": "on the learning rate, at the ends of phases",
-    "PHASE_MOMENTA": "",
 }
-"""Settings at the head of a script, in their order, with what is said of each."""
+"""What is said of settings at the head of a script."""
 _DATA = {
     "ptfast.data.sources.digits.Digits": "script_images",
     "ptfast.data.sources.cifar.Cifar": "script_images",
@@ -98,6 +80,7 @@ def constants_of(config: Config, run: Run) -> dict[str, Any]:
         "SEED": config.seed,
         "DEVICE": run.device.type,
         "THREADS": run.resolved.threads,
+        **_of_data(config, run),
         "BATCH_SIZE": config.batch_size,
         "MICRO_BATCHES": micro_batches,
         "DROP_LAST": config.dataloader.last == "drop",
@@ -110,7 +93,6 @@ def constants_of(config: Config, run: Run) -> dict[str, Any]:
         "LABEL_SMOOTHING": config.task.options.get("label_smoothing", 0.0),
         "CLIP_NORM": config.gradients.clip_norm,
         "CLIP_VALUE": config.gradients.clip_value,
-        **_of_data(config, run),
         **_of_schedule(config, run),
     }
 

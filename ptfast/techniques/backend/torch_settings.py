@@ -25,11 +25,7 @@ MOST_SHAPES = 8
 
 
 def apply_backend(
-    backend: Backend,
-    *,
-    device: torch.device,
-    num_local_ranks: int = 1,
-    before: Resolved | None = None,
+    backend: Backend, *, device: torch.device, num_local_ranks: int = 1, before: Resolved | None = None
 ) -> dict[str, Any]:
     """Set torch's process-wide switches and say what `auto` became.
 

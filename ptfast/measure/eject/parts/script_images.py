@@ -65,14 +65,8 @@ def read_files() -> dict[str, Split]:
         labels = "fine_labels"
         return {"train": read_cifar(["train"], labels), "test": read_cifar(["test"], labels)}
     folders = sorted(folder for folder in Path(DATA_PATH).iterdir() if folder.is_dir())
-    names = {
-        "train": "train",
-        "val": "val",
-        "valid": "val",
-        "validation": "val",
-        "dev": "val",
-        "test": "test",
-    }
+    names = {"train": "train", "test": "test"}
+    names |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
     return {names[folder.name]: read_class_folders(folder) for folder in folders if folder.name in names}
 
 

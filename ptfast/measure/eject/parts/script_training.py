@@ -13,12 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.measure.eject.parts.script_images import (
-    Split,
-    evaluation_batch,
-    load_data,
-    training_batch,
-)
+from ptfast.measure.eject.parts.script_images import Split, evaluation_batch, load_data, training_batch
 from ptfast.measure.eject.parts.script_order import shuffled, step_seed
 
 DEVICE = "cpu"
