@@ -160,6 +160,18 @@ def infer_task(labels: Tensor, target_kind: str, *, floats_as_labels: bool = Fal
     return "regression", "floats"
 
 
+def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str:
+    """What tells the names of classes from those that are known, in words; nothing for another order.
+
+    Args:
+        who: knows no others, as a clause: `which train/ has not`.
+    """
+    unknown, missing = sorted({*names} - {*known}), sorted({*known} - {*names})
+    parts = [f"has {', '.join(unknown[:3])}, {who}"] if unknown else []
+    parts += [f"lacks {', '.join(missing[:3])}"] if missing else []
+    return " and ".join(parts)
+
+
 def shape_of(labels: Tensor) -> str:
     """The shape of one label, in words."""
     return f"shape {'x'.join(map(str, labels.shape[1:]))}"

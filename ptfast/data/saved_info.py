@@ -8,6 +8,7 @@ from typing import Any
 from ptfast.core.errors import DataError, SavedStateError, name_some
 from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import differing
+from ptfast.data.label_checks import differing_names
 
 _MUST_AGREE = {
     "kind": "the kind of data",
@@ -97,10 +98,8 @@ def _misfit(code: str, what: str, known: str) -> DataError:
 
 
 def _differing_classes(known: tuple[str, ...], found: tuple[str, ...]) -> DataError:
-    unknown, missing = sorted(set(found) - set(known)), sorted(set(known) - set(found))
-    parts = [f"has {', '.join(unknown[:3])}, which the model does not know"] if unknown else []
-    parts += [f"lacks {', '.join(missing[:3])}"] if missing else []
-    what = f"its classes differ from those of training: {' and '.join(parts) or 'they are in another order'}"
+    differ = differing_names(found, known, "which the model does not know") or "they are in another order"
+    what = f"its classes differ from those of training: {differ}"
     return DataError("D003", what, key="data", suggestion="Give it the class folders of the training data")
 
 

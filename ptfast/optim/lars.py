@@ -56,8 +56,6 @@ class Lars(LayerwiseOptimizer):
     ) -> None:
         if not trust > 0:
             raise ValueError(f"trust must be above 0, not {trust}")
-        if nesterov and not momentum:
-            raise ValueError("nesterov needs a momentum")
         super().__init__(params, defaults_of(locals()))
 
     def _update(self, group: Group, batch: LayerBatch) -> None:

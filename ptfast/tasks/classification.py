@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo, Metrics
 from ptfast.tasks.ratios import Ratios, accuracy, top5_accuracy
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
@@ -29,8 +29,6 @@ class Classification(SupervisedTask):
         self, info: DataInfo, loss: LossFunction | None = None, label_smoothing: float = 0.0
     ) -> None:
         super().__init__(info, loss)
-        if not 0 <= label_smoothing < 1:
-            raise ConfigError("C005", "must lie in [0, 1)", key="task.label_smoothing", value=label_smoothing)
         self.num_classes = known_classes(info)
         self.counts_samples = not info.ignores_labels
         self.label_smoothing = label_smoothing

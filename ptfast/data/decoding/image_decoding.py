@@ -105,24 +105,6 @@ class Decoder:
         image = self._decode_jpeg(buffer, AS_RGB, False)
         return Decoded(image.permute(1, 2, 0).numpy(), False)
 
-    def stack(self, paths: Sequence[str]) -> tuple[Pixels, int]:
-        """Decode files of one size: uint8 (files, height, width, 3), and how many were converted.
-
-        Raises:
-            DataError: D005 for a file that cannot be decoded, or sizes that differ.
-        """
-        first = self(paths[0])
-        images = np.empty((len(paths), *first.pixels.shape), np.uint8)
-        images[0] = first.pixels
-        converted = int(first.converted)
-        for i, path in enumerate(paths[1:], 1):
-            pixels, was_converted = self(path)
-            if pixels.shape != first.pixels.shape:
-                raise mixed_sizes(path, pixels.shape, first.pixels.shape)
-            images[i] = pixels
-            converted += was_converted
-        return images, converted
-
 
 def size_of(path: str) -> tuple[int, int]:
     """Height and width of an image by what the beginning of its file says.
@@ -168,15 +150,20 @@ def decode_all(
 
     Returns:
         The images, and how many were not 8-bit RGB and have been converted.
+
+    Raises:
+        DataError: D005 for a file that cannot be decoded, or sizes that differ.
     """
     first, holder = decoder(paths[0]).pixels, holder or Holder()
 
     def decode(images: Pixels, start: int) -> int:
-        chunk = paths[start : start + _CHUNK]
-        pixels, converted = decoder.stack(chunk)
-        if pixels.shape[1:] != first.shape:
-            raise mixed_sizes(chunk[0], pixels.shape[1:], first.shape)
-        images[start : start + len(chunk)] = pixels
+        converted = 0
+        for place, path in enumerate(paths[start : start + _CHUNK], start):
+            decoded = decoder(path)
+            if decoded.pixels.shape != first.shape:
+                raise mixed_sizes(path, decoded.pixels.shape, first.shape)
+            images[place] = decoded.pixels
+            converted += decoded.converted
         return converted
 
     def fill(images: Pixels) -> int:

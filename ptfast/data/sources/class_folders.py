@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ptfast.core.errors import DataError
 from ptfast.data.decoding.image_decoding import SUFFIXES
+from ptfast.data.label_checks import differing_names
 
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
 """Folders of each split, by the names that they may have."""
@@ -87,8 +88,7 @@ def image_files(folder: Path) -> list[str]:
 
 
 def _differ(folder: Path, names: tuple[str, ...], classes: tuple[str, ...]) -> DataError:
-    extra, missing = sorted(set(names) - set(classes)), sorted(set(classes) - set(names))
-    parts = [f"has {', '.join(extra[:3])}, which train/ has not"] if extra else []
-    parts += [f"lacks {', '.join(missing[:3])}"] if missing else []
-    what = f"its classes differ from those of train/: {' and '.join(parts)}"
+    what = (
+        f"its classes differ from those of train/: {differing_names(names, classes, 'which train/ has not')}"
+    )
     return DataError("D003", what, key=str(folder), suggestion="Give every split the same class folders")

@@ -11,6 +11,7 @@ from typing import Any
 
 from ptfast.config.files.frozen import redact
 from ptfast.core import run_directory
+from ptfast.core.devices import cpu_facts
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.core.machine import usable_cores
 from ptfast.core.units import duration
@@ -265,14 +266,7 @@ class Session:
     def _environment(self) -> dict[str, Any]:
         """Versions and device, as a process of the session saw them, and the cores of this machine."""
         found = next((warm["environment"] for warm in self.pool.warm.values() if "environment" in warm), {})
-        return found | {"usable_cores": usable_cores(), "cpu_flags_sha256": _cpu_flags_hash()}
-
-
-def _cpu_flags_hash() -> str | None:
-    """Hash of the instruction sets of the CPU: two machines of one name may differ in them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:16]
+        # Two machines of one name may differ in their CPUs' instruction sets.
+        flags = "".join(cpu_facts("flags", "Features")[:1])
+        digest = hashlib.sha256(flags.encode()).hexdigest()[:16]
+        return found | {"usable_cores": usable_cores(), "cpu_flags_sha256": digest}

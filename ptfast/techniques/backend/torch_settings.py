@@ -18,6 +18,7 @@ from ptfast.core.machine import read_setting, usable_cores
 from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
+from ptfast.core.tensors.trees import tensors_in
 from ptfast.techniques.backend import Backend
 
 MOST_SHAPES = 8
@@ -83,22 +84,13 @@ def watch_shapes(
     """
     seen: set[Any] = set()
     for batch in batches:
-        seen.update(_input_shape(data) for data, _ in batch.micro_batches)
+        seen.update(tuple(tensor.shape for tensor in tensors_in(data)) for data, _ in batch.micro_batches)
         if len(seen) > most:
             turn_off()
             yield batch
             break
         yield batch
     yield from batches
-
-
-def _input_shape(data: Any) -> Any:
-    """A key that differs where the shapes of two micro-batches' inputs do."""
-    if isinstance(data, torch.Tensor):
-        return data.shape
-    if isinstance(data, dict):
-        return tuple(_input_shape(value) for value in data.values())
-    return _input_shape(data[0]) if isinstance(data, (tuple, list)) and data else None
 
 
 def resolve_threads(num_local_ranks: int) -> int:

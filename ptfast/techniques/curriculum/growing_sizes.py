@@ -102,18 +102,16 @@ def build_resize(
     """
     key = "curriculum.image_size_from"
     if info.kind != "image" or info.input_shape is None:
-        hint = "Use curriculum=none"
-        raise ConfigError("C011", f"{info.kind} data has no images", key=key, value=first, suggestion=hint)
+        raise _refused(f"{info.kind} data has no images", key, first)
     channels, *shape = info.input_shape
     full = min(shape)
     first = full // 2 if first == "auto" else first
     if not 0 < first < full:
-        what = f"not smaller than the images, which have {full} pixels"
-        raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
+        raise _refused(f"not smaller than the images, which have {full} pixels", key, first)
     stages, masks = grow(first, full, multiple, over_steps), info.target_kind in ("mask", "map")
     if info.target_kind == "unknown":
         what = "targets that may be places in an image, such as boxes or points, do not shrink with it"
-        raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
+        raise _refused(what, key, first)
     resize = Resize(stages, (shape[0], shape[1]), masks=masks)
     _check_takes(model, torch.zeros(2, channels, *resize.size(first)), key, first)
     return resize
@@ -132,13 +130,10 @@ def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info
     """
     key, full = "curriculum.length_from", info.context_length
     if info.kind != "tokens" or full is None:
-        hint = "Use curriculum=none"
-        what = f"{info.kind} data has no sequences to cut"
-        raise ConfigError("C011", what, key=key, value=first, suggestion=hint)
+        raise _refused(f"{info.kind} data has no sequences to cut", key, first)
     first = full // 4 if first == "auto" else first
     if not 0 < first < full:
-        what = f"not shorter than the sequences, which have {full} tokens"
-        raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
+        raise _refused(f"not shorter than the sequences, which have {full} tokens", key, first)
     return Cut(grow(first, full, multiple, over_steps))
 
 
@@ -175,8 +170,7 @@ def build_batch_sizes(
     if first == "auto":
         first = -(-batch_size // (4 * micro_batches)) * micro_batches
     if first >= batch_size:
-        what = f"not below the full batch_size={batch_size}"
-        raise ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
+        raise _refused(f"not below the full batch_size={batch_size}", key, first)
     mean_size = grow(first, batch_size, first, batch_size).mean_before_last
     if over.unit == "steps" or (over.unit == "percent" and steps is not None):
         over_steps = over.steps(steps)
@@ -197,6 +191,10 @@ def build_batch_sizes(
 def describe_batch_sizes(sizes: Stages) -> str:
     """One line for the panel."""
     return _describe("batches from {} to {} samples", sizes)
+
+
+def _refused(what: str, key: str, first: int | str) -> ConfigError:
+    return ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
 
 
 def _describe(what: str, stages: Stages) -> str:

@@ -35,8 +35,6 @@ class Wsd(Shape):
 
     def __post_init__(self) -> None:
         self.decay = Duration.parse(self.decay, "steps")
-        if self.anneal not in ("1-sqrt", "linear"):
-            raise ConfigError("C005", "must be 1-sqrt or linear", key="schedule.anneal", value=self.anneal)
 
     def factor(self, span: Span) -> Curve:
         decay_steps = span.steps(self.decay)
