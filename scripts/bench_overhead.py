@@ -123,8 +123,9 @@ def by_hand(bench: Bench) -> Mlp:
     """The leanest loop that torch's documented interfaces allow, on ptfast's batches."""
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.durations import Duration
-    from ptfast.data.build_data import build_data, build_train_loader
+    from ptfast.data.build_data import build_data
     from ptfast.data.loaders.loading import Loading
+    from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
 
     data = build_data(bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)

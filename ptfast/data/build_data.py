@@ -14,30 +14,16 @@ from ptfast.data.data_fingerprint import Contents
 from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits
 from ptfast.data.label_checks import as_classes, check_labels
 from ptfast.data.loaders.collate import Collate
-from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.masks import with_masks
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sample_orders import checked_weights
-from ptfast.data.sampling.sampler import smallest_micro_batch
 from ptfast.data.sampling.split import split_indices
-from ptfast.data.saved_info import as_known, check_same_data, read_info
+from ptfast.data.saved_info import as_known
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.normalize import Statistics, statistics
-
-__all__ = [
-    "Data",
-    "Source",
-    "build_data",
-    "build_eval_loader",
-    "build_train_loader",
-    "check_same_data",
-    "read_info",
-    "smallest_micro_batch",
-]
 
 _LABELS_OF = {
     "classification": ("classification", "regression", "multilabel"),

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from ptfast.core.protocols import DataInfo
 
-__all__ = ["build_model"]
-
 
 class ModelTarget(Protocol):
     """An import path and its keywords."""

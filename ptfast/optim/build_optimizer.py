@@ -18,20 +18,6 @@ from ptfast.core.tensors.trees import map_tensors
 from ptfast.optim.fused_steps import build_step, keep_compiler_unimported
 from ptfast.optim.layer_batches import laid_out_as
 from ptfast.optim.layerwise import LayerwiseOptimizer
-from ptfast.optim.parameters.groups import Grouping, reference_lr, scale_for_batch
-
-__all__ = [
-    "Grouping",
-    "apply_lr",
-    "build_optimizer",
-    "build_step",
-    "has_momentum",
-    "load_optimizer",
-    "reference_lr",
-    "scale_for_batch",
-    "start_momentum",
-    "state_by_name",
-]
 
 FOREACH_DEVICES = ("cuda", "xpu")
 """Where torch's optimizers take the foreach path of themselves."""

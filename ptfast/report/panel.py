@@ -134,7 +134,7 @@ def _resumed(run: Run) -> dict[str, object]:
 
 def _rate(run: Run) -> str:
     """The learning rate, and how it came from that of a reference batch."""
-    from ptfast.optim.build_optimizer import reference_lr
+    from ptfast.optim.parameters.groups import reference_lr
 
     scaling = run.resolved.lr_scaling
     return f"{reference_lr(run.optimizer, 'initial_lr'):g}" + (f" ({scaling})" if scaling else "")

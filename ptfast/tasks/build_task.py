@@ -11,8 +11,6 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import TASKS, DataInfo, Task, takes_own_steps
 from ptfast.core.sections.nearest_name import did_you_mean
 
-__all__ = ["TASKS", "build_task"]
-
 
 def build_task(name: str, info: DataInfo, **options: Any) -> Task:
     """Construct the task of a run.

@@ -8,7 +8,8 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import EvalLoader, Task, Watched
-from ptfast.data.build_data import Data, build_eval_loader
+from ptfast.data.build_data import Data
+from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.techniques.ema.weight_averages import Average, Ema, ScheduleFree, Swa

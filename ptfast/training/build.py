@@ -21,14 +21,8 @@ from ptfast.core.saved_state import State, read_state
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.models.data_fit import remedy
-from ptfast.optim.build_optimizer import (
-    Grouping,
-    build_optimizer,
-    has_momentum,
-    reference_lr,
-    scale_for_batch,
-    start_momentum,
-)
+from ptfast.optim.build_optimizer import build_optimizer, has_momentum, start_momentum
+from ptfast.optim.parameters.groups import Grouping, reference_lr, scale_for_batch
 from ptfast.profiling.limits.step_counting import StepCounter
 from ptfast.report.loggers import NoLogger
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes

@@ -17,23 +17,18 @@ from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import DataError, PtfastError, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, EvalLoader, Task, TrainLoader
 from ptfast.core.run import Resolved, unless_resolved
-from ptfast.data.build_data import (
-    Data,
-    build_data,
-    build_eval_loader,
-    build_train_loader,
-    check_same_data,
-    read_info,
-)
+from ptfast.data.build_data import Data, build_data
 from ptfast.data.loaders.collate import Collate
+from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.data.loaders.side_stream import SideStream, open_side_stream
-from ptfast.data.loaders.train_loader import Loader
+from ptfast.data.loaders.train_loader import Loader, build_train_loader
 from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling
 from ptfast.data.sampling.sampler import Sharding
+from ptfast.data.saved_info import check_same_data, read_info
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import Marks
 from ptfast.data.transforms.augment import Augment, build_augment

@@ -26,7 +26,7 @@ from ptfast.models import Model
 from ptfast.models.build_model import build_model
 from ptfast.models.data_fit import looks_unfit, remedy
 from ptfast.models.warm_start import load_weights
-from ptfast.optim.build_optimizer import Grouping
+from ptfast.optim.parameters.groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import Compilation, apply_compile

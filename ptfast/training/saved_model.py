@@ -18,8 +18,9 @@ from ptfast.core.protocols import DataInfo, Task
 from ptfast.core.run import Resolved
 from ptfast.core.saved_state import read_state
 from ptfast.core.units import duration, listed
-from ptfast.data.build_data import Data, check_same_data, read_info
+from ptfast.data.build_data import Data
 from ptfast.data.loaders.side_stream import open_side_stream
+from ptfast.data.saved_info import check_same_data, read_info
 from ptfast.report.metric_tables import plain
 from ptfast.report.terminal.display import Display as NoDisplay
 from ptfast.report.terminal.display import is_terminal, standard_output, terminal_display

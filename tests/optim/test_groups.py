@@ -22,14 +22,8 @@ from ptfast.core.sections.targets import Target
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.optim import Optimizer, ParameterGroup
-from ptfast.optim.build_optimizer import (
-    Grouping,
-    build_optimizer,
-    reference_lr,
-    scale_for_batch,
-    start_momentum,
-)
-from ptfast.optim.parameters.groups import layer_depths
+from ptfast.optim.build_optimizer import build_optimizer, start_momentum
+from ptfast.optim.parameters.groups import Grouping, layer_depths, reference_lr, scale_for_batch
 from ptfast.training.fit import fit
 
 CPU = torch.device("cpu")

@@ -104,7 +104,7 @@ def measure_lr(trial: TrialRank, *, trial_steps: int, **keywords: Any) -> None:
     """Run the test and the trials on one rank."""
     from ptfast.measure.lr.lr_trials import run_trials
     from ptfast.measure.lr.range_test import range_test
-    from ptfast.optim.build_optimizer import reference_lr
+    from ptfast.optim.parameters.groups import reference_lr
     from ptfast.training.build import build
 
     config, display = trial.config, build_display(trial.ranks.rank)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ptfast.core.run import Run
 from ptfast.measure.lr.lr_suggestion import LOSS_DIVERGED, has_diverged, running_mean
 from ptfast.measure.trials.state_guard import preserving_state
-from ptfast.optim.build_optimizer import reference_lr
+from ptfast.optim.parameters.groups import reference_lr
 from ptfast.techniques.schedule.scheduled_run import Schedule
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.loss_window import MOST_SKIPPED, sum_and_read

@@ -15,8 +15,6 @@ from ptfast.report.html.metric_charts import metric_sections
 from ptfast.report.html.run_files import RunFiles, is_finite, read_run
 from ptfast.report.html.svg_charts import SCRIPT_FILE, Series, curve_controls, line_chart, stacked_bar
 
-__all__ = ["chart_order", "headline", "write_report"]
-
 REPORT_FILE = "report.html"
 CAUSE_COLORS = {
     "start_up": "c7",

@@ -14,18 +14,6 @@ from ptfast.core.errors import one_line
 from ptfast.core.units import are_numbers
 from ptfast.report.terminal.plain_display import Display, PlainDisplay
 
-__all__ = [
-    "Display",
-    "PlainDisplay",
-    "build_display",
-    "fits",
-    "is_terminal",
-    "say",
-    "standard_output",
-    "table",
-    "terminal_display",
-]
-
 
 def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
     """The display that suits `stream` (standard output if not given); a silent one for ranks other than 0."""

@@ -13,7 +13,7 @@ from ptfast.core.distributed import Ranks, sum_over_ranks
 from ptfast.core.errors import NumericsError
 from ptfast.core.machine import peak_memory_bytes
 from ptfast.core.run import Run
-from ptfast.optim.build_optimizer import reference_lr
+from ptfast.optim.parameters.groups import reference_lr
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
 from ptfast.training.step_parts.first_step import FirstStep
 from ptfast.training.step_parts.gradient_inspection import GradientInspection

@@ -12,14 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ptfast.measure.eject.parts.script_order import (
-    CROP_X,
-    CROP_Y,
-    FLIP,
-    VAL_SIZE,
-    random_integers,
-    split_indices,
-)
+from ptfast.data.sampling.counter_draws import CROP_X, CROP_Y, FLIP, integers
+from ptfast.measure.eject.parts.script_order import SEED, VAL_SIZE, split_indices
 
 DATA = "digits"
 DATA_PATH = "digits.npz"
@@ -125,15 +119,15 @@ def crop_and_flip(images: Tensor, indices: np.ndarray, epoch: int) -> Tensor:
     columns = np.broadcast_to(np.arange(width), (len(images), width))
     if CROP_PADDING:
         pad = CROP_PADDING
-        rows = rows + random_integers(epoch, indices, CROP_Y, 2 * pad + 1)[:, None]
-        columns = columns + random_integers(epoch, indices, CROP_X, 2 * pad + 1)[:, None]
+        rows = rows + integers(SEED, epoch, indices, CROP_Y, 2 * pad + 1)[:, None]
+        columns = columns + integers(SEED, epoch, indices, CROP_X, 2 * pad + 1)[:, None]
         images = torch.nn.functional.pad(images, (0, 0, pad, pad, pad, pad))
     if MIRRORED == "alternating":
         # Each image and its mirror image in turns.
-        mirrored = random_integers(0, indices, FLIP, 2) ^ (epoch & 1)
+        mirrored = integers(SEED, 0, indices, FLIP, 2) ^ (epoch & 1)
         columns = np.where(mirrored[:, None], images.shape[2] - 1 - columns, columns)
     if MIRRORED is True:
-        mirrored = random_integers(epoch, indices, FLIP, 2)
+        mirrored = integers(SEED, epoch, indices, FLIP, 2)
         columns = np.where(mirrored[:, None], images.shape[2] - 1 - columns, columns)
     samples = np.arange(len(images))[:, None, None]
     return images[samples, rows[:, :, None], columns[:, None, :]]

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptfast.measure.eject.parts.script_order import VAL_SIZE, WINDOW, random_integers
+from ptfast.data.sampling.counter_draws import WINDOW, integers
+from ptfast.measure.eject.parts.script_order import SEED, VAL_SIZE
 
 DATA_PATH = "text.txt"
 DEVICE = "cpu"
@@ -49,7 +50,7 @@ def load_data() -> dict[str, Split]:
 def training_batch(train: Split, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
     """Windows at places that are drawn anew in every epoch."""
     places = len(train.tokens) - CONTEXT_LENGTH
-    return train.cut(random_integers(epoch, indices, WINDOW, places))
+    return train.cut(integers(SEED, epoch, indices, WINDOW, places))
 
 
 def evaluation_batch(split: Split, start: int, stop: int) -> tuple[Tensor, Tensor]:
