@@ -97,6 +97,7 @@ def in_mounts(command: str, *words: str, after: str = "true") -> subprocess.Comp
     )
 
 
+@pytest.mark.slow
 def test_54_a_read_only_file_system() -> None:
     Path("small").mkdir()
     done = in_mounts("mount -t tmpfs -o ro tmpfs small", "train", "run.root=small")

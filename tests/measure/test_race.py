@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError
+from ptfast.measure.race import racer
 from ptfast.measure.race.race_arms import build_arms, describe_rates
 from ptfast.measure.race.race_results import Target, lead, read_finish
 
@@ -144,8 +146,15 @@ def test_a_race_ends_with_a_table_a_picture_and_a_receipt(tmp_path, monkeypatch,
     assert Path("found/race.png").stat().st_size > 10_000
 
 
+def in_this_process(words: list[str], log: Path) -> int:
+    """What a race has a process do."""
+    with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
+        return command_line.run(words)
+
+
 def test_a_figure_that_there_is_not_ends_it_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(racer, "_ptfast", in_this_process)
     words = ["race", "optimizer.lr=0.01,0.1", *SMALL, "--target", "recall:0.5", "--out", "found"]
     assert command_line.run(words) == 2
     assert (

@@ -172,6 +172,7 @@ def test_interference_is_seen_and_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(comparison.disturbed()) == [2]
 
 
+@pytest.mark.slow
 def test_idle_processes_rest(tmp_path: Path) -> None:
     """A process that waits for its turn takes next to no processor time, though it has workers."""
     words = (*SMALL[:-1], "dataloader=workers", "dataloader.workers=1")

@@ -98,7 +98,7 @@ def is_alive(pid: int) -> bool:
         ((), ("parallel.nproc=2", "batch_size=202")),
         # One sample to validate on: the first rank has none.
         (("torch.distributed.run", "--nproc-per-node", "2", "-m"), ("batch_size=256", "data.val=1samples")),
-        (None, ("batch_size=256", "data.val=1samples")),
+        pytest.param(None, ("batch_size=256", "data.val=1samples"), marks=pytest.mark.slow),
     ],
     ids=["ptfast", "torchrun", "another engine"],
 )
