@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from ptfast.models.drop_path import drop_path
 
 MAX_PLAIN_LENGTH = 256
 """Longest sequence for which plain matrix products beat the fused attention kernel on a CPU."""
@@ -61,3 +63,46 @@ def within_sequences(positions: Tensor) -> Tensor:
     """
     sequences = (positions == 0).cumsum(1)
     return (sequences[:, :, None] == sequences[:, None, :]).tril()[:, None]
+
+
+class Block(nn.Module):
+    """Self-attention and a feed-forward layer, each behind a norm and added to its input.
+
+    Args:
+        width: size of a token's vector.
+        dropout: of both branches, and of attention where that is causal.
+        drop_path: probability that a sample skips the block in training.
+        causal: a token attends to those before it alone, and no layer has a bias; else to all that a mask
+            leaves.
+    """
+
+    def __init__(
+        self, width: int, heads: int, dropout: float, drop_path: float = 0.0, *, causal: bool = True
+    ) -> None:
+        super().__init__()
+        self.heads, self.causal, self.drop_path = heads, causal, drop_path
+        self.attention_dropout = dropout if causal else 0.0
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width, bias=not causal)
+        self.attention_out = nn.Linear(width, width, bias=not causal)
+        self.feed_norm = nn.LayerNorm(width)
+        self.feed_in = nn.Linear(width, 4 * width, bias=not causal)
+        self.feed_out = nn.Linear(4 * width, width, bias=not causal)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self._branch(self.attention_out(self._attend(self.attention_norm(x), mask)))
+        hidden = F.gelu(self.feed_in(self.feed_norm(x)))
+        return x + self._branch(self.feed_out(hidden))
+
+    def _branch(self, x: Tensor) -> Tensor:
+        x = self.dropout(x)
+        return drop_path(x, self.drop_path) if self.drop_path and self.training else x
+
+    def _attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.attention_in(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = self.attention_dropout if self.training else 0.0
+        x = attention(query, key, value, mask=mask, causal=self.causal, dropout=dropout)
+        return x.transpose(1, 2).reshape(batch, length, width)

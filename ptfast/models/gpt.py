@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import PackedTokens
-from ptfast.models.attention import attention, within_sequences
-from ptfast.models.drop_path import drop_path, rate_of_block
+from ptfast.models.attention import Block, within_sequences
+from ptfast.models.drop_path import rate_of_block
 
 
 class Gpt(nn.Module):
@@ -80,35 +79,3 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x, mask)
         return self.head(self.norm(x))
-
-
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each behind a norm and added to its input."""
-
-    def __init__(self, width: int, heads: int, dropout: float, drop_path: float = 0.0) -> None:
-        super().__init__()
-        self.heads, self.attention_dropout, self.drop_path = heads, dropout, drop_path
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention_in = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = nn.Linear(width, width, bias=False)
-        self.feed_norm = nn.LayerNorm(width)
-        self.feed_in = nn.Linear(width, 4 * width, bias=False)
-        self.feed_out = nn.Linear(4 * width, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self._branch(self.attention_out(self._attend(self.attention_norm(x), mask)))
-        hidden = F.gelu(self.feed_in(self.feed_norm(x)))
-        return x + self._branch(self.feed_out(hidden))
-
-    def _branch(self, x: Tensor) -> Tensor:
-        x = self.dropout(x)
-        return drop_path(x, self.drop_path) if self.drop_path and self.training else x
-
-    def _attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.attention_in(x).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout = self.attention_dropout if self.training else 0.0
-        x = attention(query, key, value, mask=mask, causal=True, dropout=dropout)
-        return x.transpose(1, 2).reshape(batch, length, width)

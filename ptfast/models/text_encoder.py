@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
-from ptfast.models.attention import attention
+from ptfast.models.attention import Block
 
 
 class TextEncoder(nn.Module):
@@ -53,7 +52,7 @@ class TextEncoder(nn.Module):
         with torch.no_grad():
             self.embedding.weight[pad_id].zero_()
         self.positions = nn.Parameter(torch.randn(context_length, width) * 0.02) if depth else None
-        self.blocks = nn.ModuleList(Block(width, heads, dropout / 2) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout / 2, causal=False) for _ in range(depth))
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(2 * width, num_classes)
 
@@ -79,29 +78,3 @@ def pool(x: Tensor, present: Tensor) -> Tensor:
     mean = (x * present).sum(1) / count
     maximum = x.masked_fill(~present, torch.finfo(x.dtype).min).amax(1)
     return torch.cat([mean, maximum.where(present.any(1), 0.0)], dim=1)
-
-
-class Block(nn.Module):
-    """Self-attention to the words that are there and a feed-forward layer, each behind a norm."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention_in = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.feed_norm = nn.LayerNorm(width)
-        self.feed_in = nn.Linear(width, 4 * width)
-        self.feed_out = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, present: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.attention_in(self.attention_norm(x)).view(
-            batch, length, 3, self.heads, width // self.heads
-        )
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = attention(query, key, value, mask=present)
-        attended = attended.transpose(1, 2).reshape(batch, length, width)
-        x = x + self.dropout(self.attention_out(attended))
-        return x + self.dropout(self.feed_out(F.gelu(self.feed_in(self.feed_norm(x)))))
