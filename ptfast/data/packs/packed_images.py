@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -158,46 +157,32 @@ class PackedImages(MapSource):
         return f"image {index} of {self.folder / self.split}.bin"
 
 
-@dataclass(frozen=True)
-class PackedFolder:
-    """The splits of a pack of images, as `ImageFolder` gives those of a folder."""
+def load_packed_images(folder: Path, manifest: Manifest, image_size: int | None) -> Splits:
+    """The splits of a pack of images, as `ImageFolder` gives those of a folder.
 
-    folder: Path
-    manifest: Manifest
-    image_size: int | None
+    Raises:
+        DataError: D001 for a pack of something else, D005 for images of several sizes that are brought to
+            none.
+    """
+    if manifest.kind == "tokens":
+        hint = f"Use data=text_file data.path={folder}"
+        raise DataError("D001", "is a pack of text", key="data.root", value=folder, suggestion=hint)
+    sources = {split: PackedImages(folder, split, manifest, image_size) for split in manifest.splits}
+    shape = sources["train"].fetch(np.array([0]))[0].shape[1:]
+    if image_size is None:
+        for source in sources.values():
+            source.check_size(*shape[:2])
+    info = image_info((shape[2], shape[0], shape[1]), class_names=tuple(manifest.class_names))
+    checksums = " ".join(split.index_sha256 for split in manifest.splits.values())
+    key = f"{folder.resolve()} {image_size} {checksums}"
+    return Splits.of(info, sources, _note(manifest), cache_key=lambda: key)
 
-    def load(self) -> Splits:
-        """Its splits.
 
-        Raises:
-            DataError: D001 for a pack of something else, D005 for images of several sizes that are brought to
-                none.
-        """
-        manifest = self.manifest
-        if manifest.kind == "tokens":
-            hint = f"Use data=text_file data.path={self.folder}"
-            raise DataError("D001", "is a pack of text", key="data.root", value=self.folder, suggestion=hint)
-        sources = {
-            split: PackedImages(self.folder, split, manifest, self.image_size) for split in manifest.splits
-        }
-        shape = sources["train"].fetch(np.array([0]))[0].shape[1:]
-        if self.image_size is None:
-            for source in sources.values():
-                source.check_size(*shape[:2])
-        info = image_info((shape[2], shape[0], shape[1]), class_names=tuple(manifest.class_names))
-        return Splits.of(info, sources, self._note(), cache_key=self._cache_key)
-
-    def _cache_key(self) -> str:
-        checksums = " ".join(split.index_sha256 for split in self.manifest.splits.values())
-        return f"{self.folder.resolve()} {self.image_size} {checksums}"
-
-    def _note(self) -> str:
-        manifest = self.manifest
-        stored = "JPEG" if manifest.kind == "jpeg" else "pixels"
-        words = [f"packed as {stored}" + (f" at {manifest.size}" if manifest.size else "")]
-        if converted := sum(split.converted for split in manifest.splits.values()):
-            words.append(f"{converted:,} images that are not 8-bit RGB were converted")
-        if manifest.skipped:
-            count = len(manifest.skipped)
-            words.append(f"without {count:,} file{'s' * (count > 1)} that could not be read")
-        return ", ".join(words)
+def _note(manifest: Manifest) -> str:
+    stored = "JPEG" if manifest.kind == "jpeg" else "pixels"
+    words = [f"packed as {stored}" + (f" at {manifest.size}" if manifest.size else "")]
+    if converted := sum(split.converted for split in manifest.splits.values()):
+        words.append(f"{converted:,} images that are not 8-bit RGB were converted")
+    if count := len(manifest.skipped):
+        words.append(f"without {count:,} file{'s' * (count > 1)} that could not be read")
+    return ", ".join(words)

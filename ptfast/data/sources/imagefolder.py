@@ -15,7 +15,7 @@ from ptfast.data.data_fingerprint import Contents, class_parts
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
-from ptfast.data.packs.packed_images import PackedFolder
+from ptfast.data.packs.packed_images import load_packed_images
 from ptfast.data.sources.class_folders import Listing, list_tree
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 
@@ -67,7 +67,7 @@ class ImageFolder:
                 what = "the pack has left out already what cannot be read"
                 hint = "Use data.on_corrupt=error here, and ptfast pack --on-corrupt skip to leave files out"
                 raise ConfigError("C011", what, key="data.on_corrupt", value=self.on_corrupt, suggestion=hint)
-            return PackedFolder(self.root, manifest, self.image_size).load()
+            return load_packed_images(self.root, manifest, self.image_size)
         classes, listings = list_tree(self.root)
         decoder, files_class = Decoder(self.image_size), self._files_class()
         sources = {
