@@ -313,7 +313,6 @@ def test_gradients_are_left_as_they_are(name: str) -> None:
     [
         (Lars, {"lr": -1.0}),
         (Lars, {"momentum": 1.0}),
-        (Lars, {"momentum": 0.0, "nesterov": True}),
         (Lars, {"trust": 0.0}),
         (Lamb, {"betas": (0.9, 1.0)}),
         (Lamb, {"weight_decay": -0.1}),
