@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
         workers = int(read_number_of("--workers", flags["--workers"], 1))
     from ptfast.data.packs.pack_reader import read_header, same_as
     from ptfast.data.packs.pack_writer import check_folder, make
-    from ptfast.report.terminal.progress_counter import counting
+    from ptfast.report.terminal.progress_counter import Counter
 
     whole = check_folder(folder, plan.header)
     if whole is not None and same_as(whole, plan.header):
@@ -67,8 +68,8 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
         print(f"{folder} holds part of a pack with other settings: starting over")
     start_s = time.perf_counter()
     try:
-        with counting("packing", unit, plan.num_seen) as count:
-            manifest = make(plan, folder, workers, count)
+        with closing(Counter("packing", unit, plan.num_seen)) as counter:
+            manifest = make(plan, folder, workers, counter.show)
     except KeyboardInterrupt:
         print(f"{folder} is unfinished; run the same command to resume")
         raise
@@ -130,15 +131,15 @@ def _verify(flags: dict[str, Any], arguments: list[str]) -> int:
         hint = "Usage: ptfast pack --verify DST"
         raise ConfigError("C011", "checks one pack and takes nothing else", key="--verify", suggestion=hint)
     from ptfast.data.packs.pack_reader import check_data, check_source, open_pack
-    from ptfast.report.terminal.progress_counter import counting
+    from ptfast.report.terminal.progress_counter import Counter
 
     folder = Path(arguments[0]).expanduser()
     manifest = open_pack(folder, "DST")
     if manifest is None:
         raise DataError("D001", "holds no pack", key="DST", value=folder)
     size = sum(split.bytes for split in manifest.splits.values())
-    with counting("checking", "bytes", size) as count:
-        check_data(folder, manifest, count)
+    with closing(Counter("checking", "bytes", size)) as counter:
+        check_data(folder, manifest, counter.show)
     check_source(folder, manifest, "DST", whole=True)
     there = Path(manifest.source.path).exists()
     source = "its source has not changed" if there else f"its source {manifest.source.path} is not there"

@@ -59,7 +59,8 @@ def test_a_process_stays_between_requests(with_tests: None, tmp_path: Path) -> N
     with processes[0] as first, processes[1] as second:
         for step in (1, 2):
             for process in (first, second):
-                results, killed = process.measure({"by": step}, seen.append)
+                process.request({"by": step})
+                results, killed = process.results(seen.append)
                 assert killed is None
                 assert len(results) == 2
     assert [result["total"] for result in seen[::2]] == [1, 1, 3, 3]
@@ -82,7 +83,9 @@ def test_what_ends_it_is_told(with_tests: None, tmp_path: Path) -> None:
 def test_ranks_measure_together(with_tests: None, tmp_path: Path) -> None:
     two = composed("parallel=ddp", "parallel.nproc=2")
     with TrialProcess(two, tmp_path / "a", 2, "test_trials.count") as process:
-        totals = [process.measure({"by": step})[0][0]["total"] for step in (1, 2)]
+        for step in (1, 2):
+            process.request({"by": step})
+        totals = [process.results()[0][0]["total"] for _ in range(2)]
     assert totals == [2, 6]
     results, _ = measure_once(two, tmp_path / "b", 2, "test_trials.die", {"how": "memory"})
     assert results[0]["no_room"] == "no memory for a tensor"

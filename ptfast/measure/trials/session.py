@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from ptfast.measure.trials.arm_pool import OUT_OF_MEMORY, ArmPool
 from ptfast.measure.trials.comparison import ORDER, Arm, Comparison
 from ptfast.measure.trials.memory_guard import LESS_MEMORY
 from ptfast.measure.trials.trial_process import reason
-from ptfast.measure.trials.verdicts import LEAST_ROUNDS, ProcessSpread, judge, round_sd
+from ptfast.measure.trials.verdicts import LEAST_ROUNDS, ProcessSpread, judge
 
 RECEIPT = "measure.json"
 STRETCH_S, STRETCHES = 0.5, 100
@@ -114,7 +115,7 @@ class Session:
         effect = self.aa.process_effect
         assert effect is not None
         low, high = effect.interval()
-        sd, count = round_sd(self.aa.log_ratios()), len(self.aa.rounds)
+        sd, count = statistics.stdev(self.aa.log_ratios()), len(self.aa.rounds)
         smallest = [
             f"{self.spread.smallest_effect(sd, rounds):.1%} in {rounds} rounds"
             for rounds in (count, 3 * count)

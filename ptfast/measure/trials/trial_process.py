@@ -63,13 +63,14 @@ class TrialProcess:
         self._process.kill()
         self._process.wait()
 
-    def measure(
-        self, keywords: dict[str, Any], on_result: OnResult = lambda _: None
-    ) -> tuple[list[dict[str, Any]], int | None]:
-        """Measure once and wait for it.
+    def request(self, keywords: dict[str, Any]) -> None:
+        """Ask for a measurement with `keywords`, without waiting for it."""
+        append(self._folder / REQUESTS, keywords)
+
+    def results(self, on_result: OnResult = lambda _: None) -> tuple[list[dict[str, Any]], int | None]:
+        """Wait for the measurement that was asked for first.
 
         Args:
-            keywords: of the measurement.
             on_result: called with each result as it comes in.
 
         Returns:
@@ -78,15 +79,6 @@ class TrialProcess:
         Raises:
             PtfastError, ReportedError: what stopped it, other than a lack of memory.
         """
-        self.request(keywords)
-        return self.results(on_result)
-
-    def request(self, keywords: dict[str, Any]) -> None:
-        """Ask for a measurement, without waiting for it."""
-        append(self._folder / REQUESTS, keywords)
-
-    def results(self, on_result: OnResult = lambda _: None) -> tuple[list[dict[str, Any]], int | None]:
-        """Wait for the measurement that was asked for first; returns and raises as `measure`."""
         results: list[dict[str, Any]] = []
         while True:
             # What has ended writes no more: it is asked for that first.
@@ -115,9 +107,10 @@ def measure_once(
     keywords: dict[str, Any],
     on_result: OnResult = lambda _: None,
 ) -> tuple[list[dict[str, Any]], int | None]:
-    """Measure once in a new process; arguments and results as those of `TrialProcess` and its `measure`."""
+    """Measure once in a new process; arguments and results as those of `TrialProcess` and its `results`."""
     with TrialProcess(composed, folder, num_ranks, what) as process:
-        return process.measure(keywords, on_result)
+        process.request(keywords)
+        return process.results(on_result)
 
 
 def reason(error: Exception) -> str:

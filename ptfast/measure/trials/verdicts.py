@@ -177,11 +177,6 @@ def _locations(samples: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.median((samples[:, first] + samples[:, second]) / 2, axis=1)
 
 
-def round_sd(log_ratios: Sequence[float]) -> float:
-    """The deviation of single rounds."""
-    return statistics.stdev(log_ratios)
-
-
 def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
     """Return for each hypothesis if it is rejected; `alpha` is the chance of any false rejection (Holm 1979).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ptfast.config.applicability import ThisMachine
 from ptfast.config.schema import Config
@@ -14,23 +13,10 @@ Words = tuple[str, ...]
 MOST_WORKERS = 8
 
 
-@dataclass(frozen=True)
-class Dimension:
-    """One thing to set.
-
-    Args:
-        name: as the table shows it.
-        settings: other ways than the one that the run has, as overrides.
-    """
-
-    name: str
-    settings: tuple[Words, ...]
-
-
 def dimensions(
     config: Config, resolved: Resolved, machine: ThisMachine, *, compiles: bool
-) -> list[Dimension]:
-    """The dimensions of a run, without settings that it has already or that this machine lacks.
+) -> dict[str, list[Words]]:
+    """What can be set in a run, each in other ways than the run has, by overrides that this machine can run.
 
     Args:
         resolved: what `auto` became in it.
@@ -46,7 +32,7 @@ def dimensions(
         "checkpointing": [("checkpointing=none",)] if resolved.checkpointed else [],
         "compile": list(_compilations(config, machine)) if compiles else [],
     }
-    return [Dimension(name, tuple(settings)) for name, settings in found.items() if settings]
+    return {name: settings for name, settings in found.items() if settings}
 
 
 def _precisions(config: Config, machine: ThisMachine) -> Iterator[Words]:

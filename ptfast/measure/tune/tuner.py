@@ -137,7 +137,7 @@ class Tuner:
         warm = session.pool.warm[self.start]
         resolved = Resolved(**warm["resolved"])
         found = dimensions(self.config, resolved, ThisMachine(), compiles=self.compiles)
-        singles = [[Arm(_named(words), words) for words in each.settings] for each in found]
+        singles = [[Arm(_named(words), words) for words in settings] for settings in found.values()]
         everything = list(itertools.chain.from_iterable(singles))
         self._measure(everything, SINGLES_SHARE)
         promising = [best for arms in singles if (best := max(arms, key=self.gain)) and self._gains(best)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TextIO
 
 from ptfast.core.errors import one_line
@@ -81,15 +81,3 @@ class Counter:
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
             self._stream.flush()
-
-
-@contextlib.contextmanager
-def counting(
-    what: str, unit: str, total: int, stream: TextIO | None = None
-) -> Iterator[Callable[[int], None]]:
-    """A `Counter` that is closed whatever happens: call what this gives with the count so far."""
-    counter = Counter(what, unit, total, stream)
-    try:
-        yield counter.show
-    finally:
-        counter.close()
