@@ -229,7 +229,7 @@ def test_a_formula_is_measured_beside_its_kernel(tmp_path: Path, defect: str) ->
     with examining(config, tmp_path, Display()) as examined:
         ((finding,),) = [[*run_checks(examined, ("model",))]]
     assert finding.trial is not None
-    as_it_is, mended = finding.trial.make()
+    as_it_is, mended = finding.trial()
     as_it_is()
     mended()
 

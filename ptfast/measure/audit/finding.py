@@ -16,6 +16,10 @@ import torch
 from ptfast.core.sections.technique import Kind
 from ptfast.measure.trials.verdicts import Effect, Word
 
+Sides = tuple[Callable[[], object], Callable[[], object]]
+"""What a step does as it is, and mended."""
+Trial = Callable[[], Sides]
+"""Makes them, when the price of a finding is measured."""
 _PACKAGE = Path(__file__).parents[2]
 _PARTS = (_PACKAGE / "models", _PACKAGE / "tasks")
 """Our own code that stands where a user's may."""
@@ -42,17 +46,6 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A measurement of what a finding costs.
-
-    Args:
-        make: returns what a step does as it is, and mended; called when it is measured.
-    """
-
-    make: Callable[[], tuple[Callable[[], object], Callable[[], object]]]
-
-
-@dataclass(frozen=True)
 class Finding:
     """Something that costs speed."""
 
@@ -68,7 +61,7 @@ class Finding:
     price: Price | None = None
     """None where it was not measured."""
     trial: Trial | None = None
-    """Measures the price in this process; None where nothing stands in for mending it."""
+    """None where nothing in this process stands in for mending it."""
     handled: bool = False
     """The run mends it itself."""
     area: str = ""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ptfast.core.protocols import takes_own_steps
 from ptfast.measure.audit.examined import Examined
-from ptfast.measure.audit.finding import Finding, Trial
+from ptfast.measure.audit.finding import Finding, Sides, Trial
 from ptfast.measure.audit.operator_trace import AttentionShape, GeluShape
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
 
@@ -180,15 +180,10 @@ def deep_without_normalisation(examined: Examined) -> Iterator[Finding]:
         )
 
 
-_Sides = tuple[Callable[[], object], Callable[[], object]]
-
-
-def _trial(
-    build: Callable[[Any, torch.device], _Sides], shapes: Sequence[Any], device: torch.device
-) -> Trial:
+def _trial(build: Callable[[Any, torch.device], Sides], shapes: Sequence[Any], device: torch.device) -> Trial:
     """All calls of a step, by hand and by one operator each, on random tensors."""
 
-    def make() -> _Sides:
+    def make() -> Sides:
         sides = [(build(shape, device), count) for shape, count in Counter(shapes).items()]
 
         def call(side: int) -> None:
@@ -198,10 +193,10 @@ def _trial(
 
         return partial(call, 0), partial(call, 1)
 
-    return Trial(make)
+    return make
 
 
-def _attention(shape: AttentionShape, device: torch.device) -> _Sides:
+def _attention(shape: AttentionShape, device: torch.device) -> Sides:
     """Attention forward and backward, without mask and dropout: in single operators, and in one."""
     lengths = (shape.queries, shape.depth), (shape.keys, shape.depth), (shape.keys, shape.values)
     make = partial(torch.randn, device=device, dtype=shape.dtype, requires_grad=True)
@@ -217,7 +212,7 @@ def _attention(shape: AttentionShape, device: torch.device) -> _Sides:
     return partial(_there_and_back, by_hand, inputs), partial(_there_and_back, fused, inputs)
 
 
-def _gelu(shape: GeluShape, device: torch.device) -> _Sides:
+def _gelu(shape: GeluShape, device: torch.device) -> Sides:
     """GELU forward and backward: in single operators, and in one."""
     inputs = torch.randn(shape.shape, device=device, dtype=shape.dtype, requires_grad=True)
 

@@ -96,7 +96,7 @@ def _put(
 def _measure(trial: Trial | None, seconds: float, device_type: str) -> tuple[Effect | None, float]:
     """The effect of a trial, and the seconds of a step that its first side takes."""
     assert trial is not None
-    sides = trial.make()
+    sides = trial()
 
     def stretch(side: Callable[[], object], count: int) -> float:
         start = time.perf_counter()
