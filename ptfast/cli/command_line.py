@@ -97,8 +97,10 @@ def _dispatch(words: list[str]) -> int:
     if "--help" in flags:
         print(help_text(COMMANDS, name))
         return EXIT_OK
+    hint = f"Usage: ptfast {name} {command.usage}".rstrip()
+    if len(others) < command.min_arguments:
+        raise ConfigError("C016", "an argument is missing", key=name, suggestion=hint)
     if command.max_arguments is not None and others[command.max_arguments :]:
-        hint = f"Usage: ptfast {name} {command.usage}".rstrip()
         raise ConfigError("C001", "one argument too many", key=others[command.max_arguments], suggestion=hint)
     if command.alone:
         from ptfast.core.distributed import told_of_nodes, world
@@ -173,9 +175,9 @@ def _check_pairs(flags: dict[str, Any]) -> None:
 
 
 def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
-    path, overrides = _first(arguments, "eval", "RUN|STATE")
+    path, *overrides = arguments
     if paths := [word for word in overrides if "=" not in word]:
-        hint = "Usage: ptfast eval RUN|STATE [key=value ...]"
+        hint = f"Usage: ptfast eval {COMMANDS['eval'].usage}"
         raise ConfigError("C001", "one argument too many", key=paths[0], suggestion=hint)
     state_folder, composed, config = saved_run(path, overrides)
     from ptfast.training.saved_model import evaluate_saved
@@ -187,16 +189,16 @@ def _eval(flags: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _predict(flags: dict[str, Any], arguments: list[str]) -> int:
-    from ptfast.cli.predict_command import USAGE, predict
+    from ptfast.cli.predict_command import predict
 
-    path, words = _first(arguments, "predict", USAGE)
+    path, *words = arguments
     return predict(flags, path, words, saved_run)
 
 
 def _launch(flags: dict[str, Any], arguments: list[str]) -> int:
     from ptfast.cli.launch_command import launch
 
-    engine, words = _first(arguments, "launch", "slurm|trainjob|sky|ray [+recipe=NAME] [key=value ...]")
+    engine, *words = arguments
     return launch(engine, flags, words)
 
 
@@ -236,7 +238,7 @@ def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _copy(flags: dict[str, Any], arguments: list[str]) -> int:
-    name, rest = _first(arguments, "copy", "NAME FILE")
+    name, *rest = arguments
     from ptfast.config.editors.help import copy_recipe
 
     file = Path(rest[0] if rest else f"{name}.yaml")
@@ -262,7 +264,6 @@ def _schema(flags: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _compare(flags: dict[str, Any], arguments: list[str]) -> int:
-    _first(arguments, "compare", "RUN|FOLDER...")
     from ptfast.cli.compare_command import compare
 
     out = Path(flags["--out"]) if "--out" in flags else None
@@ -277,106 +278,99 @@ def _completion(flags: dict[str, Any], arguments: list[str]) -> int:
     return EXIT_OK
 
 
-def _first(arguments: list[str], command: str, usage: str) -> tuple[str, list[str]]:
-    if not arguments:
-        hint = f"Usage: ptfast {command} {usage}"
-        raise ConfigError("C016", "an argument is missing", key=command, suggestion=hint)
-    return arguments[0], arguments[1:]
+def _flags(words: str) -> dict[str, bool]:
+    """Flags, and whether a value follows, which a `=` behind one says."""
+    return {word.removesuffix("="): word.endswith("=") for word in words.split()}
 
 
+_RUN = "[+recipe=NAME] [key=value ...]"
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        "[+recipe=NAME] [key=value ...]",
+        _RUN,
         "train a model; -m sweeps over key=a,b",
         _train,
-        {"--multirun": False, "--dry-run": False, "--config": True, "--cfg": True, "--info": True}
-        | dict.fromkeys(OF_DRY_RUN, True),
+        _flags("--multirun --dry-run --config= --cfg= --info=") | dict.fromkeys(OF_DRY_RUN, True),
     ),
     "launch": Command(
-        "slurm|trainjob|sky|ray [+recipe=NAME] [key=value ...]",
+        f"slurm|trainjob|sky|ray {_RUN}",
         "train on a cluster: submit a job, or print it",
         _launch,
-        dict.fromkeys(("--nodes", "--gpus", "--cpus", "--time", "--partition", "--image", "--storage"), True)
-        | {"--print": False},
+        _flags("--nodes= --gpus= --cpus= --time= --partition= --image= --storage= --print"),
+        min_arguments=1,
     ),
-    "eval": Command("RUN|STATE [key=value ...]", "evaluate a saved state", _eval, {"--split": True}),
+    "eval": Command(
+        "RUN|STATE [key=value ...]", "evaluate a saved state", _eval, _flags("--split="), min_arguments=1
+    ),
     "predict": Command(
         "RUN PATH...|--prompt TEXT [key=value ...]",
         "write predictions for files, or text after a prompt",
         _predict,
-        dict.fromkeys(("--prompt", "--max-new-tokens", "--temperature", "--top-k", "--out"), True),
+        _flags("--prompt= --max-new-tokens= --temperature= --top-k= --out="),
+        min_arguments=1,
     ),
     "compare": Command(
         "RUN|FOLDER...",
         "rank runs and draw their curves",
         _compare,
-        {"--metric": True, "--mode": True, "--out": True},
+        _flags("--metric= --mode= --out="),
+        min_arguments=1,
     ),
     "pack": Command(
         "SRC DST",
         "turn images or text into memory-mapped files to train from",
         _in_file("pack", "ptfast.cli"),
-        {
-            "--size": True,
-            "--jpeg": False,
-            "--on-corrupt": True,
-            "--tokenizer": True,
-            "--documents": True,
-            "--workers": True,
-            "--verify": False,
-        },
-        2,
+        _flags("--size= --jpeg --on-corrupt= --tokenizer= --documents= --workers= --verify"),
+        max_arguments=2,
     ),
     "find": Command(
-        "lr|batch|workers [+recipe=NAME] [key=value ...]",
+        f"lr|batch|workers {_RUN}",
         "measure the best learning rate, batch size or loader",
         _in_file("find"),
-        dict.fromkeys(("--from", "--to", "--steps", "--trial-steps", "--seconds", "--write", "--out"), True)
-        | {"--noise": False, "--checkpointing": False},
+        _flags("--from= --to= --steps= --trial-steps= --seconds= --write= --out= --noise --checkpointing"),
         alone=True,
     ),
     "ablate": Command(
-        "[+recipe=NAME] [key=value ...]",
+        _RUN,
         "measure what each technique is worth here; write the best recipe",
         _in_file("ablate"),
-        {"--budget": True, "--only": True, "--compile": False, "--claims": False, "--out": True},
+        _flags("--budget= --only= --compile --claims --out="),
         alone=True,
     ),
     "tune": Command(
-        "[+recipe=NAME] [key=value ...]",
+        _RUN,
         "find the fastest settings for this machine; write them as a recipe",
         _in_file("tune"),
-        {"--budget": True, "--compile": False, "--batch": False, "--write": True, "--out": True},
+        _flags("--budget= --compile --batch --write= --out="),
         alone=True,
     ),
     "audit": Command(
-        "[+recipe=NAME] [key=value ...]",
+        _RUN,
         "find what costs speed in the model, data, loop and machine",
         _in_file("audit"),
-        {"--budget": True, "--fix": True, "--strict": False, "--out": True},
+        _flags("--budget= --fix= --strict --out="),
         alone=True,
     ),
     "race": Command(
         "[+recipe=NAME] key=a,b --target METRIC:VALUE",
         "train variants with the same seeds: which reaches a target first",
         _in_file("race"),
-        {"--target": True, "--seeds": True, "--arms": True, "--tune-lr": False, "--out": True},
+        _flags("--target= --seeds= --arms= --tune-lr --out="),
         alone=True,
     ),
     "eject": Command(
-        "[+recipe=NAME] [key=value ...] --out FILE",
+        f"{_RUN} --out FILE",
         "write a run as one PyTorch script without ptfast",
         _in_file("eject"),
-        {"--out": True},
+        _flags("--out="),
     ),
     "recipes": Command("", "list the recipes and what each reaches", _recipes, {}, 0),
     "techniques": Command(
         "[NAME]",
         "list what makes training faster, and whether it applies here",
         _techniques,
-        {"--markdown": False},
+        _flags("--markdown"),
     ),
-    "copy": Command("NAME FILE", "copy a recipe to edit", _copy, {}, 2),
-    "schema": Command("", "print a JSON Schema of recipe files, for editors", _schema, {"--out": True}, 0),
+    "copy": Command("NAME FILE", "copy a recipe to edit", _copy, {}, 2, min_arguments=1),
+    "schema": Command("", "print a JSON Schema of recipe files, for editors", _schema, _flags("--out="), 0),
     "completion": Command("bash|zsh|fish", "print a shell completion script", _completion, {}, 1),
 }

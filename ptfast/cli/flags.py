@@ -24,6 +24,7 @@ class Command:
         flags: what may be given with dashes, and whether it takes a value.
         alone: it starts what ranks it needs by itself, and is refused under a user's own torchrun.
         max_arguments: how many other arguments it reads; None for any number.
+        min_arguments: how many it cannot do without.
     """
 
     usage: str
@@ -31,6 +32,7 @@ class Command:
     run: Callable[[dict[str, Any], list[str]], int]
     flags: dict[str, bool]
     max_arguments: int | None = None
+    min_arguments: int = 0
     alone: bool = False
 
 

@@ -16,7 +16,6 @@ from ptfast.report.terminal.display import is_terminal, say, standard_output
 if TYPE_CHECKING:
     from ptfast.config.schema import Config
 
-USAGE = "RUN PATH...|--prompt TEXT"
 SAMPLING = {
     "--max-new-tokens": ("num_new", 1.0),
     "--temperature": ("temperature", 0.0),
@@ -45,7 +44,7 @@ def predict(
         hint = "Add --prompt TEXT"
         raise ConfigError("C011", "is for --prompt", key=given[0], value=flags[given[0]], suggestion=hint)
     if prompt is None and not paths:
-        hint = f"Usage: ptfast predict {USAGE}"
+        hint = "Usage: ptfast predict RUN PATH...|--prompt TEXT"
         raise ConfigError("C016", "an argument is missing", key="predict", suggestion=hint)
     if prompt is not None and paths:
         raise ConfigError("C011", "cannot be combined with --prompt", key=paths[0], suggestion="Give one")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ptfast.core.devices import lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
-from ptfast.core.errors import MachineError
+from ptfast.core.errors import import_extra
 from ptfast.core.run import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
 from ptfast.core.tensors.torch_internals import BatchNorm
@@ -323,12 +323,7 @@ def apply_float8(model: nn.Module, **options: Any) -> list[str]:
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao.float8.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        hint = "Install it with pip install 'ptfast[float8]'"
-        what = f"needs the package torchao, which cannot be imported ({error})"
-        raise MachineError("E004", what, key="precision.float8", value="true", suggestion=hint) from error
+    float8 = import_extra("torchao.float8", "float8", "precision.float8", "true")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     chosen = [
         name
@@ -336,6 +331,6 @@ def apply_float8(model: nn.Module, **options: Any) -> list[str]:
         if layer.in_features % 16 == 0 and layer.out_features % 16 == 0
     ]
     # Batches hold any number of tokens, over which the gradient of a weight is summed.
-    config = Float8LinearConfig(pad_inner_dim=True, **options)
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
+    config = float8.Float8LinearConfig(pad_inner_dim=True, **options)
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     return chosen
