@@ -41,9 +41,7 @@ def attention(
         )
     query, key, value = (x.reshape(batch * heads, length, width) for x in (query, key, value))
     if mask is None:
-        hidden = query.new_zeros(())
-        if causal:
-            hidden = query.new_full((length, length), float("-inf")).triu(1)
+        hidden = query.new_full((length, length), float("-inf")).triu(1) if causal else query.new_zeros(())
         scores = torch.baddbmm(hidden, query, key.transpose(1, 2), alpha=width**-0.5)
     else:
         scores = torch.bmm(query * width**-0.5, key.transpose(1, 2)).view(batch, heads, length, length)
@@ -92,8 +90,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self._branch(self.attention_out(self._attend(self.attention_norm(x), mask)))
-        hidden = F.gelu(self.feed_in(self.feed_norm(x)))
-        return x + self._branch(self.feed_out(hidden))
+        return x + self._branch(self.feed_out(F.gelu(self.feed_in(self.feed_norm(x)))))
 
     def _branch(self, x: Tensor) -> Tensor:
         x = self.dropout(x)

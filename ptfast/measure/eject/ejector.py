@@ -16,7 +16,7 @@ import torch
 
 from ptfast.config.schema import Config, defaults, flatten
 from ptfast.core.distributed import Ranks
-from ptfast.core.errors import EXIT_OK, MachineError
+from ptfast.core.errors import EXIT_OK, MachineError, cannot_write
 from ptfast.core.run import Run
 from ptfast.core.sections.targets import Target, keywords, plain
 from ptfast.measure.eject.partial_source import Gathered
@@ -154,7 +154,7 @@ def _model(config: Config, run: Run, gathered: Gathered) -> list[str]:
             lines = call("timm.create_model", {"": given.pop("name"), "in_chans": channels, **given})
     else:
         lines = call(_named(target, "model._target_", gathered), given)
-    lines = ["model = " + lines[0], *lines[1:-1], lines[-1]] if len(lines) > 1 else ["model = " + lines[0]]
+    lines[0] = f"model = {lines[0]}"
     for layer, norm in (run.resolved.dropped_biases or {}).items():
         lines.append(f'# The norm behind "{layer}" subtracts its bias again.')
         lines.append(
@@ -171,9 +171,9 @@ def _optimizer(config: Config, run: Run, gathered: Gathered) -> list[str]:
     if target.path.startswith("ptfast."):
         hint = "Choose one of torch.optim or of a package of its own"
         raise refused("optimizer._target_", target.path, hint)
-    given = {**_arguments(target, {}), "fused": run.resolved.optimizer == "fused"}
-    if not given["fused"]:
-        del given["fused"]
+    given = _arguments(target, {})
+    if run.resolved.optimizer == "fused":
+        given["fused"] = True
     name = _named(target, "optimizer._target_", gathered)
     if config.optimizer.decay_1d:
         lines = call(name, {"": Source("model.parameters()"), **given})
@@ -238,11 +238,9 @@ def _settings(used: set[str], constants: dict[str, Any]) -> str:
     lines = []
     for name, value in constants.items():
         if name in used:
-            comment = COMMENTS.get(name)
             shown = pprint.pformat(value, width=_WIDTH - 20, compact=True).replace("'", '"')
-            note = f"  # {comment}" if comment else ""
-            broken = "\n" in shown and isinstance(value, tuple)
-            lines.append(f"{name} = {shown}{note}" if not broken else f"{name} = {shown}")
+            note = f"  # {COMMENTS[name]}" if name in COMMENTS and "\n" not in shown else ""
+            lines.append(f"{name} = {shown}{note}")
     return "\n".join(lines)
 
 
@@ -279,5 +277,4 @@ def _write(out: Path, text: str) -> None:
         what, hint = "exists already and is not overwritten", "Choose another name"
         raise MachineError("E001", what, key="--out", value=out, suggestion=hint) from None
     except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise MachineError("E001", what, key="--out", value=out) from None
+        raise cannot_write(error, "--out", out) from None

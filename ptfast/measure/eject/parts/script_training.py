@@ -88,7 +88,7 @@ def backward(
         loss = summed_loss(model, inputs, targets)
         (loss / targets.numel()).backward()
         return loss.detach(), targets.numel()
-    losses, num_items = torch.zeros((), device=DEVICE), 0
+    losses = torch.zeros((), device=DEVICE)
     cuts = [part * len(indices) // MICRO_BATCHES for part in range(MICRO_BATCHES + 1)]
     parts = [training_batch(split, indices[cuts[k] : cuts[k + 1]], epoch) for k in range(MICRO_BATCHES)]
     num_items = sum(targets.numel() for _, targets in parts)
