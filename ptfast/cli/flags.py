@@ -106,7 +106,7 @@ def read_seconds(flags: dict[str, Any], name: str, default: str) -> float:
     return seconds
 
 
-def read_number_of(flag: str, text: str, least: float = 0.0) -> float:
+def read_number_of(flag: str, text: str, least: float = 0.0, hint: str | None = None) -> float:
     """The number above 0, and of at least `least`, that a flag is given; a whole one where that is 1 or more.
 
     Raises:
@@ -120,7 +120,7 @@ def read_number_of(flag: str, text: str, least: float = 0.0) -> float:
     elif least >= 1 and value != int(value):
         what = "not a whole number"
     if value is None or what:
-        raise ConfigError("C005", what, key=flag, value=text, place=COMMAND_LINE)
+        raise ConfigError("C005", what, key=flag, value=text, place=COMMAND_LINE, suggestion=hint)
     return int(value) if least >= 1 else value
 
 

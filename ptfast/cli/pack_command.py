@@ -90,7 +90,7 @@ def _check_source(source: Path) -> None:
 
 def _plan_images(source: Path, flags: dict[str, Any]) -> Plan:
     word, jpeg = flags.get("--size", "keep"), "--jpeg" in flags
-    size = None if word == "keep" else int(read_number_of("--size", word, 1))
+    size = None if word == "keep" else int(read_number_of("--size", word, 1, "Give pixels, or keep"))
     skip_corrupt = _choice(flags, "--on-corrupt", ("error", "skip")) == "skip"
     if jpeg and size is not None:
         what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"

@@ -44,19 +44,17 @@ def build_clipper(
     rest = [parameter for parameter in trained if id(parameter) not in apart]
     steps: list[Clipper] = []
     if gradients.clip_value is not None:
-        steps.append(partial(_clip_to_value, trained, gradients.clip_value))
+        steps.append(partial(clip_grad_value_, trained, gradients.clip_value))
     steps += [partial(clip_to_norm, list(members), norm) for norm, members in by_group]
     if gradients.clip_adaptive is not None:
         steps.append(partial(clip_adaptively, sorted(rest, key=_has_units), gradients.clip_adaptive))
     if gradients.clip_norm is not None:
         steps.append(partial(clip_to_norm, rest, gradients.clip_norm))
-    if len(steps) < 2:
-        return steps[0] if steps else None
 
     def clip() -> Tensor | None:
         return [step() for step in steps][-1]
 
-    return clip
+    return clip if steps else None
 
 
 @torch.no_grad()
@@ -143,7 +141,3 @@ def _unit_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _has_units(tensor: Tensor) -> bool:
     return tensor.ndim > 1
-
-
-def _clip_to_value(parameters: Sequence[Tensor], clip_value: float) -> None:
-    clip_grad_value_(parameters, clip_value)
