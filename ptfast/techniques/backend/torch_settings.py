@@ -84,7 +84,9 @@ def watch_shapes(
     """
     seen: set[Any] = set()
     for batch in batches:
-        seen.update(tuple(tensor.shape for tensor in tensors_in(data)) for data, _ in batch.micro_batches)
+        for data, _ in batch.micro_batches:
+            inputs = data[:1] if isinstance(data, (tuple, list)) else data
+            seen.add(tuple(tensor.shape for tensor in tensors_in(inputs)))
         if len(seen) > most:
             turn_off()
             yield batch
