@@ -17,24 +17,14 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, MachineError, name_of
 from ptfast.core.protocols import takes_own_steps
 from ptfast.core.run import Run
+from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.core.units import duration, num_bytes, short_time
 from ptfast.data.loaders import Dataloader
+from ptfast.profiling.limits import scaling
 from ptfast.profiling.limits.accelerators import Accelerator, find_accelerator
 from ptfast.profiling.limits.fake_step import StepCosts, count_step, optimizer_state
 from ptfast.profiling.limits.operators import total_flops
-from ptfast.profiling.limits.roofline import TYPES, flop
-from ptfast.profiling.limits.scaling import (
-    LINKS,
-    MEMORY,
-    PRODUCTS,
-    Exchange,
-    Scale,
-    StepTime,
-    exchanges,
-    link_of,
-    memory_of_rank,
-    step_time,
-)
+from ptfast.profiling.limits.roofline import flop
 from ptfast.report.terminal.display import build_display, table
 from ptfast.techniques.compile import Compile
 from ptfast.techniques.curriculum import Curriculum
@@ -48,6 +38,8 @@ from ptfast.training.user_code import naming_user_code
 
 RANKS_OF_A_MACHINE = 8
 """Where `parallel.nproc` does not say it."""
+HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TAKES_LESS = "Try gradients.accumulate=2, checkpointing=full or parallel=fsdp"
 
 
 @dataclass(frozen=True)
@@ -56,15 +48,17 @@ class Prediction:
 
     run: Run
     """The part of one rank, which trains nothing any more."""
-    scale: Scale
+    scale: scaling.Scale
     device: Accelerator
     link_bytes_per_s: float
     costs: StepCosts
     held: Mapping[str, int]
     """Bytes that a rank holds, by what they are of."""
-    sent: list[Exchange]
-    time: StepTime
+    sent: list[scaling.Exchange]
+    time: scaling.StepTime
     total_steps: int
+    number_format: str
+    """Of most products."""
 
 
 def predict(
@@ -89,7 +83,8 @@ def predict(
         parallel = parallel.model_copy(update={"strategy": "ddp", "nproc": "auto"})
     num_local_ranks = min(num_ranks, RANKS_OF_A_MACHINE if parallel.nproc == "auto" else parallel.nproc)
     device = find_accelerator(device_name, num_local_ranks)
-    half_type = _half_type(config, device)
+    number_format = _number_format(config, device)
+    half_type = None if config.precision.mode == "bf16_true" else HALF_TYPES.get(number_format)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
         own = _share_of_one(config, num_ranks)
         run = build(own, ranks=Ranks(), folder=Path(folder), display=build_display())
@@ -99,20 +94,25 @@ def predict(
                 raise ConfigError("C011", what, key="--ranks", value=num_ranks, place=COMMAND_LINE)
             micro_batches = next(run.train_loader.steps(0, 1)).micro_batches
             blocks = tuple(find_blocks(run.model, parallel.blocks, key="parallel.blocks").values())
-            scale = Scale(num_ranks, num_local_ranks, parallel, len(micro_batches), half_type, blocks)
+            passes, data = len(micro_batches), micro_batches[0].data
+            # As `Sharded` has it: beside BatchNorm, weights are gathered in float32.
+            gathers = parallel.strategy == "fsdp" and not any(
+                isinstance(module, BatchNorm) for module in run.model.modules()
+            )
+            gathered_type = half_type if gathers else None
+            scale = scaling.Scale(num_ranks, num_local_ranks, parallel, passes, gathered_type, blocks)
             with naming_user_code(run):
-                data = micro_batches[0].data
-                costs = count_step(run.model, run.task.loss, data, half_type, gathers=scale.sharded)
+                costs = count_step(run.model, run.task.loss, data, half_type, gathers=gathers)
         finally:
             run.close()
     average = run.ema.state_dict()["averages"].values() if run.ema is not None else ()
-    held = memory_of_rank(run.model, optimizer_state(run.optimizer), average, costs, scale)
+    held = scaling.memory_of_rank(run.model, optimizer_state(run.optimizer), average, costs, scale)
     plan = BatchPlan(run.info.num_train, constant(config.batch_size), config.dataloader.last)
     check_last_batch(plan, run.model, num_ranks * scale.passes)
     total_steps = count_steps(plan, config.epochs, config.steps)
-    sent, link = exchanges(run.model, scale), link_of(device, scale, network_bytes_per_s)
-    time = step_time(costs, held, sent, scale, device, link, rounds=_rounds(config))
-    return Prediction(run, scale, device, link, costs, held, sent, time, total_steps)
+    sent, link = scaling.exchanges(run.model, scale), scaling.link_of(device, scale, network_bytes_per_s)
+    time = scaling.step_time(costs, held, sent, scale, device, link, rounds=number_format == "tf32")
+    return Prediction(run, scale, device, link, costs, held, sent, time, total_steps, number_format)
 
 
 def show(config: Config, prediction: Prediction) -> int:
@@ -122,7 +122,7 @@ def show(config: Config, prediction: Prediction) -> int:
     total_steps = prediction.total_steps
     needed, flops = sum(prediction.held.values()), passes * total_flops(prediction.costs.operators)
     sent = {f"{each.what} by {each.kind}": each.sent_bytes(num_ranks) for each in prediction.sent}
-    fits = "" if needed <= device.memory_bytes else ", WHICH IT DOES NOT FIT"
+    fits = "" if needed <= device.memory_bytes else f": it does not fit. {TAKES_LESS}"
     share = config.batch_size // num_ranks // passes
     rows = [
         ("ranks", f"{num_ranks:,}: {-(-num_ranks // local):,} x {local} {device.name}, {scale.strategy}"),
@@ -140,7 +140,7 @@ def show(config: Config, prediction: Prediction) -> int:
     ]
     table(["predicted", run.data_note], [row for row in rows if row[1]])
     print()
-    table(["assumed", device.source], _assumptions(config, prediction))
+    table(["assumed", device.source], _assumptions(prediction))
     return EXIT_OK
 
 
@@ -150,23 +150,25 @@ def _listed(sizes: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {num_bytes(size)}" for name, size in largest)
 
 
-def _assumptions(config: Config, prediction: Prediction) -> list[tuple[str, str]]:
+def _assumptions(prediction: Prediction) -> list[tuple[str, str]]:
     device, scale = prediction.device, prediction.scale
-    dtype = torch.bfloat16 if config.precision.mode == "bf16_true" else scale.half_type
-    name = TYPES.get(dtype, "tf32" if _rounds(config) else "fp32") if dtype else "fp32"
+    name = prediction.number_format
     beside = "gradients beside the last backward pass, all but a bucket"
     if scale.sharded:
         beside = "the exchange of a block beside the computing of others"
     step = "as it was taken here" if prediction.costs.is_real else "from shapes, as a CPU computes it"
     rows = [
         ("step", f"{step}, not compiled; batches like the first, at their full size"),
-        ("products", f"{PRODUCTS:.0%} of {flop(device.peak(name))}/s in {name}"),
-        ("memory", f"{MEMORY:.0%} of {device.bytes_per_s / 1e9:,.0f} GB/s, each operator by itself"),
+        ("products", f"{scaling.PRODUCTS:.0%} of {flop(device.peak(name))}/s in {name}"),
+        ("memory", f"{scaling.MEMORY:.0%} of {device.bytes_per_s / 1e9:,.0f} GB/s, each operator by itself"),
         ("calls", f"{short_time(device.call_s)} for an operator at least"),
     ]
     if prediction.sent:
         rows += [
-            ("links", f"{LINKS:.0%} of {prediction.link_bytes_per_s / 1e9:,.3g} GB/s each way, no latency"),
+            (
+                "links",
+                f"{scaling.LINKS:.0%} of {prediction.link_bytes_per_s / 1e9:,.3g} GB/s each way, no latency",
+            ),
             ("all-reduce", "a ring: 2 (n - 1) / n of the bytes; all-gather and reduce-scatter half of that"),
             ("overlap", beside if device.overlaps else "none: the cores that compute send"),
         ]
@@ -187,26 +189,23 @@ def _share_of_one(config: Config, num_ranks: int) -> Config:
         "dataloader": Dataloader(kind="plain", last="drop"),
         "curriculum": Curriculum(),
         "debug": Debug(),
+        "model": config.model.model_copy(update={"weights": None}),
     }
     return config.model_copy(update=plain)
 
 
-def _rounds(config: Config) -> bool:
-    """Return True if float32 products may round to TF32."""
-    return config.precision.mode == "tf32" or config.precision.matmul_precision in ("high", "medium")
-
-
-def _half_type(config: Config, device: Accelerator) -> torch.dtype | None:
-    """The type of autocast on a device; None without.
+def _number_format(config: Config, device: Accelerator) -> str:
+    """The number format that most products are in on a device.
 
     Raises:
-        MachineError: E005 for a number format that the device lacks.
+        MachineError: E005 for one that it lacks.
     """
-    types, mode = {"bf16": torch.bfloat16, "fp16": torch.float16}, config.precision.mode
+    mode, known = config.precision.mode, device.flops_per_s
     if mode == "amp":
-        return next((types[name] for name in types if name in device.flops_per_s), None)
+        return next((name for name in HALF_TYPES if name in known), "fp32")
     name = {"bf16_true": "bf16", "amp_fp16": "fp16"}.get(mode, mode)
-    if name not in device.flops_per_s:
+    if name not in known:
         what, hint = f"no products in {name} on {device.name}", "Use precision=amp, which takes what there is"
         raise MachineError("E005", what, key="precision", value=mode, suggestion=hint)
-    return None if mode == "bf16_true" else types.get(name)
+    rounds = name == "fp32" and config.precision.matmul_precision in ("high", "medium")
+    return "tf32" if rounds and "tf32" in known else name

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "powersgd": ("ddp", (*LARGE, "parallel.compression=powersgd", "parallel.powersgd_start=2")),
     "sharded": ("fsdp", MLP),
     "sharded bf16": ("fsdp", (*LARGE, "precision=bf16", "gradients.accumulate=2")),
-    "sharded resnet": ("fsdp", (*RESNET, "optimizer=sgd")),
+    "sharded resnet": ("fsdp", (*RESNET, "optimizer=sgd", "precision=bf16")),
 }
 """Strategy and words."""
 QUICK = ("resnet", "accumulated", "powersgd", "sharded bf16")

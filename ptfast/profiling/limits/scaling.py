@@ -50,8 +50,8 @@ class Scale:
     parallel: Parallel
     passes: int
     """Micro-batches of each rank in a step."""
-    half_type: torch.dtype | None
-    """Of autocast; None without."""
+    gathered_type: torch.dtype | None = None
+    """For fsdp, what weights are gathered in; None for their own."""
     blocks: tuple[nn.Module, ...] = ()
     """For fsdp, parts whose weights are gathered together."""
 
@@ -68,12 +68,12 @@ class Scale:
     def share_bytes(self, tensor: Tensor) -> int:
         """Bytes of a weight, its gradient or its state that a rank keeps."""
         if not self.sharded or not tensor.ndim:
-            return tensor.numel() * tensor.element_size()
+            return _num_bytes(tensor)
         return _padded(tensor, self.num_ranks) // self.num_ranks * tensor.element_size()
 
     def gathered_bytes(self, weight: Tensor) -> int:
         """Bytes of a weight that all ranks gather."""
-        size = weight.element_size() if self.half_type is None else self.half_type.itemsize
+        size = weight.element_size() if self.gathered_type is None else self.gathered_type.itemsize
         return _padded(weight, self.num_ranks) * size
 
 
@@ -118,10 +118,10 @@ def memory_of_rank(
     """
     weights, parallel = list(model.parameters()), scale.parallel
     trained = [weight for weight in weights if weight.requires_grad]
-    gradients, whole = sum(map(scale.share_bytes, trained)), sum(map(_num_bytes, trained))
+    whole = sum(map(_num_bytes, trained))
     rows = {
         "weights": sum(map(scale.share_bytes, weights)) + sum(map(_num_bytes, model.buffers())),
-        "gradients": gradients,
+        "gradients": sum(map(scale.share_bytes, trained)),
         "optimizer state": sum(map(scale.share_bytes, state)),
         "averaged weights": sum(map(scale.share_bytes, average)),
         "activations": costs.peak_bytes,
@@ -141,10 +141,8 @@ class StepTime:
     """Seconds of a step on one of many ranks."""
 
     compute_s: float
-    exchange_s: float
-    """For all that is sent, were nothing computed meanwhile."""
     waited_s: float
-    """The part of it that lasts longer than what is computed meanwhile."""
+    """For what is sent, as far as it lasts longer than what is computed meanwhile."""
 
     @property
     def step_s(self) -> float:
@@ -191,17 +189,16 @@ def step_time(
         "all-gather": scale.passes * (forward_s + backward_s) - backward_s / 2,
         "reduce-scatter": backward_s / 2,
     }
-    waited_s = exchange_s = 0.0
+    waited_s = 0.0
     for exchange in sent:
         took_s = exchange.sent_bytes(scale.num_ranks) / (LINKS * link_bytes_per_s)
-        exchange_s += took_s
         if not (device.overlaps and exchange.overlaps):
             waited_s += took_s
             continue
         bucket = scale.parallel.bucket_mb * 2**20 / max(exchange.num_bytes, 1)
         alone = 1 / (len(scale.blocks) + 1) if scale.sharded else min(1.0, bucket)
         waited_s += max(took_s - beside_s[exchange.kind], alone * took_s)
-    return StepTime(compute_s, exchange_s, waited_s)
+    return StepTime(compute_s, waited_s)
 
 
 def link_of(device: Accelerator, scale: Scale, network_bytes_per_s: float | None = None) -> float:
