@@ -96,11 +96,10 @@ def predict(
             blocks = tuple(find_blocks(run.model, parallel.blocks, key="parallel.blocks").values())
             passes, data = len(micro_batches), micro_batches[0].data
             # As `Sharded` has it: beside BatchNorm, weights are gathered in float32.
-            gathers = parallel.strategy == "fsdp" and not any(
-                isinstance(module, BatchNorm) for module in run.model.modules()
-            )
-            gathered_type = half_type if gathers else None
+            has_norms = any(isinstance(module, BatchNorm) for module in run.model.modules())
+            gathered_type = None if has_norms else half_type
             scale = scaling.Scale(num_ranks, num_local_ranks, parallel, passes, gathered_type, blocks)
+            gathers = scale.sharded and not has_norms
             with naming_user_code(run):
                 costs = count_step(run.model, run.task.loss, data, half_type, gathers=gathers)
         finally:

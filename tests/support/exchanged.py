@@ -21,7 +21,7 @@ MLP = ("model.hidden=[47]", "batch_size=64", "steps=4", "ema.decay=0.9", "optimi
 LARGE = ("model.hidden=[300]", "batch_size=64", "steps=4", "optimizer=sgd")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "resnet": ("ddp", (*RESNET, "optimizer=sgd")),
-    "synced": ("ddp", (*RESNET, "parallel.sync_batchnorm=true", "micro_batches=4")),
+    "synced": ("ddp", (*RESNET, "optimizer=lamb", "parallel.sync_batchnorm=true", "micro_batches=4")),
     "accumulated": ("ddp", (*MLP, "gradients.accumulate=2", "parallel.gradient_as_bucket_view=false")),
     "bf16 gradients": ("ddp", (*MLP, "parallel.compression=bf16")),
     "powersgd": ("ddp", (*LARGE, "parallel.compression=powersgd", "parallel.powersgd_start=2")),
