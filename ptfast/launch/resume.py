@@ -76,8 +76,8 @@ def resume_command(folder: Path) -> str:
     """The command line that resumes the run in `folder`, as it was started but for where and what from."""
     words = run_directory.read_json(folder / run_directory.ENVIRONMENT).get("command_line", [])
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.resume", "run.dir")]
-    # The dots stand for the user's own options of torchrun.
-    quoted = [word if word == "..." else shlex.quote(word) for word in kept]
+    # The dots stand for the user's own options of torchrun; a sweep writes `++` before keys of its jobs.
+    quoted = [word if word == "..." else shlex.quote(word.removeprefix("++")) for word in kept]
     return " ".join([*quoted, "run.resume=auto", shlex.quote(f"run.dir={folder}")])
 
 

@@ -25,6 +25,7 @@ from running import WITH_TESTS, records, same_bits, summary, train, training_sta
 
 from ptfast.cli import command_line
 from ptfast.core.saved_state import list_states
+from ptfast.launch.resume import resume_command
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
@@ -96,6 +97,13 @@ def test_a_stopped_run_goes_on(
     command = capsys.readouterr().out.splitlines()[-1].partition("saved at step 17; resume with: ptfast ")[2]
     assert command_line.run(shlex.split(command)) == 0
     assert_same_run(Path("whole"), Path("stopped"))
+
+
+def test_a_job_of_a_sweep_is_resumed_by_what_its_user_would_type(tmp_path: Path) -> None:
+    words = ["ptfast", "train", "+recipe=resnet_digits", "++seed=1", "run.dir=sweep/0"]
+    (tmp_path / "environment.json").write_text(json.dumps({"command_line": words}))
+    said = f"ptfast train +recipe=resnet_digits seed=1 run.resume=auto run.dir={tmp_path}"
+    assert resume_command(tmp_path) == said
 
 
 def test_auto_takes_the_newest_unfinished_run_of_the_same_config(in_tmp: Path) -> None:
