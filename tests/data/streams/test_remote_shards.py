@@ -62,7 +62,7 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(content[start:][: breaks.pop(0) if breaks else None])
         return None
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
