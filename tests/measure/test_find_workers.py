@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.core.errors import MachineError, ReportedError
 from ptfast.measure.loader import loader_finder, loader_search
 from ptfast.measure.loader.loader_candidate import Loader
 from ptfast.measure.loader.loader_search import LoaderSearch, search_loaders
 from ptfast.measure.trials import search as trial_search
+from ptfast.measure.trials.comparison import Arm
+from ptfast.measure.trials.verdicts import Effect, judge
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 PLAIN, MEMORY, AHEAD = Loader("plain"), Loader("memory"), Loader("plain", read_ahead=True)
@@ -46,34 +51,40 @@ class Machine:
         """Loaders of children that raise, are killed by a signal, or have no room."""
         self.bytes = lambda loader: 100 * MB
         self.waiting = 0.5
-        self.spread = 0.0
-        self.children: list[list[Loader]] = []
+        self.tried: list[Loader] = []
 
     def measure_once(self, *arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
-        keywords, results = arguments[4], []
-        self.children.append(list(keywords["loaders"]))
-        for loader in keywords["loaders"]:
-            end = self.ends.get(loader)
-            if isinstance(end, BaseException):
-                raise end
-            if isinstance(end, int):
-                return results, end
-            result: dict[str, Any] = {"loader": [*loader]}
-            if isinstance(end, str):
-                return [*results, {**result, "no_room": end}], None
-            rate = self.rate(loader)
-            rates = [rate * (1 + self.spread * step) for step in (-1, -0.5, 0, 0.5, 1)]
-            result |= {
-                "samples_per_s": rate,
-                "rates": rates,
-                "low": rates[0],
-                "high": rates[-1],
-                "waiting": self.waiting,
-                "ready_s": 1.0,
-            }
-            result |= {"memory_bytes": self.bytes(loader), "memory_kind": "PSS", "samples": 100}
-            results.append(result | ({"facts": self.facts} if keywords["asks"] else {}))
-        return results, None
+        loader, asks = arguments[4]["loader"], arguments[4]["asks"]
+        self.tried.append(loader)
+        end = self.ends.get(loader)
+        if isinstance(end, BaseException):
+            raise end
+        if isinstance(end, int):
+            return [], end
+        result: dict[str, Any] = {"loader": [*loader]}
+        if isinstance(end, str):
+            return [{**result, "no_room": end}], None
+        rate = self.rate(loader)
+        result |= {"samples_per_s": rate, "low": rate, "high": rate, "waiting": self.waiting}
+        result |= {"ready_s": 1.0, "memory_bytes": self.bytes(loader), "memory_kind": "PSS", "samples": 100}
+        return [result | ({"facts": self.facts} if asks else {})], None
+
+
+class Pairs:
+    """A session in which so many workers are so many times as fast as the base; others end it."""
+
+    def __init__(self, ratios: dict[int, float]) -> None:
+        self.ratios = {f"{count} workers": ratio for count, ratio in ratios.items()}
+        self.bases: set[str] = set()
+
+    def prepare(self, base: Arm, other: Arm) -> None:
+        self.bases.add(base.name)
+        if other.name not in self.ratios:
+            raise ReportedError("ptfast: error[P001]: gone", 7)
+
+    def compare(self, base: Arm, other: Arm, *, seconds: float) -> Any:
+        effect = Effect(math.log(self.ratios[other.name]), 0.01, 9)
+        return SimpleNamespace(effect=effect, verdict=judge([effect])[0], why="")
 
 
 read = functools.cache(read_config)
@@ -138,54 +149,55 @@ def test_what_no_loader_can_save_is_not_looked_for(searched: Callable[..., Loade
     machine.waiting = 0.01
     search = searched(machine)
     assert search.best() == PLAIN
-    assert machine.children == [[PLAIN], [MEMORY], [of(1)], [of(2)], [of(4)], [of(8)], [of(16)]]
+    assert machine.tried == [PLAIN, MEMORY, *map(of, (1, 2, 4, 8, 16))]
     remarks = [*loader_finder._remarks(search, PLAIN)]
     assert remarks[0].startswith("without workers 1.0% of the time goes to reading")
 
 
-@pytest.mark.parametrize(("spread", "kept"), [(0.2, True), (0.05, False)])
-def test_what_auto_takes_is_kept_where_nothing_quicker_can_be_told(
-    spread: float, kept: bool, searched: Callable[..., LoaderSearch]
+@pytest.mark.parametrize(
+    ("ratios", "chosen"),
+    [({2: 1.1, 4: 1.11}, 2), ({2: 1.05, 4: 1.11}, 4), ({2: 1.1, 4: 0.9}, 2), ({2: 1.01, 4: 1.01}, 3)],
+)
+def test_what_auto_takes_is_kept_where_nothing_is_faster_in_pairs(
+    ratios: dict[int, float], chosen: int, searched: Callable[..., LoaderSearch]
 ) -> None:
-    machine = Machine(lambda loader: {of(3): 900.0, of(4): 1000.0}.get(loader, 500.0), repeatable=False)
-    machine.spread = spread
-    search = searched(machine, 4)
-    assert search.best() == of(4)
-    assert set(machine.children[-1]) >= {of(3), of(4)}
-    assert search.chosen() == (of(3) if kept else of(4))
-    said = [line for line in loader_finder._remarks(search, search.chosen()) if "auto" in line]
-    assert len(said) == kept
-    if kept:
-        assert "4 workers, at 1,000 (900 to 1,100) samples/s" in said[0]
-        assert "auto takes, at 900 (810 to 990)" in said[0]
+    rates = {of(2): 950.0, of(3): 920.0, of(4): 1000.0}
+    search = searched(Machine(lambda loader: rates.get(loader, 500.0), repeatable=False), 4)
+    session: Any = Pairs(ratios)
+    assert search.choose(session) == of(chosen)
+    assert session.bases == {"3 workers"}
+    assert {*search.compared} == {of(2), of(4)}
+    said = "".join(loader_finder._remarks(search, of(chosen)))
+    assert f"4 workers against 3 workers, in pairs: {ratios[4]:.2f}x [" in said
+
+
+def test_where_auto_is_clearly_slower_the_best_is_to_be_beaten(searched: Callable[..., LoaderSearch]) -> None:
+    rates = {of(2): 950.0, of(3): 500.0, of(4): 1000.0}
+    search = searched(Machine(lambda loader: rates.get(loader, 500.0), repeatable=False), 4)
+    for ratios, chosen in (({2: 1.01}, 4), ({2: 1.1}, 2), ({}, 4)):
+        session: Any = Pairs(ratios)
+        search.compared.clear()
+        assert search.choose(session) == of(chosen)
+        assert session.bases == {"4 workers"}
+    assert search.notes[-1] == "could not be compared: ptfast: error[P001]: gone"
 
 
 def test_so_it_is_where_reading_takes_next_to_no_time(searched: Callable[..., LoaderSearch]) -> None:
     """Nothing is waited for without workers, and yet 7 % less was measured than with what `auto` takes."""
     machine = Machine(lambda loader: 1000.0 if loader == MEMORY else 930.0, auto=["memory", 0])
-    machine.waiting, machine.spread = 0.01, 0.1
-    search = searched(machine)
+    machine.waiting = 0.01
+    search, session = searched(machine), Pairs({})
     assert search.best() == PLAIN
-    assert search.chosen() == MEMORY
+    assert search.choose(session) == MEMORY  # pyright: ignore[reportArgumentType]
+    assert not session.bases
 
 
-def test_a_burst_elsewhere_spoils_no_choice(searched: Callable[..., LoaderSearch]) -> None:
-    search = searched(Machine(slow, repeatable=False))
-    search.seen[of(8)][0]["rates"][0] = 10.0
-    assert search.chosen() == of(8)
-
-
-def test_what_lies_beside_the_best_is_tried_and_the_best_again_in_turns(
-    searched: Callable[..., LoaderSearch],
-) -> None:
+def test_what_lies_beside_the_best_is_tried(searched: Callable[..., LoaderSearch]) -> None:
     machine = Machine(lambda loader: slow(loader) + 20 * (loader.prefetch == 4) + (loader.workers == 6) * 200)
     search = searched(machine)
     assert search.best() == of(6, prefetch=4)
-    again = machine.children[-1]
-    assert set(again) == {of(6, prefetch=4), of(6), of(6, prefetch=4, read_ahead=True)}
-    assert again == again[:3] * 2
-    assert len(search.seen[of(6)]) == 3
-    assert [len(child) for child in machine.children[:-1]] == [1] * (len(machine.children) - 1)
+    assert of(6, prefetch=4, read_ahead=True) in search.seen
+    assert len(machine.tried) == len({*machine.tried})
 
 
 def test_no_more_are_tried_than_allowed(searched: Callable[..., LoaderSearch]) -> None:
@@ -225,22 +237,6 @@ def test_a_trial_that_dies_is_named_and_survived(
     assert why in search.failed[of(4)]
     assert max(tried(search)) == 3
     assert search.best() == of(3)
-
-
-def test_one_that_dies_when_it_is_measured_again_leaves_what_is_known(
-    searched: Callable[..., LoaderSearch],
-) -> None:
-    machine = Machine(slow, repeatable=False)
-
-    def measure_once(*arguments: Any) -> Any:
-        if len(arguments[4]["loaders"]) > 1:
-            raise ReportedError("ptfast: error[P001]: gone", 7)
-        return Machine.measure_once(machine, *arguments)
-
-    machine.measure_once = measure_once
-    search = searched(machine)
-    assert search.best() == of(8)
-    assert any("gone" in note for note in search.notes)
 
 
 def test_without_workers_it_has_to_fit(searched: Callable[..., LoaderSearch]) -> None:
@@ -289,6 +285,9 @@ def test_what_is_written_is_what_was_measured(
         assert config.dataloader.kind == chosen.kind
         assert config.dataloader.read_ahead == chosen.read_ahead
         assert config.model.target.kwargs["hidden"] == [8]
+        _, arm = read_config(merge(words, chosen.overrides))
+        tried = chosen.on(search.config)
+        assert (arm.dataloader, arm.backend) == (tried.dataloader, tried.backend)
         if chosen.workers:
             assert (config.dataloader.workers, config.dataloader.prefetch) == (3, 2)
             assert config.backend.worker_threads == 2

@@ -7,36 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from running import WITH_TESTS, build_run, train
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.measure.trials.train_timing import time_steps
 
 SMALL = ("model=mlp", "model.hidden=[8]")
-
-
-class Points(Dataset[Any]):
-    """Points that take a while to come."""
-
-    num_classes = 2
-
-    def __init__(self, read_s: float = 0.0) -> None:
-        self.read_s = read_s
-
-    def __len__(self) -> int:
-        return 2000
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.read_s)
-        return torch.full((3,), float(index % 2)), index % 2
 
 
 class Once(IterableDataset[Any]):
@@ -51,7 +34,7 @@ class Once(IterableDataset[Any]):
         return self.left
 
 
-POINTS = (*SMALL, "data=custom", "data._target_=test_find_workers_command.Points", "batch_size=4")
+POINTS = (*SMALL, "data=custom", "data._target_=toys.SlowPoints", "batch_size=4")
 
 
 def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:

@@ -12,12 +12,28 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ptfast.core.protocols import Callback
 from ptfast.models.mlp import Mlp
 
 SMALL = ("model.hidden=[16]", "log_every=5", "saving.every=1000steps", "schedule=constant")
+
+
+class SlowPoints(Dataset[Any]):
+    """Points that take a while to come."""
+
+    num_classes = 2
+
+    def __init__(self, read_s: float = 0.0) -> None:
+        self.read_s = read_s
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.read_s)
+        return torch.full((3,), float(index % 2)), index % 2
 
 
 class DoubleMlp(nn.Module):

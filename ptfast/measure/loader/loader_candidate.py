@@ -33,6 +33,11 @@ class Loader(NamedTuple):
             }
         return found
 
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Words that ask for it, and for all that grows at its full size."""
+        return ("curriculum=none", *(f"{key}={str(value).lower()}" for key, value in self.values.items()))
+
     def on(self, config: Config) -> Config:
         """`config` with this loader."""
         updates: dict[str, dict[str, Any]] = {"dataloader": {}, "backend": {}}

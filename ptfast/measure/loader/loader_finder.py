@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,11 @@ from typing import Any
 from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK
-from ptfast.core.units import duration, grouped, num_bytes
+from ptfast.core.units import duration, num_bytes
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
 from ptfast.measure.loader.loader_candidate import Loader, workers
 from ptfast.measure.loader.loader_search import NOTHING, RULE, LoaderSearch, named_loaders, search_loaders
+from ptfast.measure.trials.session import Session
 from ptfast.report.terminal.display import is_terminal, say, standard_output, table
 
 NARROW = 100
@@ -35,7 +37,7 @@ def find_workers(
 
     What counts is the throughput of the training, whose computing takes the cores that loading wants as well.
     Worker processes double until more gain nothing; then what lies beside the best is tried, and the best of
-    all are measured again, in turns.
+    all are compared in paired trials with what `auto` takes, if it is among them.
 
     Args:
         most: worker processes of each rank.
@@ -55,7 +57,10 @@ def find_workers(
         search = LoaderSearch(composed, config, Path(name), seconds)
         say(f"measuring loaders beside the training, {seconds:g} s each")
         search_loaders(search, most)
-    chosen = search.chosen()
+        pairs = Path(name) / "pairs"
+        pairs.mkdir()
+        with Session(arguments, budget_s=math.inf, folder=pairs, stretch_s=seconds / 4) as session:
+            chosen = search.choose(session)
     _show(search, chosen)
     say(f"figures: {write_figures(config, 'workers', out, _figures(search, chosen))}")
     if write is not None:
@@ -102,21 +107,18 @@ def _show(search: LoaderSearch, chosen: Loader) -> None:
         say(f"not measured: {search.label(loader)} ({why})")
     for line in [*search.notes, *_remarks(search, chosen)]:
         say(line)
-    settings = " ".join(f"{key}={_word(value)}" for key, value in _found(search.config, chosen).items())
+    settings = " ".join(f"{key}={str(value).lower()}" for key, value in _found(search.config, chosen).items())
     say(f"\nchosen: {settings} at {search.median(chosen):,.0f} samples/s")
 
 
 def _remarks(search: LoaderSearch, chosen: Loader) -> Iterator[str]:
     """Remarks on the figures."""
-    if (best := search.best()) != chosen:
-        seen = [
-            "{} ({} to {})".format(*map(grouped, (search.median(loader), *search.interval(loader))))
-            for loader in (best, chosen)
-        ]
-        yield (
-            f"{search.label(best)}, at {seen[0]} samples/s without the extremes, cannot be told from what "
-            f"auto takes, at {seen[1]}: that is kept; a longer --seconds tells more"
-        )
+    for loader, comparison in search.compared.items():
+        found = comparison.why or comparison.verdict
+        if (effect := comparison.effect) is not None:
+            low, high = effect.interval()
+            found = f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}], {comparison.verdict}"
+        yield f"{search.label(loader)} against {search.label(search.base())}, in pairs: {found}"
     if search.num_ranks > 1:
         yield f"workers of each of {search.num_ranks} ranks; samples and memory of all together"
     plain = Loader("plain")
@@ -145,10 +147,6 @@ def _found(config: Config, chosen: Loader) -> dict[str, Any]:
     }
 
 
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _figures(search: LoaderSearch, chosen: Loader) -> dict[str, Any]:
     return {
         "chosen": {**chosen._asdict(), "samples_per_s": search.median(chosen)},
@@ -158,6 +156,7 @@ def _figures(search: LoaderSearch, chosen: Loader) -> dict[str, Any]:
             for loader, trials in search.seen.items()
             for trial in trials
         ],
+        "comparisons": [comparison.receipt() for comparison in search.compared.values()],
         "failed": {search.label(loader): why for loader, why in search.failed.items()},
         "facts": search.facts,
     }

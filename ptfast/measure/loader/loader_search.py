@@ -13,7 +13,9 @@ from ptfast.core.errors import MachineError, PtfastError, ReportedError
 from ptfast.core.machine import available_memory, memory_limit, usable_cores
 from ptfast.core.units import duration, grouped, num_bytes
 from ptfast.measure.loader.loader_candidate import Loader, workers
-from ptfast.measure.trials.search import FINALISTS, ROUNDS, Search
+from ptfast.measure.trials.comparison import Arm, Comparison
+from ptfast.measure.trials.search import FINALISTS, TIE, Search
+from ptfast.measure.trials.session import Session
 from ptfast.measure.trials.trial_process import reason
 
 RULE = 4
@@ -25,7 +27,9 @@ GAIN = 0.03
 NOTHING = 0.02
 """Share of the time spent on waiting that no loader needs to save."""
 NEAR = 0.9
-"""Part of the best throughput from which on a loader is measured again."""
+"""Part of the best throughput from which on a loader is compared in pairs."""
+PAIRED = 20
+"""Times as long as a loader is measured may comparing two of them take."""
 HOLD_S = 60.0
 """Decoding everything once is not tried where it would take longer."""
 
@@ -39,6 +43,8 @@ class LoaderSearch(Search[Loader]):
         """The reasons why loaders cannot be had."""
         self.facts: dict[str, Any] = {}
         """Properties of the data, from the first trial."""
+        self.compared: dict[Loader, Comparison] = {}
+        """Paired trials of the quickest against `base`."""
         self.notes: list[str] = []
 
     def measure(self, loader: Loader) -> bool:
@@ -53,38 +59,28 @@ class LoaderSearch(Search[Loader]):
         if problems:
             self.failed[loader] = problems[0].what
             return False
+        keywords = {"loader": loader, "seconds": self.seconds, "asks": not self.facts}
         try:
-            self._measure([loader])
+            results, killed = self.run("workers", keywords, self._show)
         except (PtfastError, ReportedError) as error:
             if not self.seen:
                 raise
             self.fail(loader, reason(error))
+            return False
+        for result in results:
+            self.facts = self.facts or result.get("facts", {})
+            if "no_room" in result:
+                self.fail(loader, f"does not fit: {result['no_room']}")
+            else:
+                self.seen.setdefault(loader, []).append(result)
+        if killed is not None and not results:
+            self.fail(loader, f"was ended by {killed}, which is how a system ends what takes its memory")
         return loader in self.seen
-
-    def measure_again(self, loaders: Sequence[Loader], times: int) -> None:
-        """Measure loaders in turns, in one child, as far as it gets."""
-        try:
-            self._measure([*loaders] * times)
-        except (PtfastError, ReportedError) as error:
-            self.notes.append(f"could not be measured again: {error}")
 
     def fail(self, loader: Loader, why: str) -> None:
         """Note why one that was tried cannot be had."""
         self.failed[loader] = why
         self.display.note(f"  {self.label(loader):<24} cannot be had")
-
-    def may_be_as_quick(self, loader: Loader, best: Loader) -> bool:
-        """Return True if `loader` is near to `best`, or was now and then quicker than that now and then."""
-        near = self.median(loader) >= NEAR * self.median(best)
-        return near or self.spread(loader)[1] >= self.spread(best)[0]
-
-    def interval(self, loader: Loader) -> tuple[float, float]:
-        """Least and most samples per second of its windows, the two extremes of each trial left out.
-
-        A neighbour's burst spoils one of them.
-        """
-        kept = [rate for result in self.seen[loader] for rate in sorted(result["rates"])[1:-1]]
-        return min(kept), max(kept)
 
     def waiting(self, loader: Loader) -> float:
         """Share of the time that the training has spent on waiting for data, or on reading it itself."""
@@ -102,20 +98,51 @@ class LoaderSearch(Search[Loader]):
         """
         alone = [loader for loader in self.seen if not loader.workers and not loader.read_ahead]
         unbeaten = [loader for loader in alone if self.waiting(loader) <= NOTHING]
-
-        def cost(loader: Loader) -> Any:
-            return (loader.workers, loader.threads, loader.prefetch, loader.read_ahead, self.memory(loader))
-
         # In the order of measuring, of which the first wins where two cost the same.
-        return min((loader for loader in self.seen if loader in {*self.as_quick(), *unbeaten}), key=cost)
+        return min((loader for loader in self.seen if loader in {*self.as_quick(), *unbeaten}), key=self.cost)
 
-    def chosen(self) -> Loader:
-        """The best, or what `auto` takes where that was quicker or, with intervals that overlap, may be."""
-        best = self.best()
-        auto = named_loaders(self).get("auto", best)
-        if auto in self.seen and self.interval(auto)[1] >= self.interval(best)[0]:
-            return auto
-        return best
+    def cost(self, loader: Loader) -> Any:
+        """What counts between loaders that are as quick."""
+        return loader.workers, loader.threads, loader.prefetch, loader.read_ahead, self.memory(loader)
+
+    def choose(self, session: Session) -> Loader:
+        """The `base`, or of those that are faster in paired trials with it, the best.
+
+        Only loaders nearly as quick as the quickest are compared: others have lost by what was measured of
+        each alone. The comparisons are kept in `compared`.
+        """
+        base = self.base()
+        if not base.workers and not base.read_ahead and self.waiting(base) <= NOTHING:
+            return base
+        rivals = [
+            loader for loader in self.quickest()[:FINALISTS] if loader != base and self._is_near(loader)
+        ]
+        try:
+            for loader in rivals:
+                arms = [Arm(self.label(each), each.overrides) for each in (base, loader)]
+                seconds = PAIRED * self.seconds
+                with self.display.status(f"comparing {arms[1].name} with {arms[0].name}", seconds):
+                    session.prepare(*arms)
+                    self.compared[loader] = session.compare(*arms, seconds=seconds)
+        except (PtfastError, ReportedError) as error:
+            self.notes.append(f"could not be compared: {error}")
+        faster = {
+            loader: each.effect.log_ratio
+            for loader, each in self.compared.items()
+            if each.verdict == "faster" and each.effect is not None
+        }
+        least = max(faster.values(), default=0.0) - TIE
+        return min(
+            (loader for loader, ratio in faster.items() if ratio >= least), key=self.cost, default=base
+        )
+
+    def base(self) -> Loader:
+        """The loader that is kept unless another is faster: what `auto` takes, if it is near, or the best."""
+        auto = named_loaders(self).get("auto")
+        return auto if auto is not None and self._is_near(auto) else self.best()
+
+    def _is_near(self, loader: Loader) -> bool:
+        return loader in self.seen and self.median(loader) >= NEAR * max(map(self.median, self.seen))
 
     def label(self, loader: Loader) -> str:
         """Its name in lines of text."""
@@ -123,23 +150,6 @@ class LoaderSearch(Search[Loader]):
         if loader.workers == 1:
             label = label.replace("workers", "worker", 1)
         return f"{loader.workers} {label}" if loader.workers else label
-
-    def _measure(self, loaders: Sequence[Loader]) -> None:
-        keywords = {"loaders": loaders, "seconds": self.seconds, "asks": not self.facts}
-        results, killed = self.run("workers", keywords, self._show)
-        for result in results:
-            loader = Loader(*result["loader"])
-            self.facts = self.facts or result.get("facts", {})
-            if "no_room" in result:
-                self.fail(loader, f"does not fit: {result['no_room']}")
-            else:
-                self.seen.setdefault(loader, []).append(result)
-        if killed is not None and len(results) < len(loaders):
-            loader = loaders[len(results)]
-            if loader in self.seen:
-                self.notes.append(f"{self.label(loader)} was ended by {killed} when it was measured again")
-            else:
-                self.fail(loader, f"was ended by {killed}, which is how a system ends what takes its memory")
 
     def _show(self, result: dict[str, Any]) -> None:
         if "no_room" in result:
@@ -179,13 +189,6 @@ def search_loaders(search: LoaderSearch, most: int | None = None) -> None:
     if search.waiting(plain) <= NOTHING:
         return
     _refine(search, most)
-    leaders = search.quickest()[:FINALISTS]
-    auto = named.get("auto", leaders[0])
-    if auto in search.seen and auto not in leaders:
-        leaders.append(auto)
-    leaders = [loader for loader in leaders if search.may_be_as_quick(loader, leaders[0])]
-    if len(leaders) > 1:
-        search.measure_again(leaders, ROUNDS - 1)
     if search.best().workers == most and shards is None:
         search.notes.append(f"more than {most} workers were not tried: --to goes further")
 

@@ -1,4 +1,4 @@
-"""Samples per second and memory of a config with several loaders, measured in this process."""
+"""Samples per second and memory of a config with a loader, measured in this process."""
 
 from __future__ import annotations
 
@@ -28,43 +28,31 @@ from ptfast.techniques.curriculum import Curriculum
 from ptfast.training.prepare_data import build_choice, load_data
 
 
-def time_loaders(
-    trial: TrialRank,
-    *,
-    loaders: Sequence[Sequence[Any]],
-    seconds: float,
-    asks: bool = False,
-) -> None:
-    """Train with each of `loaders` in turn, and measure.
+def time_loader(trial: TrialRank, *, loader: Sequence[Any], seconds: float, asks: bool = False) -> None:
+    """Train with a loader, and measure.
 
     Args:
-        loaders: the fields of a `Loader` each.
-        seconds: that the measurement of one takes, reading its first batches left out.
-        asks: whether the first result is to hold what decides which loaders make sense.
+        loader: the fields of a `Loader`.
+        seconds: that the measurement takes, reading the first batches left out.
+        asks: whether the result is to hold what decides which loaders make sense.
 
     Raises:
         PtfastError: whatever stops a run in its first steps, other than a lack of memory.
     """
     # What grows is measured at its full size, at which most of a run is spent.
     config = trial.config.model_copy(update={"curriculum": Curriculum()})
-    ranks = trial.ranks
-    loaded: dict[str, Data] = {}
-    for fields in loaders:
-        loader = Loader(*fields)
-        result: dict[str, Any] = {"loader": list(loader)}
-        changed = loader.on(config)
-        start = time.perf_counter()
-        with trial.reporting_lack_of_memory(result):
-            if loader.kind not in loaded:
-                facts: dict[str, Any] | None = {} if asks and not loaded else None
-                loaded[loader.kind] = _load(changed, config, ranks, facts)
-                result |= {"facts": facts} if facts else {}
-            choice = Choice(loader.kind, "as tried", loader.workers)
-            data = replace(loaded[loader.kind], choice=choice)
-        with trial.building(changed, result, data) as run:
-            result |= {"ready_s": time.perf_counter() - start, **_time(run, loader, seconds)}
-        del run  # its memory is the next one's
-        trial.report(result)
+    tried = Loader(*loader)
+    result: dict[str, Any] = {"loader": list(tried)}
+    changed = tried.on(config)
+    start = time.perf_counter()
+    with trial.reporting_lack_of_memory(result):
+        facts: dict[str, Any] | None = {} if asks else None
+        data = _load(changed, config, trial.ranks, facts)
+        result |= {"facts": facts} if facts else {}
+        data = replace(data, choice=Choice(tried.kind, "as tried", tried.workers))
+    with trial.building(changed, result, data) as run:
+        result |= {"ready_s": time.perf_counter() - start, **_time(run, tried, seconds)}
+    trial.report(result)
 
 
 def _load(changed: Config, config: Config, ranks: Ranks, facts: dict[str, Any] | None) -> Data:

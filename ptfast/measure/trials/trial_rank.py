@@ -31,7 +31,7 @@ from ptfast.training.build import build
 MEASUREMENTS = {
     "lr": "ptfast.measure.lr.lr_finder.measure_lr",
     "noise": "ptfast.measure.batch.gradient_noise.train_for_noise",
-    "workers": "ptfast.measure.loader.loader_throughput.time_loaders",
+    "workers": "ptfast.measure.loader.loader_throughput.time_loader",
     "batch": "ptfast.measure.batch.batch_throughput.time_batches",
     "stretch": "ptfast.measure.trials.step_trial.time_stretch",
 }
