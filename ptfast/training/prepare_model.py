@@ -30,7 +30,8 @@ from ptfast.optim.parameters.groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import Compilation, apply_compile
-from ptfast.techniques.parallel.wrapping import apply_sync_batchnorm, wrap_for_ranks
+from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
+from ptfast.techniques.parallel.wrapping import wrap_for_ranks
 from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases

@@ -22,9 +22,9 @@ from ptfast.config.catalogue import CATALOGUE, Need, technique_named
 from ptfast.config.read import read_config
 from ptfast.core.errors import EXIT_INTERRUPTED
 from ptfast.measure.ablate import ablate_run
+from ptfast.measure.ablate.ablate_run import COMPILES, choose
 from ptfast.measure.ablate.ablation import Step
 from ptfast.measure.ablate.ablation_table import stack_lines
-from ptfast.measure.ablate.candidates import COMPILES, choose
 from ptfast.measure.trials.comparison import ORDER, Arm, Comparison
 from ptfast.measure.trials.session import Session
 

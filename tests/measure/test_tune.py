@@ -21,7 +21,7 @@ from ptfast.measure.batch.critical_batch import Critical
 from ptfast.measure.batch.noise_forecast import NoiseForecast
 from ptfast.measure.trials.comparison import ORDER, Arm, Comparison
 from ptfast.measure.tune import batch_choice, tuner
-from ptfast.measure.tune.dimensions import dimensions
+from ptfast.measure.tune.tuner import dimensions
 
 RESOLVED = Resolved(
     device="cpu", num_ranks=1, threads=1, dataloader="memory", optimizer="fused", channels_last=True

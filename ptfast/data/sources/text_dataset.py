@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import DataError
+from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
@@ -19,13 +19,14 @@ from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import (
     BUILT_IN,
     HubTokenizer,
+    Tokenizer,
     Vocabulary,
     learn_tokenizer,
+    read_tokenizer,
     tokenizer_of,
 )
 from ptfast.data.map_source import MapSource
-from ptfast.data.packs.pack_reader import open_pack
-from ptfast.data.packs.packed_text import Tokenized, read_packed_text
+from ptfast.data.packs.pack_reader import Manifest, open_pack
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.split import held_out
@@ -304,3 +305,50 @@ def number_labels(labels: list[str], names: tuple[str, ...], split: str) -> Tens
         what = f"label {error.args[0]} of the {split} split does not occur in training"
         hint = f"Training has {', '.join(names[:10])}"
         raise DataError("D004", what, key="data", suggestion=hint) from None
+
+
+class Tokenized(NamedTuple):
+    """A text in tokens."""
+
+    tokenizer: Tokenizer
+    texts: Encoded
+    text_bytes: int
+    checksums: tuple[str, ...] | None
+    """Of the pack that the tokens lie in; None where they do not."""
+
+
+def read_packed_text(
+    folder: Path, manifest: Manifest, *, tokenizer: str, documents: str, known: DataInfo | None
+) -> Tokenized:
+    """The tokens in `folder`, which is all that is left of the text.
+
+    Args:
+        tokenizer, documents: as the config has them; they must be those of the pack.
+        known: of a model that has a vocabulary already.
+
+    Raises:
+        ConfigError: C011 where the pack was made otherwise.
+        DataError: D001 for a pack of images, D004 for one whose vocabulary is not the model's.
+    """
+    text = manifest.text
+    if text is None:
+        hint = f"Use data=imagefolder data.root={folder}"
+        raise DataError("D001", "is a pack of images", key="data.path", value=folder, suggestion=hint)
+    for key, wanted, packed in (
+        ("tokenizer", None if known else tokenizer, text.tokenizer),
+        ("documents", documents, text.documents),
+    ):
+        if wanted not in (None, packed):
+            what, hint = f"the pack was made with {key}={packed}", f"Use data.{key}={packed}, or pack anew"
+            raise ConfigError("C011", what, key=f"data.{key}", value=wanted, suggestion=hint)
+    if known is not None and tokenizer_of(known).describe() != text.description:
+        hint = f"Use data.path={manifest.source.path}"
+        what = "was packed with another vocabulary than the model has"
+        raise DataError("D004", what, key="data.path", value=folder, suggestion=hint)
+    # Writable to this process alone, since torch knows no other arrays.
+    tokens = np.memmap(folder / "text.bin", np.dtype(text.dtype).newbyteorder("<"), "c").view(np.ndarray)
+    lengths = np.fromfile(folder / "text.index", "<i8")
+    if documents == "none":
+        lengths = lengths.sum(keepdims=True)
+    checksums = tuple(each.sha256 for each in manifest.splits["text"].parts)
+    return Tokenized(read_tokenizer(text.description), Encoded(tokens, lengths), text.text_bytes, checksums)

@@ -10,10 +10,6 @@ from torch import nn
 
 from ptfast.core.distributed import Ranks
 from ptfast.techniques.parallel import Parallel
-from ptfast.techniques.parallel.running_statistics import RunningStatistics
-from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
-
-__all__ = ["RunningStatistics", "apply_sync_batchnorm", "unwrap", "wrap_for_ranks"]
 
 
 def wrap_for_ranks(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptfast.core.run import Run
 from ptfast.core.tensors.torch_internals import after_backward
-from ptfast.techniques.parallel.wrapping import RunningStatistics
+from ptfast.techniques.parallel.running_statistics import RunningStatistics
 
 _nothing = nullcontext()
 
