@@ -31,7 +31,7 @@ from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.saved_info import check_same_data, read_info
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import Marks
-from ptfast.data.transforms.augment import Augment, build_augment
+from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
 from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.build_task import build_task, collate_of

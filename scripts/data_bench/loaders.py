@@ -65,7 +65,7 @@ def loader(data: Any, kind: str, read_ahead: bool = False) -> Any:
     from ptfast.data.loaders.loading import Loading
     from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
-    from ptfast.data.transforms.augment import build_augment
+    from ptfast.data.transforms.augment.augment_plan import build_augment
 
     sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
     loading = Loading(torch.device("cpu"), channels_last=True, kind=kind, workers=1, read_ahead=read_ahead)

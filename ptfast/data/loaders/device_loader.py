@@ -20,7 +20,7 @@ from ptfast.data.loaders.to_device import Prepare
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sampler import Sampler
-from ptfast.data.transforms.augment import Augment
+from ptfast.data.transforms.augment.augment_plan import Augment
 from ptfast.data.transforms.augment.device_crops import ResidentImages
 from ptfast.data.transforms.augment.mask_moves import cut_masks, planes
 from ptfast.data.transforms.resized_crops import Sizes, box_edges

@@ -22,7 +22,7 @@ from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import StreamEvaluation, build_stream_evaluation
-from ptfast.data.transforms.augment import Augment
+from ptfast.data.transforms.augment.augment_plan import Augment
 
 CACHE_LIMIT_BYTES = 128 * 2**20
 """Splits in memory that take no more than this once normalised are prepared once and cached."""

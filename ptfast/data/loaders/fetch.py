@@ -10,15 +10,9 @@ from ptfast.core.errors import ConfigError
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Share
-from ptfast.data.transforms.augment import (
-    Augment,
-    AugmentedImages,
-    AugmentedMasks,
-    augmented,
-    cropped,
-    moved,
-    moved_by_crops,
-)
+from ptfast.data.transforms.augment.augment_plan import Augment
+from ptfast.data.transforms.augment.mask_moves import AugmentedMasks, moved, moved_by_crops
+from ptfast.data.transforms.augment.row_windows import AugmentedImages, augmented, cropped
 
 
 class RawBatches:

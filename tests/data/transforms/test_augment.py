@@ -15,8 +15,9 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Share
-from ptfast.data.transforms.augment import Augment, AugmentedImages, augmented, build_augment
 from ptfast.data.transforms.augment import pixel_changes as P
+from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
+from ptfast.data.transforms.augment.row_windows import AugmentedImages, augmented
 
 INDICES = np.array([7, 3, 11, 0, 5, 2, 9])
 SHAPE = (9, 14)
