@@ -16,9 +16,9 @@ from ptfast.data.decoding.image_decoding import fit
 from ptfast.data.decoding.text_tokenizer import learn_tokenizer
 from ptfast.data.label_checks import check_labels
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
+from ptfast.data.sources.class_folders import SPLITS
 from ptfast.data.sources.ragged_text import labelled_texts
 
-_SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
 _GUESSES = {
     "text": ("text", "sentence"),
     "image": ("image", "img"),
@@ -109,7 +109,7 @@ class HfDataset:
             return {"train": loaded}
         found = {
             split: next((loaded[known] for known in names if known in loaded), None)
-            for split, names in _SPLITS.items()
+            for split, names in SPLITS.items()
         }
         if found["train"] is None:
             what = f"has no train split, only {', '.join(loaded)}"
