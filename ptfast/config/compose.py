@@ -371,9 +371,8 @@ def _no_plugin(group: str, name: str, there: Sequence[str]) -> ConfigError:
         hint = f"Install it with pip install {brought[name]}"
     else:
         hint = did_you_mean(name, [*there, *brought]) or f"Options of {group}: {', '.join(there)}"
-    return ConfigError(
-        "C003", "there is no such plugin", key=group, value=name, place=COMMAND_LINE, suggestion=hint
-    )
+    what = "there is no such plugin"
+    return ConfigError("C003", what, key=group, value=name, place=COMMAND_LINE, suggestion=hint)
 
 
 def _set_place(places: dict[str, str], key: str, place: str) -> None:

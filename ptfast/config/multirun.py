@@ -200,9 +200,8 @@ def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -
         file: a whole config to lay the arguments over, in place of the default.
     """
     if kind not in ("job", "hydra", "all"):
-        raise ConfigError(
-            "C015", "no such view", key="--cfg", value=kind, suggestion="Write --cfg job, hydra or all"
-        )
+        what = "no such view"
+        raise ConfigError("C015", what, key="--cfg", value=kind, suggestion="Write --cfg job, hydra or all")
     if file and kind != "job":
         what = "a whole config says nothing of Hydra"
         raise ConfigError("C011", what, key="--cfg", value=kind, suggestion="Write --cfg job")
@@ -223,9 +222,8 @@ def show_info(kind: str, arguments: Sequence[str]) -> None:
     """Print what `--info` asks for: all, config, defaults, defaults-tree, plugins or searchpath."""
     kinds = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
     if kind not in kinds:
-        raise ConfigError(
-            "C015", "no such view", key="--info", value=kind, suggestion=f"One of {', '.join(kinds)}"
-        )
+        what = "no such view"
+        raise ConfigError("C015", what, key="--info", value=kind, suggestion=f"One of {', '.join(kinds)}")
     expanded, _ = presets.expand(parse(arguments))
     hydra = Hydra(task_name="ptfast", config_loader=Loader())
     root = logging.getLogger()

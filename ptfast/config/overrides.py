@@ -105,23 +105,12 @@ def _check_single(argument: Argument, written: str, before: Argument | None, swe
         otherwise = f", write [{value}] for a list, or quote it twice for a text"
         otherwise = "" if "(" in value or is_secret(argument.key) else otherwise
         sweeper = " and hydra/sweeper=optuna" if argument.is_interval else ""
-        raise ConfigError(
-            "C014",
-            "several values in a single run",
-            key=argument.key,
-            value=value,
-            place=COMMAND_LINE,
-            suggestion=f"Add -m{sweeper} to sweep over them{otherwise}",
-        )
+        what, hint = "several values in a single run", f"Add -m{sweeper} to sweep over them{otherwise}"
+        raise ConfigError("C014", what, key=argument.key, value=value, place=COMMAND_LINE, suggestion=hint)
     if before and before.values != argument.values:
         both = f", with {' '.join(before.values)} and {' '.join(argument.values)}"
-        raise ConfigError(
-            "C006",
-            f"given twice{'' if is_secret(argument.key) else both}",
-            key=argument.key,
-            place=COMMAND_LINE,
-            suggestion="Keep one of them",
-        )
+        what = f"given twice{'' if is_secret(argument.key) else both}"
+        raise ConfigError("C006", what, key=argument.key, place=COMMAND_LINE, suggestion="Keep one of them")
 
 
 def merge(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
@@ -176,14 +165,8 @@ def _check_hydra(key: str, written: str) -> None:
     for theirs, ours in _SET_BY_US.items():
         if key == theirs or key.startswith(f"{theirs}."):
             value = written.partition("=")[2]
-            raise ConfigError(
-                "C011",
-                "ptfast decides where runs are kept and what is written there",
-                key=key,
-                value=value,
-                place=COMMAND_LINE,
-                suggestion=ours.format(value),
-            )
+            what, hint = "ptfast decides where runs are kept and what is written there", ours.format(value)
+            raise ConfigError("C011", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)
 
 
 def _check_shape(written: str, groups: list[str]) -> None:
@@ -201,9 +184,8 @@ def _check_shape(written: str, groups: list[str]) -> None:
             near = did_you_mean(written, recipes, "+recipe={}")
             if near and written not in groups and "." not in written:
                 hint = near
-        raise ConfigError(
-            "C001", "not of the form key=value", key=written, place=COMMAND_LINE, suggestion=hint
-        )
+        what = "not of the form key=value"
+        raise ConfigError("C001", what, key=written, place=COMMAND_LINE, suggestion=hint)
     if equals and (not key.lstrip("+~") or key != key.strip()):
         raise _malformed(
             written, "no spaces around the equals sign" if key.strip() else "no key before the ="

@@ -97,10 +97,5 @@ def _build_statistics_loader(
     # In the order of a folder a batch would hold a single class.
     picked = np.random.default_rng(seed).permutation(size)[: share * num_ranks]
     return build_eval_loader(
-        data.train.take(picked),
-        data.info,
-        loading,
-        batch_size=batch_size,
-        rank=rank,
-        num_ranks=num_ranks,
+        data.train.take(picked), data.info, loading, batch_size=batch_size, rank=rank, num_ranks=num_ranks
     )

@@ -40,9 +40,8 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
         config = OmegaConf.create(tree)
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "") or None
-        raise ConfigError(
-            "C008", f"cannot be read: {_first_line(error)}", key=key, place=place(key) if key else None
-        ) from error
+        what = f"cannot be read: {_first_line(error)}"
+        raise ConfigError("C008", what, key=key, place=place(key) if key else None) from error
     found: dict[str, PtfastError] = {}
     for key, parent, name in _interpolations(config, ""):
         try:

@@ -54,9 +54,8 @@ def script(shell: str) -> str:
         ConfigError: C015 for another shell.
     """
     if shell not in _SCRIPTS:
-        raise ConfigError(
-            "C015", "no completion for this shell", key=shell, suggestion="Name bash, zsh or fish"
-        )
+        what = "no completion for this shell"
+        raise ConfigError("C015", what, key=shell, suggestion="Name bash, zsh or fish")
     return _SCRIPTS[shell]
 
 

@@ -68,12 +68,8 @@ def copy_recipe(name: str, file: Path) -> str:
         hint = did_you_mean(name, known) or f"Recipes: {', '.join(known)}"
         raise ConfigError("C003", "no such recipe", key=name, suggestion=hint)
     if file.suffix != ".yaml":
-        raise ConfigError(
-            "C001",
-            "a recipe's file ends in .yaml",
-            key=str(file),
-            suggestion=f"Write {file.with_suffix('.yaml')}",
-        )
+        what = "a recipe's file ends in .yaml"
+        raise ConfigError("C001", what, key=str(file), suggestion=f"Write {file.with_suffix('.yaml')}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as target:
@@ -82,9 +78,8 @@ def copy_recipe(name: str, file: Path) -> str:
             text = known[name].read_text(encoding="utf-8")
             target.write(re.sub(rf"\+recipe={re.escape(name)}(?=\s|$)", lambda _: f"+recipe={called}", text))
     except FileExistsError:
-        raise MachineError(
-            "E001", "exists already and is not overwritten", key=str(file), suggestion="Choose another name"
-        ) from None
+        what = "exists already and is not overwritten"
+        raise MachineError("E001", what, key=str(file), suggestion="Choose another name") from None
     except OSError as error:
         raise cannot_write(error, str(file)) from None
     return called

@@ -208,9 +208,7 @@ def _task(doc: str | None) -> Schema:
     section = {
         "type": "object",
         "properties": {**keywords.loose(), "name": name, "_target_": own},
-        "if": {
-            "anyOf": [{"properties": {"name": own}, "required": ["name"]}, {"required": ["_target_"]}],
-        },
+        "if": {"anyOf": [{"properties": {"name": own}, "required": ["name"]}, {"required": ["_target_"]}]},
         "else": keywords.strict(["name"]),
     }
     return {"description": doc or " ".join((Task.__doc__ or "").split()), "anyOf": [name, section]}

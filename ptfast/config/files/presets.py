@@ -64,8 +64,7 @@ def _argument(key: str, value: Any, place: str, groups: Sequence[str]) -> Argume
         check_option(key, value, groups, place)
         return Argument("group", key, (value,), False, f"{key}={value}")
     if isinstance(value, (dict, list)):
-        raise ConfigError(
-            "C007", "a preset holds `group: option` and `dotted.key: value` lines", key=key, place=place
-        )
+        what = "a preset holds `group: option` and `dotted.key: value` lines"
+        raise ConfigError("C007", what, key=key, place=place)
     text = OmegaConf.to_yaml(OmegaConf.create([value])).removeprefix("- ").strip()
     return Argument("value", key, (text,), False, f"++{key}={text}")

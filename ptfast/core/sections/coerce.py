@@ -276,11 +276,8 @@ def _to_union(value: Any, annotation: Any, unit: Unit) -> Any:
     if problem is not None and (problem.code == "C005" or len(known) == 1):
         raise problem
     suggestion = problem.suggestion if problem else None
-    raise Problem(
-        "C004",
-        f"expected {_either([word for member in known for word in _words(member)])}",
-        suggestion=suggestion,
-    )
+    what = f"expected {_either([word for member in known for word in _words(member)])}"
+    raise Problem("C004", what, suggestion=suggestion)
 
 
 def _to_sequence(value: Any, origin: Any, arguments: tuple[Any, ...], unit: Unit) -> Any:

@@ -75,13 +75,11 @@ def parse_target(tree: dict[str, Any]) -> Target:
     """
     path = tree.get("_target_")
     if path is None or path == "???":
-        raise Problem(
-            "C016", "required, but not set", key="_target_", suggestion="Give the import path of a class"
-        )
+        what = "required, but not set"
+        raise Problem("C016", what, key="_target_", suggestion="Give the import path of a class")
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise Problem(
-            "C009", "expected an import path such as package.module.Class", key="_target_", value=path
-        )
+        what = "expected an import path such as package.module.Class"
+        raise Problem("C009", what, key="_target_", value=path)
     for key in tree:
         if not isinstance(key, str) or (key.startswith("_") and key.endswith("_") and key not in _DIRECTIVES):
             raise Problem("C002", "unknown key", key=str(key), value=tree[key])
