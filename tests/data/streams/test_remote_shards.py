@@ -45,6 +45,10 @@ class Answer(BaseHTTPRequestHandler):
         server: Any = self.server
         name, span = self.path.split("?")[0].rpartition("/")[2], self.headers["Range"]
         server.asked.append((name, span, self.headers["Authorization"]))
+        if self.path.startswith("/moved/"):
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{server.server_port}/{name}")
+            return self.end_headers()
         file, start = Path("shards", name), 0
         if not file.is_file():
             return self.send_error(404)
@@ -164,6 +168,12 @@ def test_what_does_not_come_whole_is_named_without_credentials(
     # Once it is mended it is fetched anew.
     Path("shards", name).write_bytes(whole)
     assert len(load(url).train) == 9
+
+
+def test_another_host_is_not_told_the_password(server: Server) -> None:
+    shards()
+    assert len(load(server.url.replace("//", "//me:hush@") + "moved/train-000.tar").train) == 5
+    assert [bool(authorization) for _, _, authorization in server.asked] == [True, False]
 
 
 def test_a_server_that_is_not_there_is_tried_for_a_while(server: Server) -> None:
