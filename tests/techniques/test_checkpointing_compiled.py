@@ -17,6 +17,7 @@ from ptfast.techniques.checkpointing.activation_checkpointing import apply_check
 from ptfast.techniques.compile.compilation import Compilation
 
 
+@pytest.mark.slow
 def test_a_budget_of_the_compiler() -> None:
     """The partitioner that the budget steers, without the C++ compiler behind it."""
     torch.manual_seed(0)
