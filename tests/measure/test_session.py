@@ -122,7 +122,7 @@ class Pool:
         return stretch(0, self.alive[arm])
 
 
-def test_what_is_not_clear_is_measured_in_more_processes(tmp_path: Path) -> None:
+def test_further_processes_narrow_what_one_pair_shows(tmp_path: Path) -> None:
     session = Session(SMALL, budget_s=1e6, folder=tmp_path)
     session.spread = ProcessSpread((Effect(0.03, 0.0, 7),))
     session.pool = Pool(*[1.0, 0.97, 1.0, 1.01, 1.02, 1.0, 1.0, 0.99, 0.98, 1.0])  # pyright: ignore[reportAttributeAccessIssue]
@@ -133,9 +133,14 @@ def test_what_is_not_clear_is_measured_in_more_processes(tmp_path: Path) -> None
     assert once.effect
     assert again.effect
     assert again.effect.se < once.effect.se
-    # What is clear is measured once.
-    session.pool = Pool(1.0, 0.5)  # pyright: ignore[reportAttributeAccessIssue]
-    assert session.compare(BASE, LARGE, fresh=True).starts == [0]
+    session.pool = Pool(*[1.0, 0.97, 1.0, 1.01])  # pyright: ignore[reportAttributeAccessIssue]
+    session.least_s = 10.0
+    # There is no time for a second pair, until there is.
+    found = session.compare(BASE, LARGE, fresh=True, seconds=9.0)
+    assert found.starts == [0]
+    assert not session.confirm(found, seconds=9.0)
+    assert session.confirm(found, seconds=99.0)
+    assert len(found.process_effects) == 2
 
 
 def test_compiling_pays_after_some_steps() -> None:

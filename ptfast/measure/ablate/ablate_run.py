@@ -129,15 +129,17 @@ def _write(
         draw(folder / PICTURE, ablation, f"{name}: what each technique adds")
     elif best == PLAIN:
         return
-    again = ablation.over_plain
-    worth = (
-        f"{ratio(again)} [{bounds(again)}] plain's speed" if again and again.effect else "not measured again"
-    )
+    again, over_start = ablation.over_plain, ablation.over_start
+    stack = ", ".join(technique.name for technique in ablation.stack)
     comment = [f"The best config of {name} on one machine, found by ptfast ablate"]
     if best.overrides:
-        comment.append(f"On: {', '.join(technique.name for technique in ablation.stack)}; {worth}.")
-    else:
-        comment.append("As it was given, which was faster than all that was tried.")
+        worth = "not measured again"
+        if again is not None and again.effect is not None:
+            worth = f"{ratio(again)} [{bounds(again)}] plain's speed"
+        comment.append(f"On: {stack}; {worth}.")
+    elif over_start is not None:
+        worth = f"{ratio(over_start)} [{bounds(over_start)}]"
+        comment.append(f"As it was given: with {stack or 'nothing'} alone on, speed is {worth} of that.")
     write_recipe(folder / BEST, merge(arguments, best.overrides), {}, comment)
 
 

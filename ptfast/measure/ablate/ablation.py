@@ -117,7 +117,7 @@ class Ablation:
                 )
                 self._on_done(f"stack + {technique.name}{over}", comparison)
                 step = Step(technique, comparison, rival)
-            step.is_kept = _is_gain(step.comparison.effect)
+            step.is_kept = self._is_confirmed(step.comparison, len(waiting) + 1)
             self.steps.append(step)
             if step.is_kept:
                 self.stack = [t for t in self.stack if t is not rival] + [technique]
@@ -187,14 +187,23 @@ class Ablation:
             words = merge(words, technique.on)
         return Arm(name or ("stack" if words else PLAIN.name), tuple(merge(PLAIN.overrides, words)))
 
+    def _is_confirmed(self, comparison: Comparison, num_left: int) -> bool:
+        """Return True if a gain is one in a further pair of processes, too, where there is time for that."""
+        if not _is_gain(comparison.effect):
+            return False
+        seconds = self._share(num_left, self._reserve_s)
+        if seconds is not None and self.session.confirm(comparison, seconds=seconds):
+            self._on_done(f"{comparison.other.name} again", comparison)
+        return _is_gain(comparison.effect)
+
     def _best_first(self) -> list[Technique]:
-        """Techniques that may be gains, by what they were worth to plain."""
+        """Techniques that may be gains, by what they were worth to plain at least: the surest first."""
         found: list[tuple[float, int, Technique]] = []
         for number, technique in enumerate(self.techniques):
             comparison = self.added.get(technique.name)
             effect = None if comparison is None else comparison.effect
             if comparison and effect and comparison.verdict in ("faster", "cannot tell") and effect.ratio > 1:
-                found.append((-effect.log_ratio, number, technique))
+                found.append((-effect.interval()[0], number, technique))
         return [technique for *_, technique in sorted(found, key=lambda each: each[:2])]
 
     def _may_beat(self, technique: Technique, rival: Technique) -> bool:

@@ -148,7 +148,7 @@ class Session:
 
         Args:
             seconds: that this may take, starting up included; all that is left if not given.
-            fresh: in new processes, and in further ones as long as time is left and the verdict is not clear.
+            fresh: in new processes, in as many pairs of them as there is time for, up to `MOST_PAIRS`.
 
         Raises:
             PtfastError, ReportedError: what stops the base.
@@ -163,16 +163,26 @@ class Session:
         else:
             self.prepare(base, other)
             self._measure(comparison, end_s - self._elapsed_s, MOST_ROUNDS)
-            while fresh and self._is_worth_new_processes(comparison, end_s):
-                self.pool.end(base, other)
-                self.prepare(base, other)
-                comparison.starts.append(len(comparison.rounds))
-                self._measure(comparison, end_s - self._elapsed_s, MOST_ROUNDS)
+            while fresh and len(comparison.starts) < MOST_PAIRS and self._repeat(comparison, end_s):
+                pass
             self._raise_if_lost(base)
             if error := self.pool.lost.get(other):
                 comparison.why = reason(error).removesuffix(".")
         self._judge()
         return comparison
+
+    def confirm(self, comparison: Comparison, *, seconds: float) -> bool:
+        """Add a further pair of processes to a comparison; return False where there was no time for them.
+
+        What looks like a gain may be where the memory of one process lies.
+
+        Raises:
+            PtfastError, ReportedError: what stops the base.
+        """
+        repeated = self._repeat(comparison, self._elapsed_s + min(seconds, self.left_s))
+        self._raise_if_lost(comparison.base)
+        self._judge()
+        return repeated
 
     def is_same(self, base: Arm, other: Arm) -> bool:
         """Return True if two arms mean the same config."""
@@ -240,12 +250,16 @@ class Session:
             return False
         return effect.is_clear or self.spread.hides(within)
 
-    def _is_worth_new_processes(self, comparison: Comparison, end_s: float) -> bool:
-        """Return True if further processes could make clear what is not, and there is time for them."""
-        if comparison.effect is None or comparison.effect.is_clear or len(comparison.starts) == MOST_PAIRS:
-            return False
+    def _repeat(self, comparison: Comparison, end_s: float) -> bool:
+        """Measure in two new processes; return False where either is lost, or there is no time for them."""
         arms = (comparison.base, comparison.other)
-        return all(arm in self.pool.alive for arm in arms) and self._elapsed_s + self.least_s <= end_s
+        if any(arm in self.pool.lost for arm in arms) or self._elapsed_s + self.least_s > end_s:
+            return False
+        self.pool.end(*arms)
+        self.prepare(*arms)
+        comparison.starts.append(len(comparison.rounds))
+        self._measure(comparison, end_s - self._elapsed_s, MOST_ROUNDS)
+        return True
 
     def _num_steps(self, arms: Sequence[Arm]) -> list[int]:
         """Steps of a stretch of each of two: as many where batches are as large, else for as many samples."""
