@@ -70,20 +70,20 @@ class CallTrace(TorchFunctionMode):
         """Operations on float tensors of more than one element, by place."""
         self.with_gradients: str | None = None
         """The first place of an operation while gradients are recorded."""
-        self.current: tuple[str, dict[str, Any]] | None = None
-        """Name and keywords of the call that is running."""
+        self.current: tuple[str, Any, dict[str, Any]] = ("", (), {})
+        """Name, arguments and keywords of the call that is running."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__") or (place := code_place()) is None:
             return func(*args, **kwargs)
-        self.current = name, kwargs
+        self.current = name, args, kwargs
         start = time.perf_counter()
         try:
             result = func(*args, **kwargs)
         finally:
-            self.current = None
+            self.current = ("", (), {})
         self._note(name, place, args, kwargs, result, time.perf_counter() - start)
         return result
 

@@ -197,18 +197,26 @@ def _trial(build: Callable[[Any, torch.device], Sides], shapes: Sequence[Any], d
 
 
 def _attention(shape: AttentionShape, device: torch.device) -> Sides:
-    """Attention forward and backward, without mask and dropout: in single operators, and in one."""
-    lengths = (shape.queries, shape.depth), (shape.keys, shape.depth), (shape.keys, shape.values)
+    """Attention forward and backward, without mask and dropout: in single operators, and in one.
+
+    Heads are views of projections, as in nearly every model, which products of matrices have to copy.
+    """
     make = partial(torch.randn, device=device, dtype=shape.dtype, requires_grad=True)
-    queries, keys, values = (make(1, shape.batch, *each) for each in lengths)
+    samples, *heads = shape.batch
+    lengths = (shape.queries, shape.depth), (shape.keys, shape.depth), (shape.keys, shape.values)
+    inputs = [make(samples, length, *heads, width) for length, width in lengths]
+
+    def split() -> list[Tensor]:
+        return [each.movedim(1, -2) for each in inputs]
 
     def by_hand() -> Tensor:
-        return (queries @ keys.transpose(-1, -2) / math.sqrt(shape.depth)).softmax(-1) @ values
+        queries, keys, values = split()
+        weights = (queries @ keys.transpose(-1, -2) / math.sqrt(shape.depth)).softmax(-1)
+        return (weights @ values).movedim(-2, 1).flatten(2)
 
     def fused() -> Tensor:
-        return F.scaled_dot_product_attention(queries, keys, values)
+        return F.scaled_dot_product_attention(*split()).movedim(-2, 1).flatten(2)
 
-    inputs = queries, keys, values
     return partial(_there_and_back, by_hand, inputs), partial(_there_and_back, fused, inputs)
 
 
@@ -227,7 +235,7 @@ def _gelu(shape: GeluShape, device: torch.device) -> Sides:
     return partial(_there_and_back, by_hand, (inputs,)), partial(_there_and_back, fused, (inputs,))
 
 
-def _there_and_back(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> None:
+def _there_and_back(forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
     outputs = forward()
     torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))
 

@@ -34,9 +34,10 @@ _SAMPLED = 4096
 
 
 class AttentionShape(NamedTuple):
-    """One call of attention, heads being part of the batch."""
+    """One call of attention."""
 
-    batch: int
+    batch: tuple[int, ...]
+    """Sizes before those of a product, such as of samples and heads."""
     queries: int
     keys: int
     depth: int
@@ -167,7 +168,7 @@ class OperatorTrace(TorchDispatchMode):
 
     def _in_fused_attention(self) -> bool:
         """Return True inside torch's own attention, which may take these very operators."""
-        name, kwargs = self._calls.current or ("", {})
+        name, _, kwargs = self._calls.current
         whole = name == "multi_head_attention_forward" and not kwargs.get("need_weights", True)
         return whole or name == "scaled_dot_product_attention"
 
@@ -177,9 +178,10 @@ class OperatorTrace(TorchDispatchMode):
         if name in _PRODUCTS:
             if weights is not None:
                 if roles[0] is weights and roles[1] != "parameter" and weights.shape is None:
-                    batch, queries, keys = args[0].shape
+                    queries, keys = args[0].shape[-2:]
                     values, dtype = args[1].shape[-1], args[0].dtype
                     weights.module = self._stack[-1] if self._stack else ""
+                    batch = self._batch_of_product(args[0])
                     weights.shape = AttentionShape(batch, queries, keys, weights.depth, values, dtype)
                 else:
                     weights.elsewhere = True
@@ -195,6 +197,11 @@ class OperatorTrace(TorchDispatchMode):
         if weights is not None and not name.endswith("_like"):
             weights.elsewhere = True
         return None
+
+    def _batch_of_product(self, weights: Tensor) -> tuple[int, ...]:
+        """Sizes before the last two of a product's first factor, which torch may have merged."""
+        given = next(tensors_in(self._calls.current[1]), weights)
+        return tuple(given.shape[:-2]) if given.numel() == weights.numel() else tuple(weights.shape[:-2])
 
     def _gelu(self, name: str, args: Any, given: list[Tensor], roles: list[Any], result: Tensor) -> Any:
         """Return `squashed` for erf or tanh of something, `shifted` once 1 was added; note a GELU."""
