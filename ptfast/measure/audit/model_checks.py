@@ -215,7 +215,8 @@ def _attention(shape: AttentionShape, device: torch.device) -> Sides:
         return (weights @ values).movedim(-2, 1).flatten(2)
 
     def fused() -> Tensor:
-        return F.scaled_dot_product_attention(*split()).movedim(-2, 1).flatten(2)
+        queries, keys, values = split()
+        return F.scaled_dot_product_attention(queries, keys, values).movedim(-2, 1).flatten(2)
 
     return partial(_there_and_back, by_hand, inputs), partial(_there_and_back, fused, inputs)
 

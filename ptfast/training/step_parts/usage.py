@@ -7,6 +7,9 @@ import time
 
 from ptfast.core.machine import held_memory_bytes, processor_time_s
 
+LEAST_S = 1.0
+"""Time between two looks: over less, a share of busy time says little, and a look is no longer cheap."""
+
 
 class Usage:
     """What has been used since the last look.
@@ -22,13 +25,13 @@ class Usage:
         self._mark = self._times()
 
     def look(self) -> dict[str, float]:
-        """Figures by name; a GPU's share of busy time takes the package nvidia-ml-py."""
+        """Figures by name, none too soon after the last; a GPU's busy time takes the package nvidia-ml-py."""
+        if time.perf_counter() - self._mark[0] < LEAST_S:
+            return {}
         now = self._times()
         wall_s, cores_s = (b - a for a, b in zip(self._mark, now, strict=True))
         self._mark = now
-        figures: dict[str, float] = {"memory_bytes": held_memory_bytes(self._device_type)}
-        if wall_s > 0:
-            figures["cpu_cores"] = cores_s / wall_s
+        figures = {"memory_bytes": held_memory_bytes(self._device_type), "cpu_cores": cores_s / wall_s}
         if self._device_type == "cuda":
             import torch
 
