@@ -122,18 +122,19 @@ def show(config: Config, prediction: Prediction) -> int:
     needed, flops = sum(prediction.held.values()), passes * total_flops(prediction.costs.operators)
     sent = {f"{each.what} by {each.kind}": each.sent_bytes(num_ranks) for each in prediction.sent}
     fits = "" if needed <= device.memory_bytes else f": it does not fit. {TAKES_LESS}"
+    waits = f", {short_time(time.waited_s)} of it waiting for other ranks" if sent else ""
     share = config.batch_size // num_ranks // passes
     rows = [
         ("ranks", f"{num_ranks:,}: {-(-num_ranks // local):,} x {local} {device.name}, {scale.strategy}"),
-        ("batch", f"{config.batch_size:,}: {num_ranks:,} ranks x {passes} micro-batches x {share} samples"),
+        ("batch", f"{config.batch_size:,}: {num_ranks:,} x {passes} micro-batches of {share} samples"),
         ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),
         ("memory", f"{num_bytes(needed)} on each rank, of {num_bytes(device.memory_bytes)}{fits}"),
         ("", _listed(prediction.held)),
         ("sent", f"{num_bytes(sum(sent.values()))} by each rank in a step" if sent else ""),
         ("", _listed(sent)),
         ("operations", f"{flop(flops)} of each rank in a step" if flops else "not counted"),
-        ("step", f"{short_time(time.step_s)}, {short_time(time.waited_s)} of it waiting for other ranks"),
-        ("efficiency", f"{time.efficiency:.0%} of ranks that never wait"),
+        ("step", f"{short_time(time.step_s)}{waits}"),
+        ("efficiency", f"{time.efficiency:.0%} of ranks that never wait" if sent else ""),
         ("throughput", f"{config.batch_size / time.step_s:,.0f} samples/s"),
         ("whole run", f"{duration(time.step_s * total_steps)} for {total_steps:,} steps"),
     ]
