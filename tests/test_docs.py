@@ -28,7 +28,7 @@ from shown import (
 
 from ptfast.cli.command_line import COMMANDS, run
 from ptfast.cli.flags import read_flags
-from ptfast.cli.measuring.find_command import SEARCHES
+from ptfast.cli.measuring_commands import SEARCHES
 from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.editors.json_schema import schema
 from ptfast.config.files import paths

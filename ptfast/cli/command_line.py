@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ptfast.cli.flags import CONFIG_DIR, Command, read_flags, search_in
 from ptfast.cli.help_text import WIDTH, help_text
+from ptfast.cli.measuring_commands import SEARCHES, ablate, audit, eject, find, race, tune
 from ptfast.cli.typed_config import read_typed, saved_run
 from ptfast.core.errors import (
     COMMAND_LINE,
@@ -74,7 +74,6 @@ def _dispatch(words: list[str]) -> int:
         return EXIT_OK
     name, *rest = words
     if name == "__complete":
-        from ptfast.cli.measuring.find_command import SEARCHES
         from ptfast.config.editors.completion import complete
 
         flags = {name: sorted(command.flags) for name, command in COMMANDS.items()}
@@ -214,13 +213,10 @@ def _recipes(flags: dict[str, Any], arguments: list[str]) -> int:
     return EXIT_OK
 
 
-def _in_file(name: str, folder: str = "ptfast.cli.measuring") -> Callable[[dict[str, Any], list[str]], int]:
-    """The function of a command in a file of its own, which is imported as the command runs."""
+def _pack(flags: dict[str, Any], arguments: list[str]) -> int:
+    from ptfast.cli.pack_command import pack
 
-    def run(flags: dict[str, Any], arguments: list[str]) -> int:
-        return getattr(importlib.import_module(f"{folder}.{name}_command"), name)(flags, arguments)
-
-    return run
+    return pack(flags, arguments)
 
 
 def _techniques(flags: dict[str, Any], arguments: list[str]) -> int:
@@ -318,49 +314,49 @@ COMMANDS: dict[str, Command] = {
     "pack": Command(
         "SRC DST",
         "turn images or text into memory-mapped files to train from",
-        _in_file("pack", "ptfast.cli"),
+        _pack,
         _flags("--size= --jpeg --on-corrupt= --tokenizer= --documents= --workers= --verify"),
         max_arguments=2,
     ),
     "find": Command(
         f"lr|batch|workers {_RUN}",
         "measure the best learning rate, batch size or loader",
-        _in_file("find"),
+        find,
         _flags("--from= --to= --steps= --trial-steps= --seconds= --write= --out= --noise --checkpointing"),
         alone=True,
     ),
     "ablate": Command(
         _RUN,
         "measure what each technique is worth here; write the best recipe",
-        _in_file("ablate"),
+        ablate,
         _flags("--budget= --only= --compile --claims --out="),
         alone=True,
     ),
     "tune": Command(
         _RUN,
         "find the fastest settings for this machine; write them as a recipe",
-        _in_file("tune"),
+        tune,
         _flags("--budget= --compile --batch --write= --out="),
         alone=True,
     ),
     "audit": Command(
         _RUN,
         "find what costs speed in the model, data, loop and machine",
-        _in_file("audit"),
+        audit,
         _flags("--budget= --fix= --strict --out="),
         alone=True,
     ),
     "race": Command(
         "[+recipe=NAME] key=a,b --target METRIC:VALUE",
         "train variants with the same seeds: which reaches a target first",
-        _in_file("race"),
+        race,
         _flags("--target= --seeds= --arms= --tune-lr --out="),
         alone=True,
     ),
     "eject": Command(
         f"{_RUN} --out FILE",
         "write a run as one PyTorch script without ptfast",
-        _in_file("eject"),
+        eject,
         _flags("--out="),
     ),
     "recipes": Command("", "list the recipes and what each reaches", _recipes, {}, 0),
