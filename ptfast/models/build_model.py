@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ptfast.core.errors import ConfigError
+from ptfast.core.sections.targets import Target, keywords
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,18 +15,7 @@ if TYPE_CHECKING:
     from ptfast.core.protocols import DataInfo
 
 
-class ModelTarget(Protocol):
-    """An import path and its keywords."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def kwargs(self) -> dict[str, Any]: ...
-    def resolve(self) -> Any: ...
-    def build(self, *args: Any, **facts: Any) -> Any: ...
-
-
-def build_model(target: ModelTarget, info: DataInfo, *, pretrained: bool = False) -> nn.Module:
+def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> nn.Module:
     """Construct the model, with what its constructor wants to know about the data filled in.
 
     Args:
@@ -42,8 +32,7 @@ def build_model(target: ModelTarget, info: DataInfo, *, pretrained: bool = False
     facts = {f.name: getattr(info, f.name) for f in fields(info) if getattr(info, f.name) is not None}
     if info.task == "regression":
         facts.setdefault("num_classes", 1)
-    factory = target.resolve()
-    parameters = _parameters(factory)
+    parameters = keywords(target.resolve())
     if pretrained:
         if "pretrained" not in parameters:
             what = f"there are no published weights for {target.path}"
@@ -58,31 +47,13 @@ def build_model(target: ModelTarget, info: DataInfo, *, pretrained: bool = False
     return model
 
 
-def _parameters(factory: Any) -> dict[str, inspect.Parameter]:
-    try:
-        return dict(inspect.signature(factory).parameters)
-    except (TypeError, ValueError):
-        return {}
-
-
 def _check_facts(
-    target: ModelTarget, parameters: dict[str, inspect.Parameter], facts: dict[str, Any], info: DataInfo
+    target: Target, parameters: dict[str, inspect.Parameter], facts: dict[str, Any], info: DataInfo
 ) -> None:
     """Say which fact is missing before the constructor fails with a TypeError that does not say why."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind in named
-        and parameter.default is inspect.Parameter.empty
-        and name not in facts
-        and name not in target.kwargs
-    ]
-    if "in_channels" in {*parameters} - {*facts, *target.kwargs} and info.kind in (
-        "text",
-        "tokens",
-        "features",
-    ):
+    unset = {name: each for name, each in parameters.items() if name not in {*facts, *target.kwargs}}
+    missing = [name for name, each in unset.items() if each.default is inspect.Parameter.empty]
+    if "in_channels" in unset and info.kind in ("text", "tokens", "features"):
         # Models of images take 3 channels for granted, but not what has none.
         missing.append("in_channels")
     if missing:
