@@ -127,7 +127,8 @@ def read_number_of(flag: str, text: str, least: float = 0.0, hint: str | None = 
 def _unknown_flag(name: str, value: str | None, known: dict[str, bool]) -> ConfigError:
     from ptfast.core.sections.nearest_name import did_you_mean
 
-    hint, bare = did_you_mean(name, known), name.lstrip("-")
+    bare = name.lstrip("-")
+    hint = did_you_mean(name, known) if bare != "recipe" else None
     if value is not None and value.startswith("-"):
         value = None
     if not hint and len(bare) > 1:
