@@ -237,7 +237,9 @@ def read_state(folder: Path, *, check: bool = True) -> State:
     if not (folder / TREE).is_file():
         return State(load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt"), facts)
     try:
-        parts = unpack(json.loads((folder / TREE).read_text()), sorted(folder.glob("shard-*.safetensors")))
+        known = json.loads((folder / MANIFEST).read_text())["sha256"]
+        files = [file for file in sorted(folder.glob("shard-*.safetensors")) if file.name in known]
+        parts = unpack(json.loads((folder / TREE).read_text()), files)
         return State(parts["model"], parts["training"], facts)
     except Exception as error:
         raise damaged(folder / TREE, "it cannot be read, or not with the files beside it") from error

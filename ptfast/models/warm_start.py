@@ -75,7 +75,9 @@ def find_file(source: Path) -> Path:
         SavedStateError: S004 when there is none.
     """
     if source.is_file():
-        return source.resolve()
+        # What one rank has written is a part of the state around it.
+        tree = source.resolve().with_name(TREE)
+        return tree if tree.is_file() else source.resolve()
     for folder in ("saved/best", "saved/last", "best", "last", "."):
         for name in ("model.pt", "model.safetensors", TREE):
             if (source / folder / name).is_file():

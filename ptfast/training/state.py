@@ -88,7 +88,7 @@ def restore_model(model: nn.Module, state: State) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        reason = (str(error).splitlines()[1] if "\n" in str(error) else str(error)).strip().rstrip(".")
         hint = "Resume with the config it was saved with, or warm-start with model.weights"
         raise SavedStateError(
             "S002", f"it is of another model: {reason}", key="run.resume", suggestion=hint

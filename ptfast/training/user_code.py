@@ -16,6 +16,7 @@ from ptfast.core.distributed import is_connection_lost
 from ptfast.core.errors import INSTALLED, ConfigError, PtfastError, described, name_of, summary_of
 from ptfast.core.machine import is_memory_error
 from ptfast.core.run import Run
+from ptfast.core.tensors.dtensors import is_sharded
 
 MODEL = "model._target_"
 NOT_THEIRS = ("ptfast.", "torch.optim.")
@@ -134,7 +135,8 @@ def callback_states(run: Run) -> list[Any]:
     """The states that callbacks want to have saved, each of which can be read again.
 
     Raises:
-        ConfigError: C017 for anything but tensors and plain values.
+        ConfigError: C017 for anything but tensors and plain values, and for tensors of which other ranks have
+            parts: this one writes alone.
     """
     states: list[Any] = []
     callbacks: list[Any] = run.callbacks
@@ -147,11 +149,12 @@ def callback_states(run: Run) -> list[Any]:
 
 
 def _unsavable(value: Any) -> Any:
-    """The first value in a nest that is neither a tensor nor plain; None without one."""
+    """The first value in a nest that is neither a whole tensor nor plain; None without one."""
     if isinstance(value, (dict, list, tuple)):
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         return next((odd for item in inner if (odd := _unsavable(item)) is not None), None)
-    plain = isinstance(value, Tensor) or type(value) in (type(None), bool, int, float, str, bytes)
+    whole = isinstance(value, Tensor) and not is_sharded(value)
+    plain = whole or type(value) in (type(None), bool, int, float, str, bytes)
     return None if plain else value
 
 

@@ -143,6 +143,12 @@ def test_a_tree_that_misleads_is_refused(saved: Path) -> None:
             read_state(folder, check=False)
 
 
+def test_what_the_manifest_does_not_name_is_not_read(saved: Path) -> None:
+    folder, other = (write_by_ranks(saved, step, a_state(float(step))) for step in (1, 2))
+    shutil.copy(other / "shard-00001-of-00001.safetensors", folder / "shard-00000-of-00002.safetensors")
+    assert same_bits(read_state(folder).model, a_state(1.0).model)
+
+
 def test_a_newer_format_says_so(saved: Path) -> None:
     folder = write_state(saved, 3, a_state())
     manifest = json.loads((folder / "manifest.json").read_text()) | {"format": saved_state.SHARDED_FORMAT + 1}

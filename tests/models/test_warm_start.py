@@ -74,13 +74,17 @@ def test_a_run_gives_its_best_state_and_else_its_last(tmp_path: Path) -> None:
 def test_averages_are_taken_once_there_are_some(tmp_path: Path, updates: int, by_ranks: bool) -> None:
     raw, averaged, model = make_model(), make_model(), make_model()
     state = State(raw.state_dict(), {"ema": {"averages": averaged.state_dict(), "updates": updates}}, {})
+    sources = [tmp_path]
     if by_ranks:
-        write_shards(tmp_path / "saved", 1, state, Ranks())
+        # Who names the file of one rank means what all have written.
+        folder = write_shards(tmp_path / "saved", 1, state, Ranks())
+        sources.append(folder / "shard-00001-of-00001.safetensors")
     else:
         write_state(tmp_path / "saved", 1, state)
-    notes = load_weights(model, tmp_path)
-    assert same(model, averaged if updates else raw)
-    assert notes[0].startswith("averaged weights" if updates else "weights")
+    for source in sources:
+        notes = load_weights(model, source)
+        assert same(model, averaged if updates else raw)
+        assert notes[0].startswith("averaged weights" if updates else "weights")
 
 
 def test_another_number_of_classes_is_named_and_replaced_on_request(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import exchanged
@@ -21,6 +22,7 @@ from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
 from ptfast.training.fit import evaluate_split, fit
 from ptfast.training.stopping import caught_signals
+from ptfast.training.user_code import callback_states
 
 PLAIN = ("optimizer=sgd", "schedule=constant", "optimizer.lr=0.5", "model=custom")
 SAMPLES = (*PLAIN, "data=custom", "data._target_=toys.blobs", "data.val=0", "model._target_=toys.DoubleMlp")
@@ -342,5 +344,12 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
         on.build("two types", *words, strategy="fsdp")
     except PtfastError as error:
         found["two types"] = f"{error.code}: {error}"
+    run = on.build("kept", *SMALL, strategy="fsdp")
+    callbacks: list[Any] = run.callbacks
+    callbacks.append(SimpleNamespace(state_dict=run.model.state_dict))
+    try:
+        callback_states(run)
+    except PtfastError as error:
+        found["kept by a callback"] = f"{error.code}: {error}"
     found["fsdp resumes"] = on.resumed("fsdp", *SMALL, *MIXED, strategy="fsdp")
     return found

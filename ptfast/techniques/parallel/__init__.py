@@ -218,7 +218,8 @@ def panel(parallel: Parallel, run: Run) -> dict[str, object]:
         alone = f"one process: {asked} has nothing to share out here"
         return {"parallel": None if asked == "single" else alone}
     if run.sharded:
-        words = [f"fsdp, weights in {len(run.resolved.shards) + 1} parts"]
+        num_parts = len(run.resolved.shards) + 1
+        words = [f"fsdp, weights in {num_parts} part{'s' * (num_parts > 1)}"]
     else:
         words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]
         words += ["copied gradients"] * (not parallel.gradient_as_bucket_view)

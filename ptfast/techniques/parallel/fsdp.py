@@ -26,7 +26,7 @@ class Sharded:
     float32: its kernels want weights and running statistics of one type.
 
     Args:
-        model: the plain model, on its device and restored, with parameters of one type; changed in place.
+        model: the plain model, on its device, with parameters of one type; changed in place.
             They become DTensors under the names they had, so an optimizer has to be built afterwards.
         blocks: parts of the model, none inside another. What is in none is one more block.
         half_type: what autocast computes in; None for float32.

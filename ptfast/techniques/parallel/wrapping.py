@@ -23,7 +23,7 @@ def wrap_for_ranks(
     """The model as the loop calls it: by itself on one rank, else averaged (`ddp`) or shared out (`fsdp`).
 
     Args:
-        model: the plain model, on its device and restored.
+        model: the plain model, on its device.
         options: the section `parallel` of the config.
         blocks: for `fsdp`, by name, the parts whose weights are gathered and let go of together.
         half_type: for `fsdp`, what autocast computes in; None for float32.

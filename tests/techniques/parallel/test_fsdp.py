@@ -45,6 +45,10 @@ def test_weights_of_two_types_are_refused(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["two types"].startswith("C011: parallel=fsdp: the weights are bfloat16 and float32")
 
 
+def test_a_callback_cannot_save_what_every_rank_has_a_part_of(two_ranks: dict[str, Any]) -> None:
+    assert "state_dict gives a DTensor of float32" in two_ranks["kept by a callback"]
+
+
 @pytest.fixture
 def rank_folder(two_ranks: dict[str, Any]) -> Path:
     """Where the two ranks have trained."""
