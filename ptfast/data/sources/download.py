@@ -121,7 +121,13 @@ def locked_folder(
     except OSError as error:
         raise cannot_write(error, str(folder), suggestion=hint) from None
     try:
-        yield _lock(lock, pause)
+        locked = _lock(lock, pause)
+        if folder.exists() and os.path.samestat(folder.stat(), os.fstat(lock)):
+            yield locked
+        else:
+            # Whoever had locked it before left it empty, and has removed it.
+            with locked_folder(folder, hint, pause) as locked:
+                yield locked
     finally:
         os.close(lock)
         for path in made:

@@ -11,13 +11,16 @@ import re
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from http import HTTPStatus
+from http.client import InvalidURL
 from pathlib import Path, PurePosixPath
 from threading import Event
 from typing import IO, NamedTuple
 from urllib.error import HTTPError
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
 from ptfast.core.errors import (
@@ -44,6 +47,7 @@ _BLOCK_BYTES = 2**16
 _REPORT_S = 10.0
 _REFUSALS = (401, 403, 404, 410)
 """Answers of HTTP that trying again does not change."""
+_UNKNOWN_USER = (401, 403)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ROOM = "Set PTFAST_CACHE to a folder on a disk with more room"
 
@@ -68,9 +72,9 @@ def is_url(place: str) -> bool:
 def open_shards(places: Sequence[str]) -> list[tuple[Path, Shard]]:
     """The file and the index of each shard, of those at URLs once they are in the cache folder.
 
-    A shard that is there is not asked for again. The processes of a machine fetch each once: whoever comes
-    later waits. Lost connections are resumed, five in a row given up. An incomplete file is never there under
-    its name, and one that `index_shard` refuses is removed.
+    A shard that is there, and whole, is not asked for again. The processes of a machine fetch each once:
+    whoever comes later waits. Lost connections are resumed, five in a row given up. An incomplete file is
+    never there under its name, and one that `index_shard` refuses is removed.
 
     Args:
         places: paths, and URLs of HTTP, or of any protocol that fsspec has a package for.
@@ -108,10 +112,12 @@ def _report(count: int, total: int, elapsed_s: float) -> None:
 
 
 def _in_cache(url: str) -> Path:
-    """The place of a shard in the cache folder, whatever the credentials it is fetched with."""
-    name = re.sub(r"[^\w.-]", "_", PurePosixPath(urlsplit(url).path).name).strip(".") or "shard.tar"
-    key = hashlib.sha256(hide_credentials(url).encode()).hexdigest()[:32]
-    return cache_folder() / "urls" / key / name
+    """The place of a shard in the cache folder, whoever fetches it."""
+    parts = urlsplit(url)
+    name = re.sub(r"[^\w.-]", "_", PurePosixPath(parts.path).name).strip(".") or "shard.tar"
+    # Of a query nothing is left out: what looks like a signature may name the file.
+    whole = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return cache_folder() / "urls" / hashlib.sha256(whole.encode()).hexdigest()[:32] / name
 
 
 def _open(place: str, num_missing: int, stop: Event) -> tuple[Path, Shard]:
@@ -119,11 +125,13 @@ def _open(place: str, num_missing: int, stop: Event) -> tuple[Path, Shard]:
         return Path(place), index_shard(Path(place))
     target = _in_cache(place)
     with locked_folder(target.parent, _ROOM, lambda: _pause(stop, 0.1)) as locked:
-        if not target.is_file():
-            if locked:
-                for abandoned in target.parent.glob("*.partial"):
-                    abandoned.unlink()
-            _download(place, target, num_missing, stop)
+        if target.is_file():
+            with contextlib.suppress(DataError):  # of one that has been damaged since
+                return target, index_shard(target)
+        if locked:
+            for abandoned in target.parent.glob("*.partial"):
+                abandoned.unlink()
+        _download(place, target, num_missing, stop)
         try:
             return target, index_shard(target)
         except DataError as error:
@@ -133,7 +141,8 @@ def _open(place: str, num_missing: int, stop: Event) -> tuple[Path, Shard]:
 
 
 def _download(url: str, target: Path, num_missing: int, stop: Event) -> None:
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    # Where nothing can be locked, containers of several machines may have processes of one id.
+    partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("wb") as sink:
             _receive(url, sink, num_missing, stop)
@@ -163,7 +172,7 @@ def _receive(url: str, sink: IO[bytes], num_missing: int, stop: Event) -> None:
             why = f"the connection broke off after {sink.tell():,} of {answer.size_bytes:,} bytes"
         except (PtfastError, CancelledError):
             raise
-        except (FileNotFoundError, PermissionError) as error:
+        except (FileNotFoundError, PermissionError, InvalidURL) as error:
             raise DataError("D001", f"cannot be had: {summary_of(error)}", key=shown) from None
         # Of packages that fsspec calls, each raises its own.
         except Exception as error:
@@ -187,7 +196,8 @@ def _ask(url: str, start: int, version: str | None) -> _Answer:
     if parts.scheme.lower() not in ("http", "https"):
         return _ask_fsspec(url)
     credentials, _, host = parts.netloc.rpartition("@")
-    request = Request(urlunsplit(parts._replace(netloc=host)), headers={"User-Agent": "ptfast"})
+    plain = urlunsplit(parts._replace(netloc=host, path=quote(parts.path, "%/:=&~+!$,;'@()*")))
+    request = Request(plain, headers={"User-Agent": "ptfast"})
     if credentials:
         word = base64.b64encode(unquote(credentials).encode()).decode()
         # Another host that this one redirects to is not told.
@@ -201,15 +211,23 @@ def _ask(url: str, start: int, version: str | None) -> _Answer:
         error.close()
         if error.code in _REFUSALS:
             what = f"cannot be had: the server answers {error.code} {error.reason}"
-            raise DataError("D001", what, key=hide_credentials(url)) from None
+            hint = "Correct the URL, or the range in its braces"
+            if error.code in _UNKNOWN_USER:
+                hint = "Give a user: https://USER:${oc.env:PASSWORD}@HOST/..."
+            raise DataError("D001", what, key=hide_credentials(url), suggestion=hint) from None
         raise
     headers, length = response.headers, response.length
     if length is None:
         return _Answer(response, 0, None, None)
-    version = headers.get("ETag") or headers.get("Last-Modified")
-    if part := re.match(r"bytes (\d+)-\d+/(\d+)$", headers.get("Content-Range", "")):
-        return _Answer(response, int(part[1]), int(part[2]), version)
-    return _Answer(response, 0, length, version)
+    found = headers.get("ETag") or headers.get("Last-Modified")
+    part = re.match(r"bytes (\d+)-\d+/(\d+)$", headers.get("Content-Range", ""))
+    if start and response.status == HTTPStatus.PARTIAL_CONTENT:
+        if part and int(part[1]) == start and found in (None, version):
+            return _Answer(response, start, int(part[2]), version)
+        # Other bytes than asked for, or of another file: some servers take no notice of If-Range.
+        response.close()
+        return _ask(url, 0, None)
+    return _Answer(response, 0, length, found)
 
 
 def _ask_fsspec(url: str) -> _Answer:

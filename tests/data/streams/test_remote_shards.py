@@ -6,11 +6,13 @@ import base64
 import hashlib
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 import pytest
@@ -26,7 +28,9 @@ PATTERN = "train-{000..003}.tar"
 class Server(ThreadingHTTPServer):
     """Serves the files in `shards`, over connections that break off."""
 
-    resumes = True
+    resumes = obeys = True
+    shift = 0
+    """By which parts begin later than asked for."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -43,7 +47,7 @@ class Server(ThreadingHTTPServer):
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server: Any = self.server
-        name, span = self.path.split("?")[0].rpartition("/")[2], self.headers["Range"]
+        name, span = unquote(self.path.split("?")[0].rpartition("/")[2]), self.headers["Range"]
         server.asked.append((name, span, self.headers["Authorization"]))
         if self.path.startswith("/moved/"):
             self.send_response(302)
@@ -54,8 +58,8 @@ class Answer(BaseHTTPRequestHandler):
             return self.send_error(404)
         content = file.read_bytes()
         version = hashlib.md5(content).hexdigest()
-        if span and server.resumes and self.headers["If-Range"] == version:
-            start = int(span.removeprefix("bytes=").rstrip("-"))
+        if span and server.resumes and (self.headers["If-Range"] == version or not server.obeys):
+            start = int(span.removeprefix("bytes=").rstrip("-")) + server.shift
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
@@ -103,9 +107,11 @@ def test_shards_come_whole_over_connections_that_break_off(server: Server, resum
     assert len(server.asked) == num_asked
 
 
-def test_a_shard_that_changes_between_two_parts_is_started_anew(server: Server) -> None:
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_shard_that_changes_between_two_parts_is_started_anew(server: Server, obeys: bool) -> None:
+    """Also where the server takes no notice of If-Range."""
     shards()
-    server.breaks["train-000.tar"] = [1000]
+    server.obeys, server.breaks["train-000.tar"] = obeys, [1000]
     ask = remote_shards._ask
 
     def changing(url: str, start: int, version: str | None) -> Any:
@@ -118,6 +124,58 @@ def test_a_shard_that_changes_between_two_parts_is_started_anew(server: Server) 
         by_url = load(server.url + "train-000.tar")
     assert same_bits(fetched(by_url.train), fetched(load("shards/train-000.tar").train))
     assert len(by_url.train) == 1
+
+
+def test_another_part_than_asked_for_is_not_taken(server: Server) -> None:
+    shards()
+    server.shift, server.breaks["train-000.tar"] = 512, [1024]
+    by_url, local = load(server.url + "train-000.tar"), load("shards/train-000.tar")
+    assert same_bits(fetched(by_url.train), fetched(local.train))
+
+
+def test_a_shard_damaged_in_the_cache_is_fetched_anew(server: Server) -> None:
+    shards()
+    url = server.url + "train-001.tar"
+    load(url)
+    [cached] = Path("cache/urls").rglob("train-001.tar")
+    cached.write_bytes(cached.read_bytes()[:3000])
+    assert same_bits(fetched(load(url).train), fetched(load("shards/train-001.tar").train))
+
+
+def test_a_query_names_the_file_and_a_user_does_not(server: Server) -> None:
+    shards()
+    for user, query in (("a", "key=1"), ("b", "key=1"), ("a", "key=2")):
+        load(f"{server.url.replace('//', f'//{user}:hush@')}train-000.tar?{query}")
+    assert server.count("train-000.tar") == 2
+
+
+def test_names_may_hold_any_letters(server: Server) -> None:
+    shards()
+    Path("shards/train-001.tar").rename("shards/k\u00e4fer 1.tar")
+    assert len(load(server.url + "k\u00e4fer 1.tar").train) == 9
+
+
+def test_who_waits_for_another_that_fails_is_told_the_same(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first removes the folder that it leaves empty, for whose lock the second waits."""
+    shards()
+    pause, ask, waits = remote_shards._pause, remote_shards._ask, Event()
+
+    def noted(stop: Any, seconds: float = 0.0) -> None:
+        waits.set()
+        pause(stop, seconds)
+
+    def late(*given: Any) -> Any:
+        assert waits.wait(20)
+        return ask(*given)
+
+    monkeypatch.setattr(remote_shards, "_pause", noted)
+    monkeypatch.setattr(remote_shards, "_ask", late)
+    with ThreadPoolExecutor(2) as pool:
+        tries = [pool.submit(load, server.url + "none.tar") for _ in range(2)]
+        errors = [each.exception() for each in tries]
+    assert [getattr(error, "code", error) for error in errors] == ["D001", "D001"]
 
 
 def test_several_that_want_the_same_fetch_it_once(server: Server) -> None:
