@@ -124,8 +124,9 @@ def show(config: Config, prediction: Prediction) -> int:
     fits = "" if needed <= device.memory_bytes else f": it does not fit. {TAKES_LESS}"
     waits = f", {short_time(time.waited_s)} of it waiting for other ranks" if sent else ""
     share = config.batch_size // num_ranks // passes
+    machines = "1 machine" if num_ranks <= local else f"{-(-num_ranks // local):,} machines"
     rows = [
-        ("ranks", f"{num_ranks:,}: {-(-num_ranks // local):,} x {local} {device.name}, {scale.strategy}"),
+        ("ranks", f"{num_ranks:,} on {machines} of {local} {device.name}, {scale.strategy}"),
         ("batch", f"{config.batch_size:,}: {num_ranks:,} x {passes} micro-batches of {share} samples"),
         ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),
         ("memory", f"{num_bytes(needed)} on each rank, of {num_bytes(device.memory_bytes)}{fits}"),

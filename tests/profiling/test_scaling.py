@@ -112,10 +112,16 @@ def test_what_cannot_be_predicted(
 
 
 def test_it_is_printed_with_what_it_assumes(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("+recipe=resnet_digits", "precision=amp", "batch_size=512", "dataloader.last=drop")
-    words = (*words, "--dry-run", "--ranks", "64", "--device", "v100")
+    words = ("+recipe=resnet_digits", "precision=amp", "batch_size=480", "dataloader.last=drop")
+    words = (*words, "--dry-run", "--ranks", "60", "--device", "v100")
     assert run(["train", *words]) == 0
     out = capsys.readouterr().out
-    for row in ("8 x 8 v100, ddp", "of 32 GiB", "gradients by all-reduce", "samples/s", "60% of 125 TFLOP/s"):
+    for row in (
+        "60 on 8 machines of 8 v100, ddp",
+        "of 32 GiB",
+        "gradients by all-reduce",
+        "samples/s",
+        "60% of 125 TFLOP/s",
+    ):
         assert row in out
     assert list(in_tmp.iterdir()) == []
