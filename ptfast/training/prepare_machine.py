@@ -10,6 +10,7 @@ from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.devices import machine_name
 from ptfast.core.distributed import Ranks
+from ptfast.core.errors import ConfigError, name_some
 from ptfast.core.run import Display, Resolved
 from ptfast.core.saved_state import State
 from ptfast.techniques.backend.torch_settings import apply_backend
@@ -100,6 +101,11 @@ def _cut_batch(context: BuildContext) -> None:
         ConfigError: C010 or C011 for parts that cannot be, or that the ranks or the precision rule out.
     """
     config, ranks, known = context.config, context.ranks, context.before.micro_batches
+    if known % ranks.num_ranks:
+        what = f"the saved run has so many, which {ranks.num_ranks} ranks cannot share evenly"
+        fitting = [str(number) for number in range(1, known + 1) if known % number == 0]
+        hint = f"Resume it on {name_some(fitting)} ranks: only a new run may cut its batches otherwise"
+        raise ConfigError("C010", what, key="micro_batches", value=known, suggestion=hint)
     context.resolved.micro_batches = check_batch(
         config.batch_size,
         known or config.micro_batches,

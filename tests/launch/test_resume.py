@@ -7,6 +7,8 @@ import shlex
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +26,13 @@ from resuming import (
 from running import WITH_TESTS, records, same_bits, summary, train, training_state, weights
 
 from ptfast.cli import command_line
+from ptfast.config.read import read_config
+from ptfast.core.distributed import Ranks
+from ptfast.core.errors import ConfigError
+from ptfast.core.run import Resolved
 from ptfast.core.saved_state import list_states
 from ptfast.launch.resume import resume_command
+from ptfast.training.prepare_machine import _cut_batch
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
@@ -296,3 +303,8 @@ def test_micro_batches_outlive_the_ranks_they_came_from(in_tmp: Path) -> None:
     Path("a/resolved.json").write_text(json.dumps(on_two_ranks))
     assert train(*words) == 0
     assert json.loads(Path("a/resolved.json").read_text()) == resolved | {"micro_batches": 4}
+    others: Any = SimpleNamespace(
+        config=read_config(BASE)[1], ranks=Ranks(num_ranks=3), before=Resolved(micro_batches=4)
+    )
+    with pytest.raises(ConfigError, match=r"micro_batches=4: .* Resume it on 1, 2, 4 ranks: only a new run"):
+        _cut_batch(others)

@@ -49,7 +49,7 @@ _REFUSALS = (401, 403, 404, 410)
 """Answers of HTTP that trying again does not change."""
 _UNKNOWN_USER = (401, 403)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ROOM = "Set PTFAST_CACHE to a folder on a disk with more room"
+_ROOM = "Set PTFAST_CACHE to a folder that can be written and has room"
 
 
 class _Answer(NamedTuple):
