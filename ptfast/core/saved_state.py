@@ -237,8 +237,9 @@ def read_state(folder: Path, *, check: bool = True) -> State:
     if not (folder / TREE).is_file():
         return State(load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt"), facts)
     try:
+        # By their names: another machine may have an old listing of the folder.
         known = json.loads((folder / MANIFEST).read_text())["sha256"]
-        files = [file for file in sorted(folder.glob("shard-*.safetensors")) if file.name in known]
+        files = sorted(folder / Path(name).name for name in known if name.startswith("shard-"))
         parts = unpack(json.loads((folder / TREE).read_text()), files)
         return State(parts["model"], parts["training"], facts)
     except Exception as error:
