@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from ptfast.cli.command_line import run
 from ptfast.cli.ranks_prediction import predict
 from ptfast.config.read import read_config
 from ptfast.profiling.limits.accelerators import GPUS, NAMES
-from ptfast.profiling.limits.fake_step import count_step
+from ptfast.profiling.limits.fake_step import StepCosts, count_step
 from ptfast.profiling.limits.operators import total_flops
+from ptfast.profiling.limits.scaling import LINKS, MEMORY, Exchange, Scale, link_of, step_time
+from ptfast.techniques.parallel import Parallel
 
 GPT = ("data=text_file", "data.path=text.txt", "data.context_length=16", "model=gpt", "model.depth=2")
 GPT = (*GPT, "model.width=16", "model.heads=2", "batch_size=8", "steps=1")
@@ -75,6 +78,24 @@ def test_a_step_without_values_costs_what_one_with_values_does(
     assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=1e-3)
     assert total_flops(fake.operators) == total_flops(real.operators)
     assert all(map(torch.equal, before, own.model.parameters()))
+
+
+def test_what_is_sent_goes_around_rings_over_the_slowest_link() -> None:
+    kinds: tuple[Any, ...] = ("all-reduce", "all-gather", "reduce-scatter")
+    assert [Exchange(kind, "all", 1000).sent_bytes(4) for kind in kinds] == [1500, 750, 750]
+    gbyte_per_s = {("h100", 8, 8): 450, ("h100", 64, 8): 400, ("h100", 64, 1): 50, ("l4", 16, 8): 12.5}
+    for (name, num_ranks, local), expected in gbyte_per_s.items():
+        assert link_of(GPUS[name], Scale(num_ranks, local, Parallel(), 1)) == expected * 1e9
+
+
+def test_a_step_waits_for_what_is_sent_longer_than_it_computes() -> None:
+    device = replace(GPUS["h100"], bytes_per_s=3 / MEMORY, overlaps=True)
+    scale = Scale(4, 4, Parallel(strategy="ddp"), 1)
+    sent = [Exchange("all-reduce", "gradients", 2), Exchange("all-gather", "BatchNorm", 4, overlaps=False)]
+    # Weights are read, with their gradients, and written: 6 s here. Nothing is computed beside what is sent.
+    time = step_time(StepCosts([], 0), {"weights": 6}, sent, scale, device, 1 / LINKS, rounds=False)
+    assert (time.compute_s, time.waited_s) == pytest.approx((6, 3 + 3))
+    assert time.efficiency == pytest.approx(0.5)
 
 
 def test_ranks_that_wait_take_longer_and_waiting_grows_with_slower_links() -> None:

@@ -38,7 +38,7 @@ class Server(ThreadingHTTPServer):
         self.asked: list[tuple[str, str | None, str | None]] = []
         """File, range and authorization of each request."""
         self.breaks: dict[str, list[int]] = {}
-        """By file, the bytes after which one answer after another breaks off."""
+        """By file, the bytes after which each answer breaks off, one after another; below 0, an error."""
 
     def count(self, name: str) -> int:
         return [asked[0] for asked in self.asked].count(name)
@@ -56,6 +56,9 @@ class Answer(BaseHTTPRequestHandler):
         file, start = Path("shards", name), 0
         if not file.is_file():
             return self.send_error(404)
+        breaks = server.breaks.get(name)
+        if breaks and breaks[0] < 0:
+            return self.send_error(-breaks.pop(0))
         content = file.read_bytes()
         version = hashlib.md5(content).hexdigest()
         if span and server.resumes and (self.headers["If-Range"] == version or not server.obeys):
@@ -66,7 +69,6 @@ class Answer(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content) - start))
         self.send_header("ETag", version)
         self.end_headers()
-        breaks = server.breaks.get(name)
         self.wfile.write(content[start:][: breaks.pop(0) if breaks else None])
         return None
 
@@ -94,13 +96,13 @@ def contents(data: Any) -> Any:
 @pytest.mark.parametrize("resumes", [True, False])
 def test_shards_come_whole_over_connections_that_break_off(server: Server, resumes: bool) -> None:
     shards()
-    server.resumes, server.breaks["train-001.tar"] = resumes, [700, 900, 0, 2000]
+    server.resumes, server.breaks["train-001.tar"] = resumes, [700, 900, 0, -503, 2000]
     by_url, local = load(server.url + PATTERN), load()
     assert same_bits(fetched(by_url.train), fetched(local.train))
     assert contents(by_url) == contents(local)
     spans = [span for name, span, _ in server.asked if name == "train-001.tar"]
-    resumed = [None, "bytes=700-", "bytes=1600-", "bytes=1600-", "bytes=3600-"]
-    assert spans == (resumed if resumes else [None, "bytes=700-", "bytes=900-", None, "bytes=2000-"])
+    starts = [0, 700, 1600, 1600, 1600, 3600] if resumes else [0, 700, 900, 0, 0, 2000]
+    assert spans == [f"bytes={start}-" if start else None for start in starts]
     # From then on they are there.
     num_asked = len(server.asked)
     assert same_bits(fetched(load(server.url + PATTERN).train), fetched(local.train))
