@@ -43,6 +43,8 @@ class Resolved:
     deterministic: bool = False
     holds_memory: bool = False
     """What the CPU frees is held for the next step."""
+    flushes_denormals: bool = False
+    """The CPU takes numbers below 1e-38 for 0."""
     precision: str = ""
     matmul_precision: str = ""
     float8: list[str] = field(default_factory=list)

@@ -47,8 +47,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="The rates of many steps are computed at once, not by a call of a scheduler in every step.",
         claim="A call of Python less in every step; no figure for it alone.",
         source="torch.optim.lr_scheduler, whose step() is that call.",
-        measured="With all else that the loop saves, a step of a small MLP takes 266 us, where a DataLoader,"
-        " SGD and LambdaLR take 564 us.",
+        measured="With all else that the loop saves, a step of a small MLP takes 205 us, where a DataLoader,"
+        " SGD and LambdaLR take 473 us.",
         command="python scripts/bench_overhead.py --hidden 1",
         avoid="Never.",
         audit="scheduler.step() after every optimizer step of a small model.",

@@ -20,6 +20,7 @@ from torch import nn
 from ptfast.__main__ import WAITING, main
 from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import MicroBatch, StepBatch
+from ptfast.core.run import Resolved
 from ptfast.core.run_directory import read_json
 from ptfast.profiling.debug_aids.debugging import debugging
 from ptfast.techniques.backend import Backend
@@ -44,6 +45,7 @@ def restore_backend():
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+    torch.set_flush_denormal(False)
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
@@ -117,6 +119,20 @@ class TestBackend:
             Backend(threads=resolved["threads"], cudnn_benchmark=True, deterministic=False), device=CPU
         )
         assert again == resolved
+
+    @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU has no such mode")
+    def test_denormals_are_flushed_on_a_cpu_as_when_the_run_began(self):
+        tiny, on, off = torch.full((3,), 1e-40), Backend(), Backend(flush_denormals=False)
+        for backend, device, before, flushes in (
+            (on, CPU, None, True),
+            (off, CPU, None, False),
+            (on, CPU, Resolved(device="cpu"), False),
+            (off, CPU, Resolved(device="cpu", flushes_denormals=True), True),
+            (on, torch.device("meta"), None, False),
+        ):
+            resolved = apply_backend(backend, device=device, before=before)
+            assert resolved["flushes_denormals"] is flushes
+            assert bool((tiny * 1).any()) is not flushes
 
     def test_the_users_own_number_wins_but_not_torchruns(self, monkeypatch):
         monkeypatch.setattr("ptfast.techniques.backend.torch_settings.usable_cores", lambda: 6)

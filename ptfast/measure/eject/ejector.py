@@ -31,6 +31,7 @@ COVERED = (
     *("augment.crop_padding", "augment.flip", "precision", "optimizer.decay_1d", "schedule.warmup"),
     *("gradients.accumulate", "gradients.clip_norm", "gradients.clip_value", "gradients.log_norm"),
     *("rewrites", "backend.threads", "backend.worker_threads", "backend.cudnn_benchmark"),
+    "backend.flush_denormals",
     *("parallel.nproc", "parallel.timeout", "parallel.gradient_as_bucket_view"),
 )
 """Keys and sections whose values a script follows, or that change none of its bits."""
@@ -101,6 +102,8 @@ def script(config: Config, run: Run, command: str) -> str:
     gathered.imports.add("import torch")
     settings = ["torch.set_num_threads(THREADS)"]
     gathered.used |= {"SEED", "THREADS", "DEVICE"}
+    if run.resolved.flushes_denormals:
+        settings.append("torch.set_flush_denormal(True)")
     if run.resolved.matmul_precision != "highest":
         settings.append(f'torch.set_float32_matmul_precision("{run.resolved.matmul_precision}")')
     if torch.backends.cuda.matmul.allow_tf32 and run.device.type == "cuda":

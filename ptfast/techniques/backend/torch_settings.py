@@ -38,14 +38,15 @@ def apply_backend(
             `cudnn_benchmark=auto` lets cuDNN time its kernels on each new shape, unless `deterministic`, and
             until `watch_shapes` has seen too many; `deterministic` refuses operations whose result depends
             on timing: slower, bit-identical from run to run; `hold_memory` acts where the model is on the
-            CPU, for as long as the process lives.
+            CPU, for as long as the process lives; `flush_denormals` there, too, in threads that begin after
+            this call.
         device: where the model will be.
         num_local_ranks: processes of this run on this machine.
         before: what `auto` became when the run began; None for a new one.
 
     Returns:
-        `threads`, `interop_threads`, `cudnn_benchmark`, `deterministic` and `holds_memory`, which go into
-        JSON.
+        `threads`, `interop_threads`, `cudnn_benchmark`, `deterministic`, `holds_memory` and
+        `flushes_denormals`, which go into JSON.
     """
     before = before or Resolved()
     threads, deterministic = unless_resolved(backend.threads, before.threads), backend.deterministic
@@ -63,12 +64,16 @@ def apply_backend(
     torch.backends.cudnn.deterministic = deterministic
     # Kernels chosen by timing differ from run to run.
     torch.backends.cudnn.benchmark = benchmark and not deterministic and device.type == "cuda"
+    wanted = before.flushes_denormals if before.device else backend.flush_denormals
+    flush = wanted and device.type == "cpu"
+    can_flush = torch.set_flush_denormal(flush)
     return {
         "threads": num_threads,
         "interop_threads": torch.get_num_interop_threads(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": deterministic,
         "holds_memory": backend.hold_memory and device.type == "cpu" and hold_memory(),
+        "flushes_denormals": flush and can_flush,
     }
 
 
