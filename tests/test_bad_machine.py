@@ -109,9 +109,8 @@ def test_54_a_read_only_file_system() -> None:
     assert done.returncode == 4
 
 
-@pytest.mark.parametrize(
-    "more", [(), pytest.param(("parallel=fsdp", "parallel.nproc=2"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("parallel=fsdp", "parallel.nproc=2")])
 def test_55_a_full_disk(more: tuple[str, ...]) -> None:
     """The state does not fit: nothing half written is taken for one."""
     Path("small").mkdir()

@@ -50,6 +50,7 @@ def composed(*words: str) -> Composed:
     return read_config([*SMALL, *words])[0]
 
 
+@pytest.mark.slow
 def test_a_process_stays_between_requests(with_tests: None, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     processes = [
