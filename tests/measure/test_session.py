@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.machine import processor_time_of
 from ptfast.measure.trials import system_load
 from ptfast.measure.trials.comparison import Arm, Comparison
@@ -141,6 +141,9 @@ def test_further_processes_narrow_what_one_pair_shows(tmp_path: Path) -> None:
     assert not session.confirm(found, seconds=9.0)
     assert session.confirm(found, seconds=99.0)
     assert len(found.process_effects) == 2
+    session.pool.lost[LARGE] = MachineError("E002", "no room")
+    assert not session.confirm(found, seconds=99.0)
+    assert (found.verdict, found.why) == ("not applicable", "no room")
 
 
 def test_compiling_pays_after_some_steps() -> None:

@@ -128,6 +128,7 @@ class TestBackend:
             (off, CPU, None, False),
             (on, CPU, Resolved(device="cpu"), False),
             (off, CPU, Resolved(device="cpu", flushes_denormals=True), True),
+            (on, CPU, Resolved(device="cuda"), True),
             (on, torch.device("meta"), None, False),
         ):
             resolved = apply_backend(backend, device=device, before=before)

@@ -194,7 +194,7 @@ class Ablation:
         seconds = self._share(num_left, self._reserve_s)
         if seconds is not None and self.session.confirm(comparison, seconds=seconds):
             self._on_done(f"{comparison.other.name} again", comparison)
-        return _is_gain(comparison.effect)
+        return not comparison.why and _is_gain(comparison.effect)
 
     def _best_first(self) -> list[Technique]:
         """Techniques that may be gains, by what they were worth to plain at least: the surest first."""

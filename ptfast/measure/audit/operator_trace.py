@@ -201,7 +201,8 @@ class OperatorTrace(TorchDispatchMode):
     def _batch_of_product(self, weights: Tensor) -> tuple[int, ...]:
         """Sizes before the last two of a product's first factor, which torch may have merged."""
         given = next(tensors_in(self._calls.current[1]), weights)
-        return tuple(given.shape[:-2]) if given.numel() == weights.numel() else tuple(weights.shape[:-2])
+        shape = given.shape if given.numel() == weights.numel() else weights.shape
+        return tuple(shape[:-2]) or (1,)
 
     def _gelu(self, name: str, args: Any, given: list[Tensor], roles: list[Any], result: Tensor) -> Any:
         """Return `squashed` for erf or tanh of something, `shifted` once 1 was added; note a GELU."""

@@ -165,23 +165,20 @@ class Session:
             self._measure(comparison, end_s - self._elapsed_s, MOST_ROUNDS)
             while fresh and len(comparison.starts) < MOST_PAIRS and self._repeat(comparison, end_s):
                 pass
-            self._raise_if_lost(base)
-            if error := self.pool.lost.get(other):
-                comparison.why = reason(error).removesuffix(".")
-        self._judge()
+        self._conclude(comparison)
         return comparison
 
     def confirm(self, comparison: Comparison, *, seconds: float) -> bool:
         """Add a further pair of processes to a comparison; return False where there was no time for them.
 
-        What looks like a gain may be where the memory of one process lies.
+        What looks like a gain may be where the memory of one process lies. An arm that cannot be started
+        again makes the comparison `not applicable`.
 
         Raises:
             PtfastError, ReportedError: what stops the base.
         """
         repeated = self._repeat(comparison, self._elapsed_s + min(seconds, self.left_s))
-        self._raise_if_lost(comparison.base)
-        self._judge()
+        self._conclude(comparison)
         return repeated
 
     def is_same(self, base: Arm, other: Arm) -> bool:
@@ -260,6 +257,14 @@ class Session:
         comparison.starts.append(len(comparison.rounds))
         self._measure(comparison, end_s - self._elapsed_s, MOST_ROUNDS)
         return True
+
+    def _conclude(self, comparison: Comparison) -> None:
+        """Note what has ended one of the two, and judge the family anew."""
+        if not comparison.why:
+            self._raise_if_lost(comparison.base)
+            if error := self.pool.lost.get(comparison.other):
+                comparison.why = reason(error).removesuffix(".")
+        self._judge()
 
     def _num_steps(self, arms: Sequence[Arm]) -> list[int]:
         """Steps of a stretch of each of two: as many where batches are as large, else for as many samples."""

@@ -64,7 +64,7 @@ def apply_backend(
     torch.backends.cudnn.deterministic = deterministic
     # Kernels chosen by timing differ from run to run.
     torch.backends.cudnn.benchmark = benchmark and not deterministic and device.type == "cuda"
-    wanted = before.flushes_denormals if before.device else backend.flush_denormals
+    wanted = before.flushes_denormals if before.device == device.type else backend.flush_denormals
     flush = wanted and device.type == "cpu"
     can_flush = torch.set_flush_denormal(flush)
     return {
