@@ -31,8 +31,6 @@ WHOLE_CONFIG = {
     "training/prepare_machine.py": "holds it for the stages of `build` and of a saved model",
     "training/prepare_data.py": "`load_data` and `build_choice`, by which commands load data without a run",
     "training/saved_model.py": "builds a model to evaluate, by the stages of `build`",
-    "profiling/limits/advice.py": "asks the rules across keys whether a switch could be added",
-    "profiling/limits/closing.py": "hands it to the advice",
 }
 """The only places that take the whole config, and why; all others take their own section, or values."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ptfast.cli.flags import CONFIG_DIR, Command, read_flags, search_in
 from ptfast.cli.help_text import WIDTH, help_text
-from ptfast.cli.measuring_commands import SEARCHES, ablate, audit, eject, find, race, tune
+from ptfast.cli.measuring_commands import SEARCHES, ablate, audit, find, race
 from ptfast.cli.typed_config import read_typed, saved_run
 from ptfast.core.errors import (
     COMMAND_LINE,
@@ -28,10 +28,8 @@ from ptfast.core.errors import (
 )
 from ptfast.report.terminal.command_output import flush, print_error, say_starting
 
-IMPORT_TORCH = ("train", "eval", "predict", "pack", "eject")
+IMPORT_TORCH = ("train", "eval", "predict", "pack")
 """Commands that take seconds to start, as those do that measure."""
-OF_DRY_RUN = ("--ranks", "--device", "--network")
-"""Flags of `train` that say where a run is to be predicted."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -146,7 +144,9 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
 
         if ranks is not None and not ranks.is_first:
             return EXIT_OK
-        return dry_run(flags, arguments, file)
+        composed, config = read()
+        with composed.naming_places():
+            return dry_run(config)
     words = [f"--config={file}", *arguments] if file else arguments
     if ranks is not None:
         from ptfast.launch.launcher import start_rank
@@ -161,11 +161,7 @@ def _train(flags: dict[str, Any], arguments: list[str]) -> int:
 
 def _check_pairs(flags: dict[str, Any]) -> None:
     """Refuse flags of which one would be ignored: most of them are things to do."""
-    actions = [flag for flag in flags if flag not in ("--config", *OF_DRY_RUN)]
-    for flag in OF_DRY_RUN:
-        if flag in flags and "--dry-run" not in flags:
-            hint = f"Add --dry-run, or set {'device' if flag == '--device' else 'parallel.nproc'}=VALUE"
-            raise ConfigError("C011", "is for --dry-run", key=flag, place=COMMAND_LINE, suggestion=hint)
+    actions = [flag for flag in flags if flag != "--config"]
     if "--config" in flags and (other := {"--multirun", "--info"} & set(flags)):
         actions = ["--config", *other]
     if len(actions) > 1:
@@ -285,13 +281,13 @@ COMMANDS: dict[str, Command] = {
         _RUN,
         "train a model; -m sweeps over key=a,b",
         _train,
-        _flags("--multirun --dry-run --config= --cfg= --info=") | dict.fromkeys(OF_DRY_RUN, True),
+        _flags("--multirun --dry-run --config= --cfg= --info="),
     ),
     "launch": Command(
-        f"slurm|trainjob|sky|ray {_RUN}",
+        f"slurm|ray {_RUN}",
         "train on a cluster: submit a job, or print it",
         _launch,
-        _flags("--nodes= --gpus= --cpus= --time= --partition= --image= --storage= --print"),
+        _flags("--nodes= --gpus= --cpus= --time= --partition= --print"),
         min_arguments=1,
     ),
     "eval": Command(
@@ -332,13 +328,6 @@ COMMANDS: dict[str, Command] = {
         _flags("--budget= --only= --compile --claims --out="),
         alone=True,
     ),
-    "tune": Command(
-        _RUN,
-        "find the fastest settings for this machine; write them as a recipe",
-        tune,
-        _flags("--budget= --compile --batch --write= --out="),
-        alone=True,
-    ),
     "audit": Command(
         _RUN,
         "find what costs speed in the model, data, loop and machine",
@@ -352,12 +341,6 @@ COMMANDS: dict[str, Command] = {
         race,
         _flags("--target= --seeds= --arms= --tune-lr --out="),
         alone=True,
-    ),
-    "eject": Command(
-        f"{_RUN} --out FILE",
-        "write a run as one PyTorch script without ptfast",
-        eject,
-        _flags("--out="),
     ),
     "recipes": Command("", "list the recipes and what each reaches", _recipes, {}, 0),
     "techniques": Command(

@@ -1,4 +1,4 @@
-"""`ptfast train --dry-run`: what a run costs, by a few steps of it here, or predicted for ranks elsewhere."""
+"""`ptfast train --dry-run`: what a run costs, by a few steps of it here."""
 
 from __future__ import annotations
 
@@ -6,42 +6,17 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from ptfast.cli.flags import read_number_of
-from ptfast.cli.typed_config import read_typed
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
-from ptfast.core.errors import EXIT_OK, ConfigError
+from ptfast.core.errors import EXIT_OK
 from ptfast.core.units import duration, num_bytes
 from ptfast.report.terminal.display import build_display, table
 
 TIMED_STEPS = 5
 
 
-def dry_run(flags: dict[str, Any], arguments: list[str], file: Path | None) -> int:
-    """Try the run that arguments or a file mean, or predict it for `--ranks` of a `--device`.
-
-    Raises:
-        PtfastError: whatever would stop the real run in its first steps.
-    """
-    elsewhere = {"--ranks", "--device", "--network"} & {*flags}
-    if elsewhere and "--device" not in flags:
-        hint = "Add --device h100, say, or --device cpu for this machine's"
-        raise ConfigError("C016", "an argument is missing", key="--device", suggestion=hint)
-    num_ranks = int(read_number_of("--ranks", flags.get("--ranks", "1"), 1))
-    gbit_per_s = read_number_of("--network", flags["--network"]) if "--network" in flags else None
-    composed, config = read_typed(arguments, file, here=not elsewhere)
-    with composed.naming_places():
-        if not elsewhere:
-            return _take_steps(config)
-        from ptfast.cli.ranks_prediction import predict, show
-
-        network_bytes_per_s = None if gbit_per_s is None else gbit_per_s * 1e9 / 8
-        return show(config, predict(config, num_ranks, flags["--device"], network_bytes_per_s))
-
-
-def _take_steps(config: Config) -> int:
+def dry_run(config: Config) -> int:
     """Build the run of `config` in a temporary folder, take a few steps, and print what the whole would take.
 
     Figures are of one process: its memory, the floating-point operations of one step (forward and backward,

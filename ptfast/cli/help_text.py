@@ -15,14 +15,11 @@ WIDTH, INDENT = 80, 24
 FLAG_HELP = {
     "--multirun": "(-m) sweep: train one run per combination of key=a,b",
     "--dry-run": "take a few steps without saving; print memory, time and disk of the run",
-    "--ranks": "for --dry-run: predict memory, time and communication on so many ranks",
-    "--device": "for --dry-run: what they train on, such as h100, a100-80 or cpu",
-    "--network": "for --dry-run: Gbit/s between machines, if not the vendor's",
     "--config": "train from a run directory or its config.yaml",
     "--cfg": "(-c) print the composed config: job, hydra or all",
     "--info": "(-i) print how it is composed: defaults-tree, searchpath, plugins, ...",
     "--split": "evaluate one split: val or test",
-    "--out": "file to write; for find, ablate, tune and race, a folder",
+    "--out": "file to write; for find, ablate and race, a folder",
     "--prompt": "text that a language model goes on from",
     "--max-new-tokens": "tokens to write after the prompt; default 100",
     "--temperature": "above 0, default 1: lower makes likely tokens likelier",
@@ -40,7 +37,6 @@ FLAG_HELP = {
     "--write": "recipe to write with what was found",
     "--budget": "time to measure for, such as 10m; for audit 0 measures no prices",
     "--claims": "hold what guides and papers promise against this machine",
-    "--batch": "also try other batch sizes, weighed with the gradient noise",
     "--compile": "also try compiling, which takes long to begin",
     "--target": "figure to reach and its value, such as accuracy:0.9",
     "--seeds": "runs of each variant, each with its own seed",
@@ -51,8 +47,6 @@ FLAG_HELP = {
     "--cpus": "cores of each machine",
     "--time": "limit of a job, such as 4h",
     "--partition": "SLURM's partition",
-    "--image": "container image that has ptfast",
-    "--storage": "volume that all machines mount, for the run's folder",
     "--print": "print what would be submitted",
     "--fix": "recipe to write with the overrides that mend findings",
     "--strict": "exit with 8 where something is found",
@@ -75,7 +69,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "train -m +recipe=resnet_digits optimizer.lr=0.01,0.1 seed=0,1",
         "train +recipe=resnet_digits --cfg job",
         "train +recipe=resnet_digits --dry-run",
-        "train +recipe=resnet50_imagenet --dry-run --ranks 64 --device h100",
     ),
     "launch": ("launch slurm +recipe=resnet_cifar --nodes 2 --print",),
     "eval": ("eval RUN", "eval RUN/saved/best --split test"),
@@ -92,26 +85,22 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "ablate +recipe=resnet_cifar --only 'fused optimizer step,channels last'",
         "ablate --claims",
     ),
-    "tune": ("tune +recipe=resnet_cifar --budget 5m --write tuned.yaml",),
     "audit": ("audit +recipe=resnet_cifar --fix mended.yaml", "audit +recipe=resnet_cifar --strict"),
     "race": (
         "race +recipe=resnet_digits schedule=onecycle,constant --target accuracy:0.95",
         "race +recipe=resnet_digits --arms 'optimizer=adamw; optimizer=lamb' --target loss:0.2",
     ),
-    "eject": ("eject +recipe=resnet_digits --out train.py",),
     "recipes": ("recipes",),
     "techniques": ("techniques", "techniques precision", "techniques fused optimizer step"),
 }
 """Command lines, without `ptfast`."""
 _FOLDER = "folder to write into; by default a new one under runs"
 OWN_FLAG_HELP = {
-    **{(name, "--out"): _FOLDER for name in ("find", "ablate", "tune", "audit", "race")},
+    **{(name, "--out"): _FOLDER for name in ("find", "ablate", "audit", "race")},
     ("compare", "--out"): "page (.html) or picture (.png) to write",
-    ("eject", "--out"): "script to write, such as train.py",
     ("predict", "--out"): "file to write instead of the terminal",
     ("audit", "--budget"): "time to measure for, 2m by default; 0 measures no prices",
     ("ablate", "--budget"): "time to measure for, 10m by default",
-    ("tune", "--budget"): "time to measure for, 5m by default",
 }
 """Meaning of flags that differ by command."""
 

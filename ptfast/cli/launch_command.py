@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ptfast.cli.flags import read_seconds
 from ptfast.core.clock import STARTED_VARIABLE
 from ptfast.core.errors import COMMAND_LINE, ConfigError, MachineError, PtfastError
-from ptfast.launch.cluster_jobs import MOUNT, Job, allowed_name, ray, sky, slurm, trainjob
+from ptfast.launch.cluster_jobs import Job, allowed_name, ray, slurm
 
 if TYPE_CHECKING:
     from ptfast.config.compose import Composed
@@ -29,19 +28,13 @@ class Engine(NamedTuple):
 
     write: Callable[[Job], str]
     submit: tuple[str, ...]
-    """The command that takes a job on its standard input, or in a file for which `{}` stands."""
+    """The command that reads a job from its standard input."""
     flags: tuple[str, ...]
     """Those that not all take."""
-    remote: bool = False
-    """Its nodes have none of this machine's folders."""
 
 
 ENGINES = {
     "slurm": Engine(slurm, ("sbatch",), ("--time", "--partition")),
-    "trainjob": Engine(
-        trainjob, ("kubectl", "create", "-f", "-"), ("--time", "--image", "--storage"), remote=True
-    ),
-    "sky": Engine(sky, ("sky", "jobs", "launch", "-y", "{}"), ("--image", "--storage"), remote=True),
     "ray": Engine(ray, (sys.executable, "-"), ()),
 }
 
@@ -62,7 +55,7 @@ def launch(engine: str, flags: dict[str, Any], words: list[str]) -> int:
         hint = did_you_mean(engine, ENGINES) or f"Clusters: {', '.join(ENGINES)}"
         raise ConfigError("C015", "no such cluster", key=engine, place=COMMAND_LINE, suggestion=hint)
     chosen = ENGINES[engine]
-    for flag in ("--time", "--partition", "--image", "--storage"):
+    for flag in ("--time", "--partition"):
         if flag in flags and flag not in chosen.flags:
             hint = f"{engine} takes {', '.join(chosen.flags) or 'none such'}"
             what = f"means nothing to {engine}"
@@ -78,13 +71,9 @@ def launch(engine: str, flags: dict[str, Any], words: list[str]) -> int:
     if engine == "ray" and not importlib.util.find_spec("ray"):
         hint = "Install ray[train], or print the driver with --print"
         raise MachineError("E004", "ray is not installed", key="launch", value="ray", suggestion=hint)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"job.{'yaml' if chosen.remote else 'txt'}"
-        file.write_text(text)
-        command = [word.format(file) for word in chosen.submit]
-        # The time of the run counts from its own start, not from here.
-        environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
-        return subprocess.run(command, input=text, text=True, env=environment, check=False).returncode
+    # The time of the run counts from its own start, not from here.
+    environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
+    return subprocess.run(chosen.submit, input=text, text=True, env=environment, check=False).returncode
 
 
 def _job(engine: str, flags: dict[str, Any], words: list[str]) -> Job:
@@ -94,9 +83,6 @@ def _job(engine: str, flags: dict[str, Any], words: list[str]) -> Job:
     kind, _, number = flags.get("--gpus", "").rpartition(":")
     num_nodes = _count(flags, "--nodes", flags.get("--nodes", "1"))
     num_gpus = _count(flags, "--gpus", number) if "--gpus" in flags else None
-    if engine == "sky" and num_gpus and not kind:
-        what, hint = "SkyPilot asks for a type, too", f"Write --gpus H100:{num_gpus}"
-        raise ConfigError("C005", what, key="--gpus", value=num_gpus, suggestion=hint)
     composed = compose(words)
     num_ranks = num_nodes * (num_gpus or 1)
     _check_config(composed, num_ranks)
@@ -104,11 +90,11 @@ def _job(engine: str, flags: dict[str, Any], words: list[str]) -> Job:
     alone = parallel["strategy"] == "single"
     if num_ranks > 1 and alone:
         added.append("parallel=ddp")
-    if num_gpus and num_gpus > 1 and engine in ("slurm", "sky") and (alone or parallel["nproc"] == "auto"):
+    if num_gpus and num_gpus > 1 and engine == "slurm" and (alone or parallel["nproc"] == "auto"):
         added.append(f"parallel.nproc={num_gpus}")
     name = composed.tree["run"]["name"] or composed.recipe or "train"
     return Job(
-        words=(*words, *added, *_resumable(composed, name, ENGINES[engine].remote, "--storage" in flags)),
+        words=(*words, *added, *_resumable(composed, name)),
         name=allowed_name(name),
         num_nodes=num_nodes,
         gpu_type=kind or None,
@@ -116,8 +102,6 @@ def _job(engine: str, flags: dict[str, Any], words: list[str]) -> Job:
         num_cpus=_count(flags, "--cpus", flags["--cpus"]) if "--cpus" in flags else None,
         limit_s=int(read_seconds(flags, "--time", "")) if "--time" in flags else None,
         partition=flags.get("--partition"),
-        image=flags.get("--image"),
-        storage=flags.get("--storage"),
     )
 
 
@@ -142,22 +126,13 @@ def _check_config(composed: Composed, num_ranks: int) -> None:
     check_batch(config.batch_size, config.micro_batches, num_ranks, accumulate, first)
 
 
-def _resumable(composed: Composed, name: str, remote: bool, has_storage: bool) -> Iterator[str]:
-    """The words with which a job that is started again goes on, where the user has given none.
-
-    Raises:
-        ConfigError: C016 where the run's folder would not outlive the job.
-    """
+def _resumable(composed: Composed, name: str) -> Iterator[str]:
+    """The words with which a job that is started again goes on, where the user has given none."""
     from ptfast.core.run_directory import new_folder
 
     run = composed.tree["run"]
     if not run["dir"]:
-        if remote and not has_storage:
-            what = "the run's folder would be lost with the job"
-            hint = "Give --storage VOLUME, or run.dir where the image has storage mounted"
-            raise ConfigError("C016", what, key="--storage", suggestion=hint)
-        root = Path(MOUNT, "runs") if has_storage else Path(run["root"]).absolute()
-        yield f"run.dir={new_folder(root, name)}"
+        yield f"run.dir={new_folder(Path(run['root']).absolute(), name)}"
     if run["resume"] == "never":
         yield "run.resume=auto"
 

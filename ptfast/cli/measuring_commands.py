@@ -1,4 +1,4 @@
-"""The commands that measure, and `ptfast eject`: they read what is asked for, and call what does it."""
+"""The commands that measure: they read flags and arguments, and call the measurement."""
 
 from __future__ import annotations
 
@@ -94,28 +94,6 @@ def ablate(flags: dict[str, Any], arguments: list[str]) -> int:
         return ablate(composed, config, arguments, budget_s=budget_s, only=only, compiles=compiles, out=out)
 
 
-def tune(flags: dict[str, Any], arguments: list[str]) -> int:
-    """Search for the settings under which the config that the arguments mean trains fastest here.
-
-    Raises:
-        ConfigError: C005 for a budget that is none.
-    """
-    budget_s = read_seconds(flags, "--budget", "5m")
-    composed, config = read_typed(arguments)
-    with composed.naming_places():
-        from ptfast.measure.tune.tuner import tune
-
-        return tune(
-            config,
-            arguments,
-            budget_s=budget_s,
-            compiles="--compile" in flags,
-            batches="--batch" in flags,
-            write=_path(flags, "--write") or Path("tuned.yaml"),
-            out=_path(flags, "--out"),
-        )
-
-
 def audit(flags: dict[str, Any], arguments: list[str]) -> int:
     """Audit the config that the arguments mean.
 
@@ -152,22 +130,6 @@ def race(flags: dict[str, Any], arguments: list[str]) -> int:
     given = [name if value is True else f"{name}={value}" for name, value in flags.items()]
     command, tunes = ["ptfast", "race", *arguments, *given], "--tune-lr" in flags
     return race(arms, target, num_seeds=num_seeds, command=command, tunes=tunes, out=_path(flags, "--out"))
-
-
-def eject(flags: dict[str, Any], arguments: list[str]) -> int:
-    """Write the run that the arguments mean as a script.
-
-    Raises:
-        ConfigError: C016 without a file to write to, C011 for what no script is made of.
-    """
-    if (out := _path(flags, "--out")) is None:
-        hint = "Usage: ptfast eject [+recipe=NAME] [key=value ...] --out train.py"
-        raise ConfigError("C016", "an argument is missing", key="--out", suggestion=hint)
-    composed, config = read_typed(arguments)
-    with composed.naming_places():
-        from ptfast.measure.eject.ejector import eject
-
-        return eject(config, composed.tree, " ".join(["ptfast train", *arguments]), out)
 
 
 def _path(flags: dict[str, Any], name: str) -> Path | None:

@@ -10,18 +10,14 @@ from typing import Any
 from ptfast.core.errors import COMMAND_LINE
 
 
-def read_typed(arguments: list[str], file: Path | None = None, *, here: bool = True) -> Any:
-    """Compose and validate what the arguments say, from a recipe or from a frozen config file.
-
-    Args:
-        here: False for a run on other machines, which may lack something else.
-    """
+def read_typed(arguments: list[str], file: Path | None = None) -> Any:
+    """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
     from ptfast.config.checks.rules import unused_keys
     from ptfast.config.read import load_config, read_config
     from ptfast.core.distributed import told_of_nodes, world
     from ptfast.report.terminal.display import say
 
-    composed, config = load_config(file, arguments, here=here) if file else read_config(arguments, here=here)
+    composed, config = load_config(file, arguments) if file else read_config(arguments)
     if file:
         composed = dataclasses.replace(composed, arguments=["--config", str(file), *arguments])
     if world(meets=True) is None and (config.parallel.nnodes > 1 or told_of_nodes()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ptfast.config.checks.trust import is_own
 from ptfast.config.checks.validate import validate
@@ -17,11 +16,8 @@ from ptfast.config.schema import Config
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
 
 
-def read_config(arguments: Sequence[str], *, here: bool = True) -> tuple[Composed, Config]:
+def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
     """The config that a user's arguments mean; whatever they name is trusted.
-
-    Args:
-        here: False for a run on other machines, which may lack something else.
 
     Raises:
         ConfigError: everything wrong that can be told at once.
@@ -34,7 +30,7 @@ def read_config(arguments: Sequence[str], *, here: bool = True) -> tuple[Compose
         raise together(errors)
     try:
         composed = compose([argument.text for argument in given if argument.kind != "hydra"])
-        config = validate(composed.tree, composed.place, here=here)
+        config = validate(composed.tree, composed.place)
     except PtfastError as error:
         found, error.others = (error, *error.others), ()
         for one in found:
@@ -59,7 +55,6 @@ def load_config(
     *,
     trusted: bool = False,
     trains: bool = True,
-    here: bool = True,
 ) -> tuple[Composed, Config]:
     """The config in a whole file, such as a run directory's, with arguments laid over it.
 
@@ -69,7 +64,6 @@ def load_config(
             the arguments trust (`trust=[my_package]`).
         trains: False for what comes after training, of which the data that the arguments name need not lie
             as that of training does.
-        here: as for `read_config`.
 
     Raises:
         ConfigError: the first thing wrong.
@@ -81,8 +75,7 @@ def load_config(
     named = composed.tree.get("trust") if composed.places.get("trust") == COMMAND_LINE else None
     extra_trust = named if isinstance(named, list) else []
     trusted = trusted or is_own(path)
-    how: dict[str, Any] = {"trusted": trusted, "extra_trust": extra_trust, "here": here}
-    return composed, validate(composed.tree, composed.place, **how)
+    return composed, validate(composed.tree, composed.place, trusted=trusted, extra_trust=extra_trust)
 
 
 def _named(composed: Composed, section: str) -> bool:

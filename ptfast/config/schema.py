@@ -38,7 +38,6 @@ FREE_KEYS = (
         "recipe",
         "preset",
         "trust",
-        "tuned_for",
         "epochs",
         "steps",
         "log_every",
@@ -85,8 +84,6 @@ class Config(Section):
     """Interval at which figures are logged, such as `50steps`; `auto` for a hundred times a run."""
     trust: list[str] = Field(default_factory=list)
     """Packages that import paths in a file from elsewhere may name."""
-    tuned_for: str | None = None
-    """The machine on which `ptfast tune` measured this config; another one is warned of."""
     callbacks: list[Target] = Field(default_factory=list)
     """Classes called during training: an import path, or a mapping with `_target_`."""
     metrics: dict[str, Target] = Field(default_factory=dict)

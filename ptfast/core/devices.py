@@ -13,8 +13,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ptfast.core.machine import usable_cores
-
 if TYPE_CHECKING:
     import torch
 
@@ -63,18 +61,6 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def machine_name(device: str) -> str:
-    """What decides how fast a run is here: the GPU that it is on, or else the CPU, and the usable cores."""
-    if device_type(device) == "cuda":
-        import torch
-
-        name = torch.cuda.get_device_name(torch.device(device if device != "auto" else "cuda"))
-    else:
-        name = processor_name()
-    cores = usable_cores()
-    return f"{name}, {cores} core{'s' * (cores != 1)}"
 
 
 def usable_type(name: str) -> str:

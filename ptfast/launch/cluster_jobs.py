@@ -1,4 +1,4 @@
-"""A training as clusters take it: SLURM, Kubeflow, SkyPilot and Ray."""
+"""A training as clusters take it: SLURM and Ray."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 WARNING_S = 300
 """How long before its limit SLURM warns a job, which saves and leaves then."""
-PORT = 29500
-MOUNT = "/storage"
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,6 @@ class Job:
         num_gpus: of each node; None where nothing is asked for.
         num_cpus: of each node.
         limit_s: seconds after which it is ended.
-        storage: a volume, mounted at `MOUNT` on every node.
     """
 
     words: tuple[str, ...]
@@ -40,8 +34,6 @@ class Job:
     num_cpus: int | None = None
     limit_s: int | None = None
     partition: str | None = None
-    image: str | None = None
-    storage: str | None = None
 
     def command(self, program: str, meets: str) -> str:
         """The command line of a shell on each node; `meets` is where, as the shell has it."""
@@ -83,49 +75,6 @@ if [ $code -eq $((128 + $(kill -l USR1))) ]; then wait $training; code=$?; fi
 if [ $code -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """
-
-
-def trainjob(job: Job) -> str:
-    """A TrainJob of Kubeflow Trainer, release 2.2 and later, whose runtime sets `PET_*` on every node."""
-    limits = {"nvidia.com/gpu": job.num_gpus} if job.num_gpus else {}
-    requests = {"cpu": job.num_cpus} if job.num_cpus else {}
-    resources = {name: value for name, value in (("limits", limits), ("requests", requests)) if value}
-    trainer = {
-        "image": job.image,
-        "command": ["ptfast", "train"],
-        "args": list(job.words),
-        "numNodes": job.num_nodes,
-        "numProcPerNode": job.num_gpus,
-        "resourcesPerNode": resources or None,
-    }
-    spec: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": _given(trainer)}
-    if job.limit_s:
-        spec["activeDeadlineSeconds"] = job.limit_s
-    if job.storage:
-        volume = {"name": "storage", "persistentVolumeClaim": {"claimName": job.storage}}
-        mounts = [{"name": "storage", "mountPath": MOUNT}]
-        pod = {"volumes": [volume], "containers": [{"name": "node", "volumeMounts": mounts}]}
-        node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
-        template = {"spec": {"replicatedJobs": [node]}}
-        patch = {"manager": "ptfast/launch", "trainingRuntimeSpec": {"template": template}}
-        spec["runtimePatches"] = [patch]
-    head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
-    return _dump({**head, "metadata": {"generateName": f"{job.name}-"}, "spec": spec})
-
-
-def sky(job: Job) -> str:
-    """A task of SkyPilot for managed jobs, which replace machines that are taken away."""
-    resources = {
-        "accelerators": f"{job.gpu_type}:{job.num_gpus}" if job.num_gpus else None,
-        "cpus": job.num_cpus,
-        "image_id": f"docker:{job.image}" if job.image else None,
-    }
-    task: dict[str, Any] = {"name": job.name, "num_nodes": job.num_nodes, "workdir": "."}
-    task["resources"] = _given(resources) or None
-    task["volumes"] = {MOUNT: job.storage} if job.storage else None
-    task["setup"] = None if job.image else "pip install ptfast"
-    task["run"] = job.command("ptfast", f'$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}')
-    return _dump(_given(task))
 
 
 def ray(job: Job) -> str:
@@ -178,11 +127,3 @@ if __name__ == "__main__":
 def allowed_name(name: str) -> str:
     """`name` as all clusters allow it: small letters, digits and dashes, a letter first."""
     return re.sub(r"[^a-z0-9]+", "-", f"ptfast-{name}".lower()).strip("-")[:50]
-
-
-def _given(section: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in section.items() if value is not None}
-
-
-def _dump(tree: dict[str, Any]) -> str:
-    return yaml.safe_dump(tree, sort_keys=False, width=10_000)

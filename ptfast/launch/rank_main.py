@@ -246,7 +246,7 @@ class RankPart:
 
         try:
             may_measure = outcome.status in ("finished", "stopped", "paused")
-            return speed_of_light(self.run, self.config, may_measure=may_measure)
+            return speed_of_light(self.run, may_measure=may_measure)
         except Exception as error:
             self.display.warn(f"the machine's limits are not told: {type(error).__name__}: {error}")
             return None

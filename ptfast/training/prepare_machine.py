@@ -8,7 +8,6 @@ import torch
 
 from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
-from ptfast.core.devices import machine_name
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, name_some
 from ptfast.core.run import Display, Resolved
@@ -67,8 +66,6 @@ def prepare_machine(
     if trains and before.num_ranks != ranks.num_ranks:
         # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
         before = replace(before, threads=0, workers=0)
-    if trains and config.tuned_for and config.tuned_for != (here := machine_name(config.device)):
-        display.warn(f"tuned for {config.tuned_for}, and this is {here}: measure anew with ptfast tune")
     backend = config.backend if trains else config.backend.model_copy(update={"cudnn_benchmark": False})
     switches = apply_backend(backend, device=device, num_local_ranks=ranks.num_local_ranks, before=before)
     precision = build_precision(config.precision, device, ranks, before=before)

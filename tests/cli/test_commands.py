@@ -308,7 +308,7 @@ def test_nothing_under_torchrun_runs_twice(
         "WORLD_SIZE": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    for name in ("find", "ablate", "tune", "audit", "race"):
+    for name in ("find", "ablate", "audit", "race"):
         assert run([name, "+recipe=resnet_digits"]) == 2
         assert "would measure by itself" in capsys.readouterr().err
     assert run(["train", "--dry-run"]) == 0

@@ -1,4 +1,4 @@
-"""What clusters are given: by golden files, by their schemas, and refusals before anything is submitted."""
+"""What clusters are given: by golden files, and refusals before anything is submitted."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from ptfast.cli import command_line
 
@@ -17,8 +15,6 @@ GOLDEN = Path(__file__).parent / "golden"
 WORDS = ("+recipe=resnet_cifar", "optimizer.lr=0.1", "trust=[mine]", "run.dir=/shared/runs/mine")
 PRINTED = {
     "slurm": "--nodes 2 --gpus H100:8 --cpus 64 --time 4h --partition gpu",
-    "trainjob": "--nodes 2 --gpus 8 --cpus 64 --time 4h --image registry/ptfast:1 --storage runs",
-    "sky": "--nodes 2 --gpus H100:8 --cpus 64 --storage runs",
     "ray": "--nodes 2 --gpus 8 --cpus 64",
 }
 
@@ -39,67 +35,10 @@ def test_a_printed_job_is_the_golden_one(
     assert not list(in_tmp.iterdir())
 
 
-def of_type(value: Any, expected: Any) -> bool:
-    """Return True if `value` has the types of a nest like it, in which keys with `?` may be left out."""
-    if isinstance(expected, dict):
-        known = {key.rstrip("?"): kind for key, kind in expected.items()}
-        needed = {key for key in expected if not key.endswith("?")}
-        return needed <= set(value) <= set(known) and all(of_type(value[k], known[k]) for k in value)
-    if isinstance(expected, list):
-        return isinstance(value, list) and bool(value) and all(of_type(item, expected[0]) for item in value)
-    return isinstance(value, expected)
-
-
-POD = {
-    "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}}],
-    "containers": [{"name": str, "volumeMounts": [{"name": str, "mountPath": str}]}],
-}
-REPLICATED = [{"name": str, "template": {"spec": {"template": {"spec": POD}}}}]
-TRAINJOB = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"generateName": str},
-    "spec": {
-        "runtimeRef": {"name": str},
-        "activeDeadlineSeconds?": int,
-        "trainer": {
-            "image?": str,
-            "command": [str],
-            "args": [str],
-            "numNodes": int,
-            "numProcPerNode?": int,
-            "resourcesPerNode?": {"limits?": dict, "requests?": dict},
-        },
-        "runtimePatches?": [
-            {"manager": str, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": REPLICATED}}}}
-        ],
-    },
-}
-"""The part that is used of TrainJobSpec, kubeflow/trainer, pkg/apis/trainer/v1alpha1/trainjob_types.go."""
-SKY = {
-    "name": str,
-    "num_nodes": int,
-    "workdir": str,
-    "resources?": {"accelerators?": str, "cpus?": int, "image_id?": str},
-    "volumes?": {"/storage": str},
-    "setup?": str,
-    "run": str,
-}
-"""The part that is used of the task schema, skypilot-org/skypilot, sky/utils/schemas.py."""
-
-
-def test_manifests_have_the_form_that_their_clusters_read() -> None:
-    assert of_type(yaml.safe_load(golden("trainjob").read_text()), TRAINJOB)
-    assert of_type(yaml.safe_load(golden("sky").read_text()), SKY)
+def test_printed_jobs_can_be_parsed() -> None:
     compile(golden("ray").read_text(), "ray", "exec")
-    for script in (golden("slurm").read_text(), yaml.safe_load(golden("sky").read_text())["run"]):
-        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-
-
-@pytest.mark.slow
-def test_packages_of_the_clusters_accept_the_manifests() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    models.TrainerV1alpha1TrainJob.from_dict(yaml.safe_load(golden("trainjob").read_text()))
+    script = golden("slurm").read_text()
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -109,14 +48,11 @@ def test_packages_of_the_clusters_accept_the_manifests() -> None:
         ("slurm optimizer.lrr=1", 2, "optimizer.lrr=1 (command line): unknown key"),
         ("slurm --nodes 0", 2, "--nodes=0 (command line): expected a whole number above 0"),
         ("slurm --gpus H100", 2, "--gpus=H100 (command line): expected a whole number above 0"),
-        ("slurm --image x", 2, "--image (command line): means nothing to slurm"),
+        ("ray --partition x", 2, "--partition (command line): means nothing to ray"),
         ("slurm --nodes 3 batch_size=64", 2, "batch_size=64"),
         ("slurm parallel=ddp parallel.nnodes=2", 2, "Use --nodes 2"),
         ("slurm --time soon", 2, "--time=soon"),
-        ("sky --gpus 8", 2, "Write --gpus H100:8"),
-        ("trainjob", 2, "the run's folder would be lost with the job. Give --storage VOLUME"),
         ("slurm", 4, "sbatch: not found on the path. Print the job with --print"),
-        ("sky --storage runs", 4, "sky: not found on the path."),
     ],
 )
 def test_what_cannot_be_submitted_is_one_line(

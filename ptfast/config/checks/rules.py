@@ -23,19 +23,16 @@ PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(r"\w[\w.+=@,\- ]*")
 
 
-def across_keys(config: Config, place: Place, *, here: bool = True) -> tuple[Config, list[Problem]]:
+def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     """The config with one length, and what contradicts itself or cannot run here.
 
     What the machine lacks is looked up, which may take torch, only where nothing else is wrong.
-
-    Args:
-        here: False for a run on other machines, of which nothing is known.
     """
     config, problem = _one_length(config, place)
     facts = {**dict(config), "place": place}
     found = [problem] if problem else []
     found += _problems((safe_names, *RULES, evenly_cut), facts)
-    return config, found or (_problems((device_is_there, *MACHINE_RULES), facts) if here else [])
+    return config, found or _problems((device_is_there, *MACHINE_RULES), facts)
 
 
 def _problems(rules: Iterable[Rule], facts: dict[str, Any]) -> list[Problem]:

@@ -32,7 +32,6 @@ def validate(
     *,
     trusted: bool = True,
     extra_trust: Iterable[str] = (),
-    here: bool = True,
 ) -> Config:
     """Check a whole config.
 
@@ -42,7 +41,6 @@ def validate(
         trusted: False for a config from a file that is not the user's own; its targets must lie in trusted
             packages.
         extra_trust: packages that the user trusts; the `trust` in an untrusted tree does not count.
-        here: False for a run on other machines, which may lack something else.
 
     Returns:
         The config with every value in its type, and one of `epochs` and `steps` None.
@@ -60,7 +58,7 @@ def validate(
         config = checker.check()
     if not checker.problems:
         assert config is not None
-        config, checker.problems = across_keys(config, place, here=here)
+        config, checker.problems = across_keys(config, place)
     if checker.problems:
         problems = sorted(checker.problems, key=lambda problem: (problem.code != "C002", problem.code[0]))
         first = {problem.key: problem for problem in reversed(problems)}

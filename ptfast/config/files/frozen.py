@@ -20,6 +20,9 @@ from ptfast.config.run_sections import RunOptions
 from ptfast.config.schema import VARIABLES
 from ptfast.core.errors import SECRET, ConfigError, hide_credentials, is_secret
 
+RETIRED = ("tuned_for",)
+"""Keys of older runs that nothing reads any more."""
+
 
 class _Dumper(yaml.Dumper if TYPE_CHECKING else getattr(yaml, "CDumper", yaml.Dumper)):
     """As OmegaConf writes YAML, whose dumper is none of libyaml's and takes ten times as long."""
@@ -105,7 +108,8 @@ def load(path: Path, arguments: Sequence[str] = (), *, complete: bool = True) ->
         ConfigError: C007 for a file that cannot be read; otherwise as `compose`.
     """
     content = read_yaml(path)
-    tree, places = apply(with_sections(content.data), content.places, arguments)
+    data = {key: value for key, value in content.data.items() if key not in RETIRED}
+    tree, places = apply(with_sections(data), content.places, arguments)
     return finish(
         tree, places, recipe=None, warnings=content.warnings, arguments=arguments, complete=complete
     )

@@ -1,1 +1,1 @@
-"""Speed of light: operators counted, peaks measured, the next switch to try."""
+"""Speed of light: operators counted, peaks measured, the distance between them."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptfast.config.applicability import ThisMachine
-from ptfast.config.schema import Config
 from ptfast.core.clock import STEP
 from ptfast.core.machine import is_memory_error
 from ptfast.core.run import Run
-from ptfast.profiling.limits import advice, roofline
+from ptfast.profiling.limits import roofline
 from ptfast.profiling.limits.machine_peaks import COST_S, Peaks, known_peaks, measured_peaks
 from ptfast.profiling.limits.step_counting import StepCounter
 
@@ -19,7 +17,7 @@ SHORT_S = 10
 """A run that trains for less is not kept for a fraction of a second."""
 
 
-def speed_of_light(run: Run, config: Config, *, may_measure: bool) -> dict[str, Any] | None:
+def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
     """The entry `speed_of_light` of summary.json; None where the run was too short to say anything.
 
     The machine's limits are measured when training is over, where nothing is disturbed by it, and once for a
@@ -57,28 +55,9 @@ def speed_of_light(run: Run, config: Config, *, may_measure: bool) -> dict[str, 
             why = f"this machine's peak is not measured yet; a run that trains for {enough} measures it"
             return roofline.unmeasured(work, seconds, steps, why) | cost
         step = roofline.weigh(work, peaks, seconds, steps)
-        facts = roofline.describe(step) | cost | {"padding_share": run.resolved.padding_share}
-        found = advice.suggest(situation(run, config, step))
-        return facts | advice.describe(found, step.seconds)
+        return roofline.describe(step) | cost | {"padding_share": run.resolved.padding_share}
     finally:
         run.clock.to("closing")
-
-
-def situation(run: Run, config: Config, step: roofline.Step) -> advice.Situation:
-    """The properties of `run` that decide which switches apply."""
-    resolved = run.resolved
-    return advice.Situation(
-        step=step,
-        config=config,
-        device=run.device.type,
-        data_kind=run.info.kind,
-        loader=resolved.dataloader,
-        stepping=resolved.optimizer,
-        lacks=ThisMachine().lacks,
-        num_ranks=run.ranks.num_ranks,
-        padding_share=resolved.padding_share,
-        has_documents=config.data.target.kwargs.get("documents") not in (None, "none", False),
-    )
 
 
 def _measure(run: Run, work: roofline.Work) -> Peaks | None:

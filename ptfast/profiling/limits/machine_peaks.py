@@ -57,19 +57,19 @@ def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | No
     return peaks if set(formats) <= set(peaks.flops_per_s) else None
 
 
-def measured_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks:
+def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> Peaks:
     """Measure this machine and remember it on disk.
 
     Of many tries the quickest counts, and the best of what was ever measured: it is the limit that is asked
     for. The random state stays as it is.
 
     Args:
-        formats: wanted besides those that any run may switch to.
+        formats: number formats of the products to measure.
 
     Cost: about a second, once for a device, a number of threads and a version of torch.
     """
     start = time.perf_counter()
-    rates = {name: _products_per_s(name, device) for name in dict.fromkeys([*_formats(device), *formats])}
+    rates = {name: _products_per_s(name, device) for name in dict.fromkeys(formats)}
     transfer = _quickest(device, *_transfer(device)) if device.type == "cuda" else None
     peaks = Peaks(
         flops_per_s=rates,
@@ -100,14 +100,6 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     names = devices.cpu_facts("model name", "CPU part")
     return f"{device.type} {next(iter(names), '')} of {os.cpu_count()} cores"
-
-
-def _formats(device: torch.device) -> list[str]:
-    """Number formats that a run may be switched to here."""
-    if device.type == "cuda":
-        formats = ["fp32", "bf16", "fp16"]
-        return formats if devices.lack_of_precision("tf32", "cuda") else [*formats, "tf32"]
-    return ["fp32", *(["bf16"] if devices.multiplies_bf16(device.type) else []), "fp32_medium"]
 
 
 def _products_per_s(name: str, device: torch.device) -> float:

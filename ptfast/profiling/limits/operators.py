@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptfast.core.tensors.torch_internals import OpOverload, TorchDispatchMode
-from ptfast.core.tensors.trees import tensors_in, tree_leaves, tree_map
+from ptfast.core.tensors.trees import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,6 @@ class Operator:
     phase: str
     """Phase of a step: `forward`, `backward` or `optimizer`."""
     count: int = 0
-    far_bytes: int = 0
-    """Of all calls together: bytes that are read, and have not been used for long."""
 
     @property
     def name(self) -> str:
@@ -91,19 +89,14 @@ class Operators(TorchDispatchMode):
 
     Args:
         phase: recorded with each; None to record nothing, until `phase` is set.
-        near_bytes: what a processor's cache holds: a tensor that was used longer ago than so many bytes has
-            to be fetched from memory.
 
     Cost: some 20 us on the host for each call.
     """
 
-    def __init__(self, phase: str | None = "forward", near_bytes: int = 0) -> None:
+    def __init__(self, phase: str | None = "forward") -> None:
         super().__init__()
         self.found: dict[Hashable, Operator] = {}
         self.phase = phase
-        self.near_bytes = near_bytes
-        self._moved_bytes = 0
-        self._last_use: dict[int, int] = {}
 
     supports_higher_order_operators = True
 
@@ -136,21 +129,6 @@ class Operators(TorchDispatchMode):
         if known is None:
             known = self.found[key] = Operator(*plain, shaped(outputs), phase)
         known.count += 1
-        if self.near_bytes and not known.is_view:
-            known.far_bytes += self._fetched((args, kwargs))
-            self._fetched(outputs)
-
-    def _fetched(self, values: Any) -> int:
-        """Bytes among `values` that are no longer near; they are from now on."""
-        far = 0
-        for tensor in tensors_in(values):
-            size = tensor.numel() * tensor.element_size()
-            used = self._last_use.get(address := tensor.untyped_storage().data_ptr())
-            if used is None or self._moved_bytes - used > self.near_bytes:
-                far += size
-                self._moved_bytes += size
-            self._last_use[address] = self._moved_bytes
-        return far
 
 
 def shaped(value: Any) -> Any:

@@ -29,14 +29,8 @@ class Work:
 
     flops: dict[str, float]
     """Floating-point operations of products and convolutions, by number format."""
-    matmul_share: float
-    """Part of them that is in matrix products."""
     moved_bytes: float
     """That have to go to memory or come from there: of weights, gradients, optimizer state, activations."""
-    update_bytes: float
-    """Of them, those that the optimizer's step moves."""
-    pointwise_bytes: float
-    """Read and written by operators that work element by element, one by one."""
     calls: float
     """Operators that are called."""
     batch_bytes: float = 0.0
@@ -82,27 +76,20 @@ def count_work(run: Run, counted: Counted) -> Work:
     """
     steps = counted.steps
     totals: dict[str, float] = defaultdict(float)
-    in_matmuls = pointwise = calls = 0.0
+    calls = 0.0
     for operator in counted.operators:
         each = operator.count / steps
         if count := flops(operator):
             totals[_format(run, operator)] += each * count
-            in_matmuls += each * count * ("conv" not in operator.name)
         calls += each
-        if torch.Tag.pointwise in operator.op.tags:
-            pointwise += each * operator.num_bytes
     weights = _bytes(p for group in run.optimizer.param_groups for p in group["params"])
     state = _bytes(value for kept in run.optimizer.state.values() for value in kept.values())
     # Read: weights by forward, backward and the step, gradients and state by the step. Written: gradients by
     # backward, weights and state by the step.
-    update = 3 * weights + 2 * state
-    moved = update + 3 * weights + 2 * counted.kept_bytes / steps
+    moved = 6 * weights + 2 * state + 2 * counted.kept_bytes / steps
     return Work(
         flops=dict(totals),
-        matmul_share=in_matmuls / max(sum(totals.values()), 1),
         moved_bytes=moved,
-        update_bytes=update,
-        pointwise_bytes=pointwise,
         calls=calls,
         batch_bytes=counted.batch_bytes / steps,
     )

@@ -43,15 +43,12 @@ class StepCounter:
     The first step is left to itself: kernels are chosen in it and caches fill. A compiled model shows no
     operators: of that one, a step is taken for nothing as it was written, before training, and taken back.
 
-    Args:
-        near_bytes: as for `Operators`.
-
     Cost: some 20 us for each operator of one step, or of eight where sequences have many lengths; booked as
     `measuring`, with that step.
     """
 
-    def __init__(self, run: Run, near_bytes: int = 0) -> None:
-        self.run, self.near_bytes = run, near_bytes
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.counted: Counted | None = None
         self.why_not: str | None = None
         self.compiled = run.compilation is not None
@@ -80,7 +77,7 @@ class StepCounter:
                 return
             if found is None:
                 found = Counted([], 0, 0, 0)
-            look = _Look(run, self.near_bytes)
+            look = _Look(run)
             with look.operators, watched(run, look):
                 yield look.weighed(batches)
             found.operators += look.operators
@@ -119,9 +116,9 @@ class StepCounter:
 class _Look(Phases):
     """One look at a step: its operators by phase, and what is kept for backward."""
 
-    def __init__(self, run: Run, near_bytes: int) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(self._enter, self._leave)
-        self.operators = Operators(None, near_bytes)
+        self.operators = Operators(None)
         self.kept_bytes = self.batch_bytes = 0
         self._kept: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)

@@ -205,7 +205,7 @@ def _time_budget(run: RunFiles) -> str:
 
 
 def _speed_of_light(run: RunFiles) -> str:
-    """The time of a step beside the machine's limits, and the switches that promise something."""
+    """The time of a step beside the machine's limits."""
     light = run.summary.get("speed_of_light")
     if not isinstance(light, dict) or not light.get("line"):
         return ""
@@ -217,15 +217,6 @@ def _speed_of_light(run: RunFiles) -> str:
         rows = [[name, f"{s * 1e3:,.3g} ms", f"{s / step_s:.1%}"] for name, s in named.items()]
         rows.append(["a step took", f"{step_s * 1e3:,.3g} ms", ""])
         body.append(html_table(["", "time", "share"], rows))
-    suggestions = light.get("suggestions")
-    if isinstance(suggestions, list) and suggestions:
-        cells = [
-            [str(row["switch"]), f"{row['up_to']:.2f}x", str(row["class"]), str(row["why"])]
-            for row in suggestions
-        ]
-        body.append("<h2>Switches to try</h2>" + html_table(["switch", "up to", "class", "why"], cells))
-    elif light.get("next"):
-        body.append(f"<p>Next switch: {escape(str(light['next']))}</p>")
     return "".join(body)
 
 

@@ -13,7 +13,7 @@ from ptfast.core.errors import one_line
 from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
 
 Rows = Sequence[tuple[str, str]]
-LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds", "next": "next switch"}
+LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds"}
 """Rows of the closing summary on the machine's limits."""
 
 
@@ -212,6 +212,8 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     rows += ledger(summary.get("time_budget") or {})
     light = summary.get("speed_of_light") or {}
     rows += [(name, light[key]) for key, name in LIGHT_ROWS.items() if light.get(key)]
+    if light.get("mfu"):
+        rows.append(("faster", "ptfast ablate measures what each switch is worth on this model and machine"))
     if summary.get("run_dir"):
         rows.append(("run", str(summary["run_dir"])))
     title = str(summary.get("status", "finished"))

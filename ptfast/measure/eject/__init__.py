@@ -1,1 +1,0 @@
-"""`ptfast eject`: a run written out as one plain PyTorch script."""

@@ -1,1 +1,0 @@
-"""The search for the quickest settings of one recipe on one machine."""
