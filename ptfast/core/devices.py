@@ -128,15 +128,6 @@ def lack_of_float8(device: str) -> Lack | None:
     return None
 
 
-def lack_of_chunked_loss() -> Lack | None:
-    """Return the reason why torch cannot compute a linear layer and its cross entropy in chunks."""
-    import torch
-
-    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        return None
-    return Lack(f"torch {torch.__version__} has no chunked linear_cross_entropy", "Install a newer torch")
-
-
 def multiplies_bf16(device: str) -> bool:
     """Return True if the device has instructions for bfloat16, without which it is slower than float32.
 

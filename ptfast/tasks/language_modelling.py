@@ -44,17 +44,10 @@ class LanguageModelling(SupervisedTask):
     def loss_sum(self, outputs: Tensor | LinearLogits, targets: Tensor) -> Tensor:
         if not isinstance(outputs, LinearLogits):
             return token_cross_entropy(outputs, targets)
-        import torch
-        import torch.nn.functional as F
+        from ptfast.tasks.chunked_cross_entropy import ChunkedCrossEntropy
 
-        return F.linear_cross_entropy(
-            outputs.hidden.flatten(0, -2),
-            outputs.weight,
-            targets.flatten(),
-            reduction="sum",
-            ignore_index=IGNORE_INDEX,
-            options=torch.nn.LinearCrossEntropyOptions(),
-        )
+        hidden, weight = outputs.hidden.flatten(0, -2), outputs.weight
+        return ChunkedCrossEntropy.apply(hidden, weight, targets.flatten())  # pyright: ignore[reportReturnType]
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
         """Adds the perplexity, and bits per byte of text where the data says how long its tokens are."""

@@ -10,14 +10,11 @@ from running import build_run, train
 from torch import nn
 
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits
 from ptfast.models.gpt import Gpt
 from ptfast.tasks.language_modelling import LanguageModelling
 from ptfast.techniques.rewrites.model_rewrites import apply_chunked_head
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked linear_cross_entropy"
-)
 TASK = LanguageModelling(DataInfo(kind="tokens", task="language_modelling", vocab_size=97))
 
 
@@ -44,6 +41,33 @@ def test_loss_and_gradients_are_those_of_the_logits(tied: bool, half: bool) -> N
     torch.testing.assert_close(chunked.float(), loss.float(), **within)
     torch.testing.assert_close(own, gradients, **within)
     assert torch.equal(model.eval()(tokens), evaluated)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_half_types_are_summed_in_float32(half: torch.dtype) -> None:
+    draws = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(8192, 16, generator=draws), torch.randn(3000, 16, generator=draws)
+    targets = torch.randint(3000, (8192,), generator=draws)
+
+    def taken(dtype: torch.dtype, *, chunked: bool) -> list[torch.Tensor]:
+        leaves = [each.to(half).to(dtype).requires_grad_() for each in (hidden, weight)]
+        wide = torch.promote_types(dtype, torch.float32)
+        logits = LinearLogits(*leaves) if chunked else (leaves[0] @ leaves[1].T).to(wide)
+        loss = TASK.loss_sum(logits, targets)
+        return [loss.detach().double(), *(each.double() for each in torch.autograd.grad(loss / 8, leaves))]
+
+    exact = taken(torch.float64, chunked=False)
+
+    def errors(found: list[torch.Tensor]) -> list[float]:
+        return [float((mine - true).norm() / true.norm()) for mine, true in zip(found, exact, strict=True)]
+
+    loss, *gradients = errors(taken(half, chunked=True))
+    _, *plain = errors(taken(half, chunked=False))
+    assert loss < 1e-5
+    assert all(mine < 1.25 * theirs for mine, theirs in zip(gradients, plain, strict=True)), (
+        gradients,
+        plain,
+    )
 
 
 def test_no_tensor_of_all_logits_is_kept() -> None:

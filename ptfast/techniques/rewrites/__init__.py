@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ptfast.core import devices
 from ptfast.core.run import Resolved
-from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import OrAuto, Section
 from ptfast.core.sections.technique import Technique
 
@@ -18,15 +16,6 @@ class Rewrites(Section):
     """Keep a layer's bias where the BatchNorm right behind subtracts it again."""
     chunked_loss: bool = False
     """Compute the last layer of a language model and its loss together, for some tokens at a time."""
-
-
-def torch_with_chunks(rewrites: Rewrites) -> Problem | None:
-    """Refuse a loss in chunks where torch is too old for it."""
-    lack = devices.lack_of_chunked_loss() if rewrites.chunked_loss else None
-    return cannot_run(lack, "rewrites.chunked_loss", True)
-
-
-MACHINE_RULES = (torch_with_chunks,)
 
 
 def panel(rewrites: Rewrites, resolved: Resolved) -> dict[str, object]:
@@ -85,9 +74,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="The logits of all tokens, their softmax and its gradient are the largest activations of a "
         "model with a large vocabulary, and are never there at once.",
         claim="The memory of the loss of Gemma 2 (2B) falls from 24 GB to 1 MB, at the same speed, by "
-        "kernels of the source's own; torch's pay where there are more tokens than channels, and more words "
-        "in the vocabulary than channels.",
-        source="Wijmans et al. 2024, arXiv:2411.09009; PyTorch documentation, LinearCrossEntropyOptions.",
+        "kernels of the source's own; without them it pays where there are more tokens than channels, and "
+        "more words in the vocabulary than channels.",
+        source="Wijmans et al. 2024, arXiv:2411.09009.",
         avoid="The vocabulary is no larger than the model's width, or memory is not short.",
         audit="A language model whose vocabulary is many times its width, and logits of the whole batch.",
         about=("rewrites/default",),

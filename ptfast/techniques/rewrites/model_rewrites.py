@@ -276,12 +276,10 @@ class ChunkedHead(nn.Linear):
     def forward(self, input: Tensor) -> Any:
         if not self.training:
             return super().forward(input)
-        hidden, weight, device = input, self.weight, input.device.type
-        if torch.is_autocast_enabled(device):
-            # Torch casts the inputs of a linear layer, and not those of the loss.
-            half = torch.get_autocast_dtype(device)
-            hidden, weight = hidden.to(half), weight.to(half)
-        return LinearLogits(hidden, weight)
+        half = torch.is_autocast_enabled(input.device.type)
+        # Torch casts the inputs of a linear layer, and not those of the loss.
+        hidden = input.to(torch.get_autocast_dtype(input.device.type)) if half else input
+        return LinearLogits(hidden, self.weight)
 
 
 def apply_chunked_head(model: nn.Module, task: Any) -> None:
@@ -296,7 +294,7 @@ def apply_chunked_head(model: nn.Module, task: Any) -> None:
     Raises:
         ConfigError: C011 where there is no such layer, or the loss takes logits alone.
 
-    Source: torch.nn.functional.linear_cross_entropy; Wijmans et al. 2024, arXiv:2411.09009.
+    Source: Wijmans et al. 2024, arXiv:2411.09009.
     """
     what, head = None, getattr(model, "head", None)
     if not getattr(task, "takes_linear_logits", False):
