@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from ptfast.core.errors import ParallelError
+from ptfast.core.errors import ConfigError, ParallelError
 
 if TYPE_CHECKING:
     import torch
@@ -157,17 +157,35 @@ def _refuse(rank: str, what: str, command: str, key: str, value: Any) -> NoRetur
     raise ParallelError("P002", what, key=key, value=value, suggestion=f"Run {command}")
 
 
-def init_process_group(device: torch.device, timeout_s: float) -> None:
-    """Join the ranks of this run: NCCL between GPUs, gloo between CPU processes."""
+def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> None:
+    """Join the ranks of this run: NCCL between GPUs, gloo between CPU processes.
+
+    Raises:
+        ConfigError: C012 where ranks of this machine have one GPU together, which NCCL cannot serve.
+    """
     import torch
     import torch.distributed as dist
 
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
-    else:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    if device.type != "cuda":
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    if ranks.num_local_ranks > torch.cuda.device_count():
+        _refuse_shared_gpu(str(torch.cuda.get_device_properties(device).uuid), ranks, timeout_s)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timeout, device_id=device)
+
+
+def _refuse_shared_gpu(mine: str, ranks: Ranks, timeout_s: float) -> None:
+    """Compare the GPUs of this machine's ranks, each of which sees only some of them."""
+    store, first = _open_store(ranks, timeout_s), ranks.rank - ranks.local_rank
+    with _meeting():
+        store.set(_place(f"gpu/{ranks.rank}"), mine)
+        places = [_place(f"gpu/{first + number}") for number in range(ranks.num_local_ranks)]
+        num_gpus = len({store.get(place) for place in places})
+    if num_gpus < ranks.num_local_ranks:
+        what = f"{ranks.num_local_ranks} ranks need as many GPUs, and they see {num_gpus}"
+        raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={num_gpus}")
 
 
 def destroy_process_group() -> None:

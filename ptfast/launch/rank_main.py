@@ -120,7 +120,7 @@ class RankPart:
         if ranks.distributed:
             from ptfast.techniques.backend.torch_settings import resolve_device
 
-            init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+            init_process_group(resolve_device(config.device, ranks), ranks, config.parallel.timeout.seconds)
         from ptfast.launch.run_loggers import build_loggers, open_loggers
         from ptfast.training.build import build
 

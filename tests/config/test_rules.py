@@ -11,6 +11,7 @@ from config_trees import Tree, cannot_run, check, refused, typed
 
 from ptfast.config.checks.rules import unused_keys
 from ptfast.config.checks.validate import check_batch
+from ptfast.core.distributed import WORLD
 from ptfast.core.errors import ConfigError
 
 
@@ -180,6 +181,11 @@ def test_more_ranks_than_gpus(gpus: int, fits: bool, monkeypatch: pytest.MonkeyP
         error = refused(**changes)
         assert (error.code, error.key) == ("C012", "parallel.nproc")
         assert f"this machine has {gpus}" in str(error)
+        # Ranks that somebody has started may see one GPU each.
+        started = {name: "1" for name in WORLD if name != "WORLD_SIZE"}
+        for name, value in {**started, "WORLD_SIZE": "4"}.items():
+            monkeypatch.setenv(name, value)
+        check(**changes)
 
 
 def test_compiling_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

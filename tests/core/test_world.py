@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ranks import on_ranks
 
 from ptfast.cli import command_line
+from ptfast.core import distributed
 from ptfast.core.distributed import WORLD, Ranks, on_all_ranks, once_per_machine, once_per_rank, world
-from ptfast.core.errors import DataError, ParallelError
+from ptfast.core.errors import ConfigError, DataError, ParallelError
+from ptfast.techniques.backend.torch_settings import resolve_device
 
 ENGINE = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod0", "PET_MASTER_PORT": "23456"}
@@ -159,3 +164,29 @@ def test_what_is_computed_once_per_machine_reaches_all_of_its_ranks(tmp_path: Pa
     assert once_per_machine(lambda: 3) == 3
     assert found["each"] == [0, 1]
     assert found["one of them"] == ["damaged, says rank 1"] * 2
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [((b"GPU-1", b"GPU-0"), True), ((b"GPU-0", b"GPU-0"), False)])
+def test_ranks_that_see_one_gpu_each(
+    gpus: tuple[bytes, bytes], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `srun --gpus-per-task=1` shows them, and where it shows all of them the same one."""
+    store, ranks = torch.distributed.HashStore(), Ranks(5, 1, 8, 2)
+    for rank, gpu in zip((4, 5), gpus, strict=True):
+        store.set(f"ptfast/0/gpu/{rank}", gpu)
+    joined: list[Any] = []
+    properties = SimpleNamespace(uuid=gpus[1].decode())
+    monkeypatch.setattr(distributed, "_stores", [store])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_device", joined.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    device = resolve_device("cuda", ranks)
+    assert device == torch.device("cuda", 0)
+    with (
+        contextlib.nullcontext()
+        if fits
+        else pytest.raises(ConfigError, match="2 ranks need as many GPUs, and they see 1")
+    ):
+        distributed.init_process_group(device, ranks, 1.0)
+    assert joined == ([device] if fits else [])

@@ -134,7 +134,7 @@ def _serve(path: str, folder: Path) -> None:
     _, config = load_config(folder / run_directory.CONFIG, trusted=True)
     ranks = world() or Ranks()
     if ranks.distributed:
-        init_process_group(resolve_device(config.device, ranks), config.parallel.timeout.seconds)
+        init_process_group(resolve_device(config.device, ranks), ranks, config.parallel.timeout.seconds)
     trial, measure, num_served = TrialRank(config, folder, ranks), locate(path), 0
     while True:
         for keywords in read_lines(folder / REQUESTS, num_served):

@@ -13,7 +13,6 @@ import torch
 
 from ptfast.core.devices import device_type, lack_of_device
 from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
-from ptfast.core.errors import ConfigError
 from ptfast.core.machine import read_setting, usable_cores
 from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Resolved, unless_resolved
@@ -112,19 +111,16 @@ def resolve_threads(num_local_ranks: int) -> int:
 def resolve_device(name: str, ranks: Ranks) -> torch.device:
     """The device of this rank; `auto` takes a GPU where there is one.
 
+    A rank that somebody has started may see its own GPU alone, which is then the first for each of them.
+
     Raises:
         MachineError: E005 when the device asked for is not there.
-        ConfigError: C012 when there are fewer GPUs than ranks.
     """
     if problem := cannot_run(lack_of_device(name), "device", name):
         raise problem.error(None)
     name = device_type(name)
     if name == "cuda":
-        count = torch.cuda.device_count()
-        if ranks.local_rank >= count:
-            what = f"{ranks.num_local_ranks} ranks need as many GPUs and {count} are visible"
-            raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={count}")
-        return torch.device("cuda", ranks.local_rank)
+        return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
     return torch.device(name)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Literal
 
+from ptfast.core.distributed import world
 from ptfast.core.durations import Duration
 from ptfast.core.run import Run
 from ptfast.core.sections.coerce import POSITIVE, Range
@@ -129,8 +130,11 @@ def whole_under_fsdp(
 
 
 def gpus_for_ranks(parallel: Parallel, device: str) -> Problem | None:
-    """Refuse more ranks than there are GPUs, where there are any."""
+    """Refuse to start more ranks than there are GPUs, where there are any."""
     if parallel.strategy == "single" or parallel.nproc == "auto" or device not in ("auto", "cuda"):
+        return None
+    if world(meets=True) is not None:
+        # Whoever has started the ranks may show each its own GPU alone.
         return None
     import torch
 
