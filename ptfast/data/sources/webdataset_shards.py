@@ -204,8 +204,10 @@ def _braces(text: str) -> list[str]:
 
 
 def _numbers(first: str, last: str) -> list[str]:
-    width = len(first) if first.startswith("0") else 0
-    return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+    """Numbers from `first` to `last`, up or down, as wide as the wider one where one has leading zeros."""
+    width = max(map(len, (first, last))) if re.match("0.", first) or re.match("0.", last) else 0
+    step = 1 if int(first) <= int(last) else -1
+    return [str(number).zfill(width) for number in range(int(first), int(last) + step, step)]
 
 
 @dataclass(frozen=True)

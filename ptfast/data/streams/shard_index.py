@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -70,7 +71,11 @@ def _read_shard(path: Path) -> Shard:
     rows: list[tuple[bytes, int, int, Label]] = []
     with path.open("rb", buffering=0) as file:
         for key, files in itertools.groupby(members(path), lambda member: _split(member.name)[0]):
-            by_suffix = {_split(member.name)[1]: member for member in files}
+            by_suffix: dict[str, Member] = {}
+            for member in files:
+                if by_suffix.setdefault(suffix := _split(member.name)[1], member) is not member:
+                    what = f"sample {key} has two files .{suffix}"
+                    raise DataError("D005", what, key=str(path), suggestion="Give each sample another name")
             image = _image(key, by_suffix, path)
             name = image.name.encode("utf-8", "replace")
             rows.append((name, image.offset, image.size, _label(file, key, by_suffix, path)))
@@ -111,16 +116,14 @@ def _label(file: Any, key: str, by_suffix: dict[str, Member], path: Path) -> Lab
     label: Any = None
     if suffix is not None:
         text = read_at(file, *by_suffix[suffix][1:]).decode("utf-8", "replace").strip()
-        label = text
-        if suffix == "json":
-            try:
+        # Numbers of thousands of digits and deep nesting are errors of the interpreter.
+        with contextlib.suppress(ValueError, RecursionError):
+            if suffix == "json":
                 label = json.loads(text)
-            except ValueError:
-                label = None
-            if isinstance(label, dict):
-                label = next((label[name] for name in _KEYS if name in label), None)
-        elif suffix == "cls" and re.fullmatch(r"[+-]?\d+", text):
-            label = int(text)
+                if isinstance(label, dict):
+                    label = next((label[name] for name in _KEYS if name in label), None)
+            else:
+                label = int(text) if suffix == "cls" and re.fullmatch(r"[+-]?\d+", text) else text
     fits = not isinstance(label, int) or -(2**63) <= label < 2**63
     if isinstance(label, bool) or not isinstance(label, (int, str)) or label == "" or not fits:
         what = f"sample {key} has no label in a file .cls, .json ({', '.join(_KEYS)}) or .txt"

@@ -44,9 +44,8 @@ def members(path: Path) -> Iterator[Member]:
                 yield from _by_tarfile(path, position)
                 return
             member, kind = found
+            _check_size(member, size, path)
             position = member.offset + -(-member.size // _BLOCK) * _BLOCK
-            if member.offset + member.size > size:
-                raise cut_off(path, f"{member.name} would end at byte {position:,} of {size:,}")
             if kind != b"5":
                 yield member
         else:
@@ -101,8 +100,23 @@ def _parse(header: bytes, position: int, path: Path) -> tuple[Member, bytes] | N
     if kind not in (b"0", b"\0", b"5") or prefixed or header[124] & 0x80:
         return None
     name = header[:100].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
-    size = int(header[124:136].strip(b" \0") or b"0", 8)
+    try:
+        size = int(header[124:136].strip(b" \0") or b"0", 8)
+    except ValueError:
+        raise _bad_size(name, path) from None
     return Member(name, position + _BLOCK, size), kind
+
+
+def _check_size(member: Member, size: int, path: Path) -> None:
+    """Refuse a member that ends before it begins, or behind the `size` bytes of its tar."""
+    if member.size < 0:
+        raise _bad_size(member.name, path)
+    if (end := member.offset + member.size) > size:
+        raise cut_off(path, f"{member.name} would end at byte {end:,} of {size:,}")
+
+
+def _bad_size(name: str, path: Path) -> DataError:
+    return DataError("D005", f"the size of {name} in its header is no size", key=str(path), suggestion=REMEDY)
 
 
 def _by_tarfile(path: Path, position: int) -> Iterator[Member]:
@@ -112,15 +126,14 @@ def _by_tarfile(path: Path, position: int) -> Iterator[Member]:
             size = path.stat().st_size
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for info in tar:
-                    if not info.isfile():
-                        continue
-                    if info.offset_data + info.size > size:
-                        raise cut_off(path, f"{info.name} would end at byte {info.offset_data + info.size:,}")
-                    yield Member(info.name, info.offset_data, info.size)
+                    member = Member(info.name, info.offset_data, info.size)
+                    _check_size(member, size if info.isfile() else sys.maxsize, path)
+                    if info.isfile():
+                        yield member
                 file.seek(tar.offset)
             if file.read(1) != b"\0":
                 raise cut_off(path, "the mark at its end is missing")
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ArithmeticError, MemoryError, RecursionError, ValueError) as error:
         raise DataError("D005", f"cannot be read: {error}", key=str(path), suggestion=REMEDY) from None
 
 

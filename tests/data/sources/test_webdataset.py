@@ -130,6 +130,35 @@ def test_tars_of_every_kind_are_read_as_tarfile_reads_them(kind: int) -> None:
     assert [tuple(member) for member in members(path)] == expected
 
 
+@pytest.mark.parametrize("kind", [b"0", b"Z"])
+@pytest.mark.parametrize(
+    "size", [b"-0000001000\0", b"zzz".ljust(12, b"\0"), b"\xff" * 12, b"\xff" * 11 + b"\0"]
+)
+def test_a_size_that_is_none_is_refused(size: bytes, kind: bytes) -> None:
+    content = bytearray(shard(Path("a.tar"), sample(0)).read_bytes())
+    content[124:136], content[156:157] = size, kind
+    content[148:156] = f"{sum(content[:148]) + sum(content[156:512]) + 8 * 32:06o}\0 ".encode()
+    Path("a.tar").write_bytes(content)
+    with pytest.raises(DataError, match=r"^a\.tar: ") as caught:
+        load("a.tar")
+    assert caught.value.code == "D005"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (sample(7) + sample(7), "sample 000007 has two files .cls"),
+        (sample(7, b"1" * 5000), "sample 000007 has no label"),
+        (sample(7, b"[" * 100_000, "json"), "sample 000007 has no label"),
+    ],
+)
+def test_labels_and_names_that_do_not_serve(files: Any, says: str) -> None:
+    shard(Path("a.tar"), [*sample(3), *files])
+    with pytest.raises(DataError, match=says) as caught:
+        load("a.tar")
+    assert caught.value.code == "D005"
+
+
 def test_what_lies_where_is_read_once_until_a_shard_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTFAST_CACHE", "cache")
     shards()
@@ -167,6 +196,11 @@ def test_patterns_stand_for_their_shards() -> None:
     assert names("s/t-*.tar") == ["t-08", "t-09", "t-10"]
     assert names("s") == ["t-08", "t-09", "t-10", "v-0"]
     assert names(["s/v-0.tar", "s/t-{9..10..1}.tar"][:1]) == ["v-0"]
+    # Down, and padded, as a shell does.
+    assert names("s/t-{10..08}.tar") == ["t-10", "t-09", "t-08"]
+    assert expand("file:///{8..010}-{0..10..2}{2..1}", "") == [
+        f"file:///0{n:02}-{{0..10..2}}{m}" for n in (8, 9, 10) for m in (2, 1)
+    ]
     with pytest.raises(DataError, match=r"no such file: s/t-11.tar") as caught:
         names("s/t-{10..11}.tar")
     assert (caught.value.code, caught.value.key) == ("D001", "data.shards")
