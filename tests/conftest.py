@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,23 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if (folder / "cases.pt").exists():
             return torch.load(folder / "cases.pt", weights_only=True)
         return on_ranks("rank_cases", folder)
+
+
+@pytest.fixture
+def no_waits() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """`with no_waits(): ...` raises where the host waits for the GPU."""
+    import torch
+
+    @contextmanager
+    def forbidden() -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+        torch.cuda.set_sync_debug_mode("default")
+
+    try:
+        yield forbidden
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture

@@ -65,6 +65,8 @@ ALWAYS_ON = {
     "learning rates from a table": "test_schedule.py::test_any_segment_of_any_option_is_the_same_function",
 }
 """Techniques that cannot be switched off, and the test that shows each."""
+NOT_EMULATED = ("nvidia_tf32", "float8", "compiler", "nvJPEG")
+"""Needs and names of techniques whose trials take a real GPU."""
 NOT_FOR_SPEED = {"backend/deterministic": "the same bits in every run, at the price of speed"}
 """Options that are no techniques, in groups that hold some."""
 SAME_NUMBERS_ELSEWHERE = {
@@ -87,7 +89,8 @@ def marked(technique: Technique) -> Any:
     """The record as a parameter, marked by what its trial needs."""
     marks = []
     if ON_GPU & {*technique.needs}:
-        marks.append(pytest.mark.gpu)
+        real = (need for need in (*technique.needs, technique.name) if need in NOT_EMULATED)
+        marks.append(pytest.mark.gpu(*real))
     if SLOW & {*technique.needs}:
         marks.append(pytest.mark.slow)
     if "schedulefree" in technique.needs:

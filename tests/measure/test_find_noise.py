@@ -152,16 +152,13 @@ def test_steps_make_no_tensor_on_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
-def test_steps_never_wait_for_a_gpu(precision: str, tmp_path: Path) -> None:
+def test_steps_never_wait_for_a_gpu(precision: str, tmp_path: Path, no_waits: Any) -> None:
     words = ("+recipe=resnet_digits", "micro_batches=4", "device=cuda", f"precision={precision}")
     trainer = NoiseTrainer(build_run(tmp_path, *words))
     batches = trainer.run.train_loader.steps(0, 20)
     trainer.train(batches, 5)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         trainer.train(batches, 20)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(trainer.read()["noise"]) == 20
 
 

@@ -190,7 +190,7 @@ def test_work_is_counted_from_weights_state_and_operators(tmp_path: Path) -> Non
     assert isinstance(run.counter.counted, Counted)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("speed")
 def test_a_gpu_is_measured_in_each_of_its_number_formats(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("PTFAST_CACHE", str(tmp_path))
     device = torch.device("cuda", 0)

@@ -1,9 +1,11 @@
-"""The script for machines with a GPU: every row that it measures composes."""
+"""The script for machines with a GPU: its tests are found, and every row that it measures composes."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -16,6 +18,14 @@ _spec = importlib.util.spec_from_loader("gpu_check", _loader)
 assert _spec is not None
 gpu_check = importlib.util.module_from_spec(_spec)
 _loader.exec_module(gpu_check)
+
+
+def test_its_tests_are_found():
+    """A mark of pytest's own may not be unknown there: that is an error of the whole file."""
+    words = [*gpu_check.TESTS, "--collect-only", "tests/techniques/test_compile.py"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "test_compile.py: 2" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,11 @@ def test_a_cell_that_cannot_run_says_why_and_fails_nothing(
 ) -> None:
     cells = {
         "old": test_matrix.Cell("Python 2.0", "devices", python="2.0"),
+        "bare": test_matrix.Cell(
+            "bare",
+            "devices",
+            lambda scratch: test_matrix.emulated_gpu(scratch)._replace(prefix=("env", f"PATH={scratch}")),
+        ),
         "odd": test_matrix.Cell(
             "odd", "devices", lambda _: test_matrix.Place(prefix=("sh", "-c", "echo no >&2; false"))
         ),
@@ -80,6 +85,7 @@ def test_a_cell_that_cannot_run_says_why_and_fails_nothing(
     assert code == 0
     assert "| not run: no python2.0 on the PATH or in pyenv |" in out
     assert "| odd | odd |  | not run: no |" in out
+    assert "CannotEmulateError: " in out
 
 
 def test_without_a_compiler_all_else_is_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_models_of_timm(name: str) -> None:
         assert_same(plain, other)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("triton")
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_gpu(mode: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -327,7 +327,7 @@ def test_with_activation_checkpointing(mode: str, in_tmp: Path) -> None:
         torch.testing.assert_close(value, weights(Path("kept"))[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("triton", "CUDA graphs")
 @pytest.mark.parametrize("mode", ["reduce_overhead", "max_autotune"])
 def test_cuda_graphs(mode: str, in_tmp: Path) -> None:
     words = (*RUN, "device=cuda", "steps=12", "eval.every=4steps", "precision=amp_fp16", "gradients=clip")

@@ -235,7 +235,7 @@ def test_a_resumed_run_keeps_its_products(tmp_path, hardware):
     assert build_run(tmp_path / "new", *words).resolved.matmul_precision == "highest"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("TF32")
 def test_tf32_rounds_products_and_convolutions():
     device = torch.device("cuda")
     exact = build_precision(Section(mode="fp32"), device)

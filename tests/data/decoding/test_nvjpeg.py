@@ -117,7 +117,7 @@ def test_without_a_decoder_on_the_gpu_there_is_no_run(
         folder.load(val=Duration(0, "percent"), seed=0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("nvJPEG")
 def test_a_gpu_gives_the_crops_of_the_host_up_to_its_decoder(paths: list[str]):
     nvjpeg.check_decoder()
     found, _ = crops(NvJpegFiles, paths)

@@ -163,7 +163,7 @@ def test_it_is_shown_and_remembered(in_tmp: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("crops", [(), ("augment.crop_padding=0", "augment.resized_crop=[0.3,1.0]")])
-def test_batches_are_made_on_the_gpu(crops: tuple[str, ...], tmp_path: Path) -> None:
+def test_batches_are_made_on_the_gpu(crops: tuple[str, ...], tmp_path: Path, no_waits: Any) -> None:
     words = [word for word in EVERYTHING if not crops or "crop_padding" not in word]
     words = ("model.hidden=[16]", "batch_size=96", *words, *crops, "device=cuda")
     there = build_run(tmp_path / "there", *words, "dataloader.kind=device").train_loader
@@ -178,8 +178,5 @@ def test_batches_are_made_on_the_gpu(crops: tuple[str, ...], tmp_path: Path) -> 
     next(batches)
     torch.cuda.synchronize()
     # From here on the host asks for kernels and waits for none.
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         assert len(list(batches)) == 13
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
