@@ -44,9 +44,7 @@ class CautiousAdamW(LayerwiseOptimizer):
         super().__init__(params, defaults_of(locals()))
 
     def _update(self, group: Group, batch: LayerBatch) -> None:
-        (steps,) = batch.scalars
-        found_inf = batch.found_inf
-        torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)
+        steps, found_inf = batch.counted_steps(), batch.found_inf
         adam = {"lr": group["lr"], "beta1": group["betas"][0], "beta2": group["betas"][1]}
         adam |= {"eps": group["eps"], "weight_decay": 0.0, "found_inf": found_inf}
         adam |= {"amsgrad": False, "maximize": False}

@@ -54,9 +54,7 @@ class Lamb(LayerwiseOptimizer):
         super().__init__(params, defaults_of(locals()))
 
     def _update(self, group: Group, batch: LayerBatch) -> None:
-        (steps,) = batch.scalars
-        found_inf = batch.found_inf
-        torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)
+        steps, found_inf = batch.counted_steps(), batch.found_inf
         excluded = group["exclude_1d"] and batch.ndim <= 1
         decay = 0.0 if excluded else group["weight_decay"]
         adam = {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"]}

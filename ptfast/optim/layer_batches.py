@@ -108,6 +108,13 @@ class LayerBatch:
             return stacked
         return (stacked if len(self.pieces) == 1 else stacked.sum(0, keepdim=True)).sqrt_()
 
+    def counted_steps(self) -> Tensors:
+        """The layers' step counts, one more than before unless an infinity was found."""
+        (steps,) = self.scalars
+        # In a list: with a lone 0-d tensor on a GPU the host waits for its value.
+        torch._foreach_add_(steps, [1.0 - self.found_inf] * len(steps) if self.found_inf is not None else 1)
+        return steps
+
     def scaled(self, grads: Tensors, out: Tensors | None = None) -> Tensors:
         """The gradients times their factor where there is one, in `out` or as new tensors."""
         return grads if self.grad_factor is None else multiplied(grads, self.grad_factor, out)
