@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from ptfast.core.sections.problem import shown
 from ptfast.core.sections.targets import check_constructs, keywords
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Data
+from ptfast.data.loaders.loading import Loading
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.models import Model
 from ptfast.models.build_model import build_model
@@ -142,7 +143,9 @@ def place_model(
     """
     if context.precision.half_weights:
         apply_half_weights(model)
-    model.to(context.device)
+    if not _is_sharded(context):
+        # Else it goes there a block at a time: the whole may fit on no device.
+        model.to(context.device)
     if context.config.precision.float8:
         context.resolved.float8 = apply_float8(model)
 
@@ -180,11 +183,12 @@ def _init_from_data(model: Any, context: BuildContext, data: Data) -> None:
 
     def init() -> None:
         with context.display.status("looking at the data"):
-            samples = few_samples(data, reading(context), NUM_INIT_SAMPLES)
+            samples = few_samples(data, _reading_for(model, context), NUM_INIT_SAMPLES)
             model.init_from_data(next(tensors_in(samples)))
 
     on_first_rank(init, context.ranks)
-    broadcast_buffers([*model.parameters(), *model.buffers()], context.ranks)
+    if not _is_sharded(context):
+        broadcast_buffers([*model.parameters(), *model.buffers()], context.ranks)
 
 
 def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
@@ -211,8 +215,14 @@ def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
     shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if _is_sharded(context) else {}
     resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
     half_type = context.precision.half_type
-    wrap = partial(wrap_for_ranks, model, ranks, config.parallel, blocks=shards, half_type=half_type)
+    parallel = partial(wrap_for_ranks, model, ranks, config.parallel, context.device)
+    wrap = partial(parallel, blocks=shards, half_type=half_type)
     return Shaped(wrap, grouping, compilation)
+
+
+def _reading_for(model: nn.Module, context: BuildContext) -> Loading:
+    """How samples are brought to a model that may not be on its device yet."""
+    return replace(reading(context), device=next((p.device for p in model.parameters()), context.device))
 
 
 def _is_sharded(context: BuildContext) -> bool:
@@ -227,7 +237,7 @@ def _cancelled_biases(model: nn.Module, context: BuildContext, task: Task, data:
 
     def forward() -> object:
         with context.precision.autocast():
-            return task.loss(model, few_samples(data, reading(context)))
+            return task.loss(model, few_samples(data, _reading_for(model, context)))
 
     try:
         return find_cancelled_biases(model, forward)

@@ -26,8 +26,10 @@ class Sharded:
     float32: its kernels want weights and running statistics of one type.
 
     Args:
-        model: the plain model, on its device, with parameters of one type; changed in place.
+        model: the plain model, on the CPU, with parameters of one type; changed in place.
             They become DTensors under the names they had, so an optimizer has to be built afterwards.
+        device: where the shares go. A block is whole there only until it is cut, so that models train that
+            fit on no device.
         blocks: parts of the model, none inside another. What is in none is one more block.
         half_type: what autocast computes in; None for float32.
 
@@ -41,25 +43,36 @@ class Sharded:
     sharded = True
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, *, blocks: Iterable[nn.Module], half_type: torch.dtype | None
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        blocks: Iterable[nn.Module],
+        half_type: torch.dtype | None,
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import DTensor
 
         types = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
         if len(types) > 1:
             what = f"the weights are {' and '.join(types)}, and fsdp gathers those of a block as one"
             hint = "Use precision=bf16, which gathers float32 weights as bf16, or parallel=ddp"
             raise ConfigError("C011", what, key="parallel", value="fsdp", suggestion=hint)
-        # As DDP does: a model that draws its weights from somewhere else differs from rank to rank.
-        broadcast_buffers([p.detach() for p in model.parameters()], ranks)
-        device = next(model.parameters()).device
         if any(isinstance(module, BatchNorm) for module in model.modules()):
             half_type = None
         sums = torch.float32 if half_type is not None else None
         policy = MixedPrecisionPolicy(param_dtype=half_type, reduce_dtype=sums)
         mesh = init_device_mesh(device.type, (ranks.num_ranks,))
         for block in (*blocks, model):
+            whole = [
+                each for each in (*block.parameters(), *block.buffers()) if not isinstance(each, DTensor)
+            ]
+            for each in whole:
+                each.data = each.data.to(device)
+            # As DDP does: a model that draws its weights from somewhere else differs from rank to rank.
+            broadcast_buffers([each.detach() for each in whole], ranks)
             # An evaluation has no backward pass that would let go of what forward has left gathered.
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         self.module: Any = model

@@ -16,6 +16,7 @@ def wrap_for_ranks(
     model: nn.Module,
     ranks: Ranks,
     options: Parallel,
+    device: torch.device,
     *,
     blocks: Mapping[str, nn.Module] | None = None,
     half_type: torch.dtype | None = None,
@@ -23,7 +24,7 @@ def wrap_for_ranks(
     """The model as the loop calls it: by itself on one rank, else averaged (`ddp`) or shared out (`fsdp`).
 
     Args:
-        model: the plain model, on its device.
+        model: the plain model, on `device`; for `fsdp` on the CPU.
         options: the section `parallel` of the config.
         blocks: for `fsdp`, by name, the parts whose weights are gathered and let go of together.
         half_type: for `fsdp`, what autocast computes in; None for float32.
@@ -33,7 +34,7 @@ def wrap_for_ranks(
     if options.strategy == "fsdp":
         from ptfast.techniques.parallel.fsdp import Sharded
 
-        return Sharded(model, ranks, blocks=list((blocks or {}).values()), half_type=half_type)
+        return Sharded(model, ranks, device, blocks=list((blocks or {}).values()), half_type=half_type)
     from ptfast.techniques.parallel.ddp import Averaged
 
     return Averaged(model, options)

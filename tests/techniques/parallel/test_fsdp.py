@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,17 @@ import pytest
 import torch
 from config_trees import Tree, check, refused
 from rank_cases import MIXED, OPTIMIZERS, SMALL
-from running import build_run, records, same_bits, summary, training_state, weights
+from running import build_run, read_config, records, same_bits, summary, training_state, weights
 from test_ddp import a_run
 
+from ptfast.core.distributed import Ranks
+from ptfast.core.protocols import DataInfo
+from ptfast.core.run import Resolved
+from ptfast.report.terminal.plain_display import Display
+from ptfast.tasks.classification import Classification
 from ptfast.training.evaluation.evaluate import evaluate
+from ptfast.training.prepare_machine import prepare_machine
+from ptfast.training.prepare_model import build_plain_model, place_model
 
 FSDP: Tree = {"strategy": "fsdp", "nproc": 2}
 
@@ -47,6 +55,35 @@ def test_weights_of_two_types_are_refused(two_ranks: dict[str, Any]) -> None:
 
 def test_a_callback_cannot_save_what_every_rank_has_a_part_of(two_ranks: dict[str, Any]) -> None:
     assert "state_dict gives a DTensor of float32" in two_ranks["kept by a callback"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_never_holds_the_whole_model(tmp_path: Path) -> None:
+    """The first of 8 ranks, the other seven of which are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    words = ("model.hidden=[1024,1024,1024,1024,1024,1024]", "parallel.blocks=[layers.*]", "device=cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        run = build_run(tmp_path, "parallel=fsdp", "model=mlp", *words, ranks=Ranks(0, 0, 8, 8))
+    finally:
+        torch.distributed.destroy_process_group()
+    whole = 4 * sum(each.numel() for each in run.model.parameters())
+    assert torch.cuda.max_memory_allocated() - before < whole / 2
+
+
+def test_the_whole_model_stays_on_the_host() -> None:
+    """Shares of it go to the device, one block after another: here a GPU that is not there."""
+    _, config = read_config(("parallel=fsdp", "model=mlp", "rewrites.bias_before_norm=false"))
+    device, alone = torch.device("cuda", 0), Ranks()
+    context = prepare_machine(config, device, ranks=alone, display=Display(), before=Resolved(), trains=False)
+    context = replace(context, ranks=Ranks(0, 0, 8, 8))
+    info = DataInfo(kind="features", task="classification", num_classes=10, input_shape=(64,))
+    model = build_plain_model(context, info)
+    place_model(model, context, Classification(info), None, info)
+    assert {each.device.type for each in model.parameters()} == {"cpu"}
 
 
 @pytest.fixture
