@@ -26,9 +26,7 @@ from shown import (
     users_folder,
 )
 
-from ptfast.cli.command_line import COMMANDS, run
-from ptfast.cli.flags import read_flags
-from ptfast.cli.measuring_commands import SEARCHES
+from ptfast.cli.command_line import read, run
 from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.editors.json_schema import schema
 from ptfast.config.files import paths
@@ -99,11 +97,7 @@ def test_a_command_is_read(shown: Shown) -> None:
     name, *rest = shown.words
     if name in ("--help", "COMMAND"):
         return
-    command = COMMANDS[name]
-    _, others = read_flags(rest, command.flags)
-    assert command.max_arguments is None or len(others) <= command.max_arguments
-    if name == "find":
-        assert not others or others[0] in SEARCHES
+    others = read(name, rest)[2].words if rest else []
     if name == "techniques" and others != ["NAME"]:
         known = {technique.name for technique in CATALOGUE} | {technique.family for technique in CATALOGUE}
         assert not others or " ".join(others) in known
@@ -137,11 +131,13 @@ def composes(words: tuple[str, ...]) -> bool:
 
 @pytest.mark.parametrize("shown", TRAINING, ids=str)
 def test_a_config_composes(shown: Shown, in_users_folder: Path) -> None:
-    flags, words = read_flags(shown.words[1:], COMMANDS[shown.words[0]].flags)
-    words = words[1:] if shown.words[0] == "find" else words
-    if {"FILE", "NAME", "..."} & {*words, *flags.values()} and "--write" not in flags:
+    name, *rest = shown.words
+    if not rest:
+        return
+    flags = read(name, rest)[2]
+    if {"FILE", "NAME", "..."} & {*rest} and "--write" not in rest:
         return  # a form, not a command
-    for point in points(words) if "--multirun" in flags else [tuple(words)]:
+    for point in points(flags.words) if getattr(flags, "multirun", False) else [tuple(flags.words)]:
         assert composes(point)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ptfast.cli.flags import read_number_of
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError
 from ptfast.core.machine import spare_cores
 from ptfast.core.units import duration, grouped, num_bytes
@@ -22,7 +22,7 @@ _OF_TEXT = ("--tokenizer", "--documents")
 _SHOWN_FILES = 10
 
 
-def pack(flags: dict[str, Any], arguments: list[str]) -> int:
+def pack(args: Namespace) -> int:
     """Make the pack that the command line asks for, or check one.
 
     Raises:
@@ -30,32 +30,30 @@ def pack(flags: dict[str, Any], arguments: list[str]) -> int:
         DataError: what is wrong with the source, or with the pack to be checked.
         MachineError: E001 to E003 where it cannot be written.
     """
-    if "--verify" in flags:
-        return _verify(flags, arguments)
-    if len(arguments) < 2:
+    if args.verify:
+        return _verify(args)
+    if len(args.words) < 2:
         hint = "Usage: ptfast pack SRC DST [--size N|keep]"
         raise ConfigError("C016", "needs a source and a folder to write", key="pack", suggestion=hint)
-    source, folder = (Path(word).expanduser() for word in arguments)
+    source, folder = (Path(word).expanduser() for word in args.words)
     if source.resolve() in (folder.resolve(), *folder.resolve().parents):
         what, hint = "lies within its source", "Write the pack beside it"
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     _check_source(source)
     texts = source.is_file()
     for flag in _OF_IMAGES if texts else _OF_TEXT:
-        if flag in flags:
+        if getattr(args, flag[2:].replace("-", "_")):
             what = f"is for {'images' if texts else 'text'}, and SRC is a {'file' if texts else 'folder'}"
             raise ConfigError("C011", what, key=flag, suggestion="Leave it out")
-    plan, unit = (_plan_text(source, flags), "bytes") if texts else (_plan_images(source, flags), "images")
-    workers = spare_cores(most=sys.maxsize)
-    if "--workers" in flags:
-        workers = int(read_number_of("--workers", flags["--workers"], 1))
+    plan, unit = (_plan_text(source, args), "bytes") if texts else (_plan_images(source, args), "images")
+    workers = args.workers or spare_cores(most=sys.maxsize)
     from ptfast.data.packs.pack_reader import read_header, same_as
     from ptfast.data.packs.pack_writer import check_folder, make
     from ptfast.report.terminal.progress_counter import Counter
 
     whole = check_folder(folder, plan.header)
     if whole is not None and same_as(whole, plan.header):
-        if whole.skipped and _choice(flags, "--on-corrupt", ("error", "skip")) == "error":
+        if whole.skipped and args.on_corrupt != "skip":
             first = whole.skipped[0]
             what = f"was left out of the pack: {first['reason']}"
             hint = "Mend or remove it and pack again, or give --on-corrupt skip"
@@ -88,24 +86,20 @@ def _check_source(source: Path) -> None:
             raise DataError("D001", "is a pack already", key="SRC", value=source)
 
 
-def _plan_images(source: Path, flags: dict[str, Any]) -> Plan:
-    word, jpeg = flags.get("--size", "keep"), "--jpeg" in flags
-    size = None if word == "keep" else int(read_number_of("--size", word, 1, "Give pixels, or keep"))
-    skip_corrupt = _choice(flags, "--on-corrupt", ("error", "skip")) == "skip"
-    if jpeg and size is not None:
+def _plan_images(source: Path, args: Namespace) -> Plan:
+    if args.jpeg and args.size:
         what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
         raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
     # Imported now: errors in the flags are reported without waiting for torch.
     from ptfast.data.packs.pack_image_tree import plan_images
 
-    return plan_images(source, size=size, jpeg=jpeg, skip_corrupt=skip_corrupt)
+    return plan_images(source, size=args.size or None, jpeg=args.jpeg, skip_corrupt=args.on_corrupt == "skip")
 
 
-def _plan_text(source: Path, flags: dict[str, Any]) -> Plan:
-    documents = _choice(flags, "--documents", ("none", "lines", "paragraphs"))
+def _plan_text(source: Path, args: Namespace) -> Plan:
     from ptfast.data.packs.pack_text_file import plan_text
 
-    return plan_text(source, tokenizer=flags.get("--tokenizer", "characters"), documents=documents)
+    return plan_text(source, tokenizer=args.tokenizer or "characters", documents=args.documents or "none")
 
 
 def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
@@ -126,14 +120,15 @@ def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
     print(f"train from it with: ptfast train data={data}")
 
 
-def _verify(flags: dict[str, Any], arguments: list[str]) -> int:
-    if len(flags) > 1 or len(arguments) != 1:
+def _verify(args: Namespace) -> int:
+    given = (*_OF_IMAGES, *_OF_TEXT, "--workers")
+    if any(getattr(args, flag[2:].replace("-", "_")) for flag in given) or len(args.words) != 1:
         hint = "Usage: ptfast pack --verify DST"
         raise ConfigError("C011", "checks one pack and takes nothing else", key="--verify", suggestion=hint)
     from ptfast.data.packs.pack_reader import check_data, check_source, open_pack
     from ptfast.report.terminal.progress_counter import Counter
 
-    folder = Path(arguments[0]).expanduser()
+    folder = Path(args.words[0]).expanduser()
     manifest = open_pack(folder, "DST")
     if manifest is None:
         raise DataError("D001", "holds no pack", key="DST", value=folder)
@@ -145,11 +140,3 @@ def _verify(flags: dict[str, Any], arguments: list[str]) -> int:
     source = "its source has not changed" if there else f"its source {manifest.source.path} is not there"
     print(f"{folder} is complete: {num_bytes(size)} checked, all as written; {source}")
     return EXIT_OK
-
-
-def _choice(flags: dict[str, Any], flag: str, choices: tuple[str, ...]) -> str:
-    word = flags.get(flag, choices[0])
-    if word not in choices:
-        hint = f"Use {' or '.join(choices)}"
-        raise ConfigError("C005", "unknown choice", key=flag, value=word, suggestion=hint)
-    return word

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ptfast.cli.flags import read_number_of
+from ptfast.cli.typed_config import saved_run
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, cannot_write
 from ptfast.core.units import labelled
 from ptfast.report.terminal.display import is_terminal, say, standard_output
@@ -16,44 +17,33 @@ from ptfast.report.terminal.display import is_terminal, say, standard_output
 if TYPE_CHECKING:
     from ptfast.config.schema import Config
 
-SAMPLING = {
-    "--max-new-tokens": ("num_new", 1.0),
-    "--temperature": ("temperature", 0.0),
-    "--top-k": ("top_k", 1.0),
-}
-"""Flags of text generation: the keyword of `generate` that each sets, and its least value."""
 
-
-def predict(
-    flags: dict[str, Any], path: str, words: list[str], read_saved: Callable[[str, list[str]], Any]
-) -> int:
+def predict(args: Namespace) -> int:
     """Predict for files, or go on from a prompt.
 
-    Args:
-        path: of a run or a state.
-        words: files and `key=value` overrides.
-        read_saved: finds the state folder of a path and reads its config, with overrides.
-
     Raises:
-        ConfigError: C011 or C016 for arguments that make no sense together, C005 for numbers that do not.
+        ConfigError: C011 or C016 for arguments that make no sense together.
     """
+    path, *words = args.words
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
-    paths, prompt = [word for word in words if word not in overrides], flags.get("--prompt")
-    given = [flag for flag in SAMPLING if flag in flags]
-    if prompt is None and given:
+    paths = [word for word in words if word not in overrides]
+    sampling = {name: getattr(args, name) for name in ("num_new", "temperature", "top_k")}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    if args.prompt is None and sampling:
+        name, value = next(iter(sampling.items()))
+        flag = f"--{name.replace('num_new', 'max_new_tokens').replace('_', '-')}"
         hint = "Add --prompt TEXT"
-        raise ConfigError("C011", "is for --prompt", key=given[0], value=flags[given[0]], suggestion=hint)
-    if prompt is None and not paths:
+        raise ConfigError("C011", "is for --prompt", key=flag, value=value, suggestion=hint)
+    if args.prompt is None and not paths:
         hint = "Usage: ptfast predict RUN PATH...|--prompt TEXT"
         raise ConfigError("C016", "an argument is missing", key="predict", suggestion=hint)
-    if prompt is not None and paths:
+    if args.prompt is not None and paths:
         raise ConfigError("C011", "cannot be combined with --prompt", key=paths[0], suggestion="Give one")
-    sampling = {SAMPLING[flag][0]: read_number_of(flag, flags[flag], SAMPLING[flag][1]) for flag in given}
-    state_folder, composed, config = read_saved(path, overrides)
+    state_folder, composed, config = saved_run(path, overrides)
     with composed.naming_places():
-        if prompt is not None:
-            return continue_prompt(config, state_folder, prompt, flags.get("--out"), **sampling)
-        return predict_files(config, state_folder, paths, flags.get("--out"))
+        if args.prompt is not None:
+            return continue_prompt(config, state_folder, args.prompt, args.out, **sampling)
+        return predict_files(config, state_folder, paths, args.out)
 
 
 def predict_files(config: Config, state_folder: Path, paths: list[str], out: str | None = None) -> int:

@@ -57,7 +57,7 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("pack nowhere dst", "D001", "no such file or folder"),
         ("pack images dst --size 0", "C005", "Give pixels"),
         ("pack images dst --size big", "C005", "or keep"),
-        ("pack images dst --workers none", "C005", "must be a number of at least 1"),
+        ("pack images dst --workers none", "C005", "expected a whole number above 0"),
         ("pack images dst --on-corrupt ignore", "C005", "Use error or skip"),
         ("pack images dst --jpeg --size 8", "C011", "keeps files as they are"),
         ("pack images images/dst", "C011", "within its source"),

@@ -44,11 +44,11 @@ def test_printed_jobs_can_be_parsed() -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("slrum", 2, "no such cluster. Did you mean slurm?"),
+        ("slrum", 2, "launch=slrum (command line): expected slurm or ray. Did you mean slurm?"),
         ("slurm optimizer.lrr=1", 2, "optimizer.lrr=1 (command line): unknown key"),
         ("slurm --nodes 0", 2, "--nodes=0 (command line): expected a whole number above 0"),
         ("slurm --gpus H100", 2, "--gpus=H100 (command line): expected a whole number above 0"),
-        ("ray --partition x", 2, "--partition (command line): means nothing to ray"),
+        ("ray --partition x", 2, "--partition (command line): no such flag. Flags: --nodes, --gpus"),
         ("slurm --nodes 3 batch_size=64", 2, "batch_size=64"),
         ("slurm parallel=ddp parallel.nnodes=2", 2, "Use --nodes 2"),
         ("slurm --time soon", 2, "--time=soon"),

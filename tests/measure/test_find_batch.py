@@ -181,7 +181,7 @@ def test_too_few_samples(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.run(["find", "batch", "--steps", "100"]) == 2
-    assert "does not apply to find batch" in capsys.readouterr().err
+    assert "--steps (command line): is for --noise" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ def test_what_was_seen_before_an_end_counts(
 
 def test_flags_that_go_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.run(["find", "lr", "--noise"]) == 2
-    assert "does not apply to find lr" in capsys.readouterr().err
+    assert "--noise (command line): no such flag. Flags: --from, --to" in capsys.readouterr().err
     assert command_line.run(["find", "batch", *SMALL, "--noise", "parallel=fsdp"]) == 2
     assert "no rank has whole gradients" in capsys.readouterr().err
 

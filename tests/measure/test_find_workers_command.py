@@ -51,9 +51,7 @@ def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:
 
 def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.run(["find", "workers", "--from", "2"]) == 2
-    assert "--from: does not apply to find workers. ptfast find workers takes --to, --seconds" in (
-        capsys.readouterr().err
-    )
+    assert "--from (command line): no such flag. " in capsys.readouterr().err
 
 
 def find(folder: Path, *words: str) -> tuple[dict[str, Any], str]:

@@ -1,0 +1,256 @@
+"""The commands and their flags: what `--help` shows, and the function that does the work of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ptfast.cli.arguments import Command, Flag, number, one_of, path, pixels, seconds, switch
+
+_RUN = "[+recipe=NAME] [key=value ...]"
+_FOLDER = Flag("--out", "folder to write into; by default a new one under runs", read=path)
+_WRITE = Flag("--write", "recipe to write with what was found", read=path)
+_SECONDS = Flag("--seconds", "seconds to measure each", read=number())
+
+
+def _search(kind: str, summary: str, *flags: Flag) -> Command:
+    example = f"find {kind} +recipe=resnet_cifar"
+    return Command(_RUN, summary, "config_commands.find", (*flags, _WRITE, _FOLDER), (example,))
+
+
+def _cluster(name: str, *flags: Flag) -> Command:
+    asked = (
+        Flag("--nodes", "machines of a job; default 1", read=number(1), default=1),
+        Flag("--gpus", "GPUs of each machine: 8, or H100:8"),
+        Flag("--cpus", "cores of each machine", read=number(1)),
+        *flags,
+        switch("--print", "print what would be submitted"),
+    )
+    example = f"launch {name} +recipe=resnet_cifar --nodes 2 --print"
+    return Command(
+        _RUN, "train on a cluster: submit a job, or print it", "launch_command.launch", asked, (example,)
+    )
+
+
+KINDS: dict[str, dict[str, Command]] = {
+    "find": {
+        "lr": _search(
+            "lr",
+            "measure the best learning rate",
+            Flag("--from", "lowest learning rate to try", "lowest", number()),
+            Flag("--to", "highest learning rate to try", "highest", number()),
+            Flag("--steps", "optimizer steps of the range test", "num_steps", number(20)),
+            Flag("--trial-steps", "optimizer steps of each trial at one learning rate", read=number(20)),
+        ),
+        "batch": _search(
+            "batch",
+            "measure the best batch size",
+            Flag("--from", "smallest batch to try", "smallest", number(1)),
+            Flag("--to", "largest batch to try", "largest", number(1)),
+            _SECONDS,
+            switch("--checkpointing", "also try larger batches with activation checkpointing"),
+            switch("--noise", "estimate the critical batch size from the gradient noise"),
+            Flag("--steps", "optimizer steps of the training for --noise", "num_steps", number(20)),
+        ),
+        "workers": _search(
+            "workers",
+            "measure the best loader",
+            Flag("--to", "most worker processes to try", "most", number(1)),
+            _SECONDS,
+        ),
+    },
+    "launch": {
+        "slurm": _cluster(
+            "slurm",
+            Flag("--time", "limit of a job, such as 4h", read=seconds),
+            Flag("--partition", "SLURM's partition"),
+        ),
+        "ray": _cluster("ray"),
+    },
+}
+"""Commands whose first word says which of several is meant."""
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        _RUN,
+        "train a model; -m sweeps over key=a,b",
+        "config_commands.train",
+        (
+            switch("--multirun -m", "sweep: train one run per combination of key=a,b"),
+            switch("--dry-run", "take a few steps without saving; print memory, time and disk of the run"),
+            Flag("--config", "train from a run directory or its config.yaml"),
+            Flag("--cfg -c", "print the composed config: job, hydra or all"),
+            Flag("--info -i", "print how it is composed: defaults-tree, searchpath, plugins, ..."),
+        ),
+        (
+            "train +recipe=resnet_digits",
+            "train +recipe=resnet_cifar precision=amp optimizer=lamb optimizer.lr=0.01",
+            "train -m +recipe=resnet_digits optimizer.lr=0.01,0.1 seed=0,1",
+            "train +recipe=resnet_digits --cfg job",
+            "train +recipe=resnet_digits --dry-run",
+        ),
+        imports_torch=True,
+    ),
+    "launch": Command(
+        f"slurm|ray {_RUN}",
+        "train on a cluster: submit a job, or print it",
+        "launch_command.launch",
+        examples=("launch slurm +recipe=resnet_cifar --nodes 2 --print", "launch slurm --help"),
+    ),
+    "eval": Command(
+        "RUN|STATE [key=value ...]",
+        "evaluate a saved state",
+        "config_commands.eval",
+        (Flag("--split", "evaluate one split: val or test"),),
+        ("eval RUN", "eval RUN/saved/best --split test"),
+        min_words=1,
+        imports_torch=True,
+    ),
+    "predict": Command(
+        "RUN PATH...|--prompt TEXT [key=value ...]",
+        "write predictions for files, or text after a prompt",
+        "predict_command.predict",
+        (
+            Flag("--prompt", "text that a language model goes on from"),
+            Flag("--max-new-tokens", "tokens to write after the prompt; default 100", "num_new", number(1)),
+            Flag("--temperature", "above 0, default 1: lower makes likely tokens likelier", read=number()),
+            Flag("--top-k", "choose from so many of the likeliest tokens; default: all", read=number(1)),
+            Flag("--out", "file to write instead of the terminal"),
+        ),
+        ("predict RUN pictures/ --out found.jsonl", "predict RUN --prompt 'ROMEO:'"),
+        min_words=1,
+        imports_torch=True,
+    ),
+    "compare": Command(
+        "RUN|FOLDER...",
+        "rank runs and draw their curves",
+        "listing_commands.compare",
+        (
+            Flag("--metric", "figure to rank by, such as val.accuracy"),
+            Flag("--mode", "max or min: which way the figure is better", default="auto"),
+            Flag("--out", "page (.html) or picture (.png) to write", read=Path),
+        ),
+        ("compare RUN RUN --metric val.accuracy --out both.html",),
+        min_words=1,
+    ),
+    "pack": Command(
+        "SRC DST",
+        "turn images or text into memory-mapped files to train from",
+        "pack_command.pack",
+        (
+            Flag(
+                "--size",
+                "of images: pixels to shrink the shorter side to, such as 256; or keep",
+                read=pixels,
+            ),
+            switch("--jpeg", "of images: keep the bytes of the files instead of their pixels"),
+            Flag(
+                "--on-corrupt",
+                "of images: on files that cannot be read: error or skip",
+                read=one_of("error", "skip"),
+            ),
+            Flag(
+                "--tokenizer",
+                "of text, as data.tokenizer: characters, words, a tokenizer.json, or a name on the hub",
+            ),
+            Flag(
+                "--documents",
+                "of text, as data.documents: none, lines or paragraphs",
+                read=one_of("none", "lines", "paragraphs"),
+            ),
+            Flag("--workers", "processes that convert; default: one for each core", read=number(1)),
+            switch("--verify", "check every byte of a pack, and its source: ptfast pack --verify DST"),
+        ),
+        ("pack images/ packed/ --size 256", "pack --verify packed/"),
+        max_words=2,
+        imports_torch=True,
+    ),
+    "find": Command(
+        f"lr|batch|workers {_RUN}",
+        "measure the best learning rate, batch size or loader",
+        "config_commands.find",
+        examples=(
+            "find lr +recipe=resnet_digits",
+            "find batch +recipe=resnet_cifar --write mine.yaml",
+            "find workers +recipe=resnet_cifar --seconds 3",
+            "find lr --help",
+        ),
+        alone=True,
+    ),
+    "ablate": Command(
+        _RUN,
+        "measure what each technique is worth here; write the best recipe",
+        "config_commands.ablate",
+        (
+            Flag("--budget", "time to measure for, 10m by default", read=seconds, default=600.0),
+            Flag("--only", "techniques to measure, by name: NAME,NAME"),
+            switch("--compile", "also try compiling, which takes long to begin"),
+            switch("--claims", "compare what guides and papers promise with this machine"),
+            _FOLDER,
+        ),
+        (
+            "ablate +recipe=resnet_cifar --budget 10m",
+            "ablate +recipe=resnet_cifar --only 'fused optimizer step,channels last'",
+            "ablate --claims",
+        ),
+        alone=True,
+    ),
+    "audit": Command(
+        _RUN,
+        "find what costs speed in the model, data, loop and machine",
+        "config_commands.audit",
+        (
+            Flag(
+                "--budget",
+                "time to measure for, 2m by default; 0 measures no prices",
+                read=lambda text: 0.0 if text == "0" else seconds(text),
+                default=120.0,
+            ),
+            Flag("--fix", "recipe to write with the overrides that mend findings", read=path),
+            switch("--strict", "exit with 8 where something is found"),
+            _FOLDER,
+        ),
+        ("audit +recipe=resnet_cifar --fix mended.yaml", "audit +recipe=resnet_cifar --strict"),
+        alone=True,
+    ),
+    "race": Command(
+        "[+recipe=NAME] key=a,b --target METRIC:VALUE",
+        "train variants with the same seeds: which reaches a target first",
+        "config_commands.race",
+        (
+            Flag("--target", "figure to reach and its value, such as accuracy:0.9"),
+            Flag("--seeds", "runs of each variant, each with its own seed", read=number(1), default=5),
+            Flag("--arms", "variants that differ in several keys: 'schedule=a epochs=5; schedule=b'"),
+            switch("--tune-lr", "give each variant its own learning rate by find lr"),
+            _FOLDER,
+        ),
+        (
+            "race +recipe=resnet_digits schedule=onecycle,constant --target accuracy:0.95",
+            "race +recipe=resnet_digits --arms 'optimizer=adamw; optimizer=lamb' --target loss:0.2",
+        ),
+        alone=True,
+    ),
+    "recipes": Command(
+        "",
+        "list the recipes and what each reaches",
+        "listing_commands.recipes",
+        examples=("recipes",),
+        max_words=0,
+    ),
+    "techniques": Command(
+        "[NAME]",
+        "list what makes training faster, and whether it applies here",
+        "listing_commands.techniques",
+        (switch("--markdown", "print all techniques as a Markdown table"),),
+        ("techniques", "techniques precision", "techniques fused optimizer step"),
+    ),
+    "copy": Command("NAME FILE", "copy a recipe to edit", "listing_commands.copy", max_words=2, min_words=1),
+    "schema": Command(
+        "",
+        "print a JSON Schema of recipe files, for editors",
+        "listing_commands.schema",
+        (Flag("--out", "file to write", read=Path),),
+        max_words=0,
+    ),
+    "completion": Command(
+        "bash|zsh|fish", "print a shell completion script", "listing_commands.completion", max_words=1
+    ),
+}
