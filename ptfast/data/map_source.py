@@ -151,7 +151,7 @@ class MapSource(BaseSource):
         Raises:
             DataError: D008 if they differ in shape.
         """
-        return Held(into_memory(self), 0)
+        return Held(into_memory(self, holder), self.num_converted)
 
     def take(self, indices: Indices) -> MapSource:
         """Samples `indices` as a source of their own."""
@@ -319,19 +319,44 @@ class Held(NamedTuple):
     """Images among them that were not 8-bit RGB."""
 
 
-def into_memory(source: MapSource, chunk: int = 1024) -> TensorSource:
+def into_memory(source: MapSource, holder: Holder | None = None, chunk: int = 1024) -> TensorSource:
     """Fetch every sample of `source` once and hold them.
+
+    Args:
+        holder: of images and their targets; other samples each process holds for itself.
 
     Raises:
         DataError: D008 if they differ in shape.
     """
-    parts = [source.fetch(np.arange(i, min(i + chunk, len(source)))) for i in range(0, len(source), chunk)]
+    size = len(source)
+    parts = [np.arange(i, min(i + chunk, size)) for i in range(0, size, chunk)]
     try:
-        inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+        if not source.images:
+            inputs, targets = (torch.cat(column) for column in zip(*map(source.fetch, parts), strict=True))
+            return TensorSource(inputs, targets)
+        # Targets lie before pixels, so that both are aligned.
+        first = source.fetch(parts[0][:1])[::-1]
+        ends = np.cumsum([column.nbytes * size for column in first])
+
+        def columns(held: NDArray[np.uint8]) -> list[Tensor]:
+            pieces = np.split(held, ends[:1])
+            return [
+                torch.from_numpy(piece).view(column.dtype).view(size, *column.shape[1:])
+                for piece, column in zip(pieces, first, strict=True)
+            ]
+
+        def fill(held: NDArray[np.uint8]) -> None:
+            for part in parts:
+                for column, values in zip(columns(held), source.fetch(part)[::-1], strict=True):
+                    column[part[0] : part[-1] + 1].copy_(values.view(len(part), *column.shape[1:]))
+
+        targets, inputs = columns((holder or Holder()).fill((int(ends[-1]),), fill)[0])
     except (RuntimeError, TypeError, ValueError):
         what = "samples that are not (input, target) tensors of one shape cannot be held in memory"
         raise DataError("D008", what, key="dataloader", suggestion="Use dataloader=auto") from None
-    return TensorSource(inputs, targets, images=source.images)
+    if source.skips:
+        source.note_unreadable(np.arange(size), targets)
+    return TensorSource(inputs, targets, images=True)
 
 
 def as_tensor(array: np.ndarray) -> Tensor:

@@ -149,7 +149,7 @@ class ImageFiles(MapSource):
 
     def hold(self, holder: Holder | None = None) -> Held:
         if self.skips:
-            return Held(super().hold().source, self.num_converted)
+            return super().hold(holder)
         images, num_converted = decode_all(self.decoder, self.paths, self.threads, holder)
         return Held(TensorSource(images, self.targets, images=True), num_converted)
 

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from packs import HALF, NO_VAL, files_of, load, mixed, pack, refused, same, tree
 from ptfast.cli.command_line import run
 from ptfast.core.errors import DataError
 from ptfast.data.decoding.image_decoding import Decoder
+from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import SubsetSource, into_memory
 from ptfast.data.packs import pack_reader
 from ptfast.data.packs.pack_image_tree import plan_images, shrink
@@ -120,8 +123,23 @@ def test_what_reaches_a_worker_is_no_copy_of_the_data(tree: Path, tmp_path: Path
     sent = pickle.dumps(source)
     assert (tmp_path / "pack" / "train.bin").read_bytes() not in sent
     assert same(pickle.loads(sent).fetch(np.arange(10)), before)
-    assert same(into_memory(source).fetch(np.arange(10)), before)
+    assert same(into_memory(source, chunk=3).fetch(np.arange(10)), before)
     assert SubsetSource(source, np.arange(3)).packed
+
+
+def test_a_part_of_a_pack_is_held_where_ranks_hold_it_together(tree: Path, tmp_path: Path):
+    pack(tree, tmp_path / "pack")
+    source, places = load(tmp_path / "pack").train.take(np.array([7, 2, 5])), []
+
+    class Noted(Holder):
+        def fill(self, shape: tuple[int, ...], fill: Callable[[Any], Any]) -> Any:
+            places.append(super().fill(shape, fill))
+            return places[-1]
+
+    held = source.hold(Noted()).source
+    assert same((held.inputs, held.targets), source.fetch(np.arange(3)))
+    ((array, _),) = places
+    assert all(np.shares_memory(array, column.numpy()) for column in (held.inputs, held.targets))
 
 
 def test_a_run_keeps_the_pack_that_it_has_opened(tree: Path, tmp_path: Path):
