@@ -18,7 +18,7 @@ from ptfast.data.decoding.image_decoding import SUFFIXES, Decoder
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
 from ptfast.data.loaders.to_device import Prepare, build_normalizer
 from ptfast.data.sources.arrays import as_inputs, read_npy, read_npz
-from ptfast.data.sources.text_files import read_text
+from ptfast.data.sources.text_files import read_texts
 
 Named = tuple[str, Tensor]
 """A name that leads the user to the input, and the input without batch dimension."""
@@ -107,7 +107,7 @@ def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
 def _each_line(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:
     tokenizer, most = read_tokenizer(extra["tokenizer"]), extra["max_length"]
     for path in _files(paths):
-        for number, line in enumerate(read_text(path, "PATH").split("\n"), 1):
+        for number, line in read_texts(path, extra.get("columns", ()), "PATH"):
             if line.strip():
                 ids = tokenizer.encode(line)[:most] or [extra.get("pad_id", 0)]
                 yield f"{path}:{number}", torch.tensor(ids)

@@ -31,7 +31,7 @@ from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.split import held_out
 from ptfast.data.sources.ragged_text import Documents, Numbers, labelled_texts
-from ptfast.data.sources.text_files import SUFFIXES, read_table, read_text
+from ptfast.data.sources.text_files import SUFFIXES, Table, read_table, read_text
 
 _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
 
@@ -44,6 +44,8 @@ class TextTsv:
     Args:
         root: folder of these files.
         path: one file instead, from which validation samples are held out.
+        text, label: columns by their names in the first line: of the text one or several, which are joined by
+            a space. None to find them.
         tokenizer: `words` (at white space), `characters`, a `tokenizer.json`, or a name on the Hugging Face
             hub.
         max_length: tokens that are kept of a text.
@@ -59,11 +61,14 @@ class TextTsv:
         self,
         root: str | None = None,
         path: str | None = None,
+        text: str | list[str] | None = None,
+        label: str | None = None,
         tokenizer: str = "words",
         max_length: int = 128,
         min_count: int = 1,
     ) -> None:
         self.root, self.path = root, path
+        self.text, self.label = [text] if isinstance(text, str) else text or [], label
         self.tokenizer, self.max_length, self.min_count = tokenizer, max_length, min_count
         self._known: DataInfo | None = None
 
@@ -72,13 +77,13 @@ class TextTsv:
         self._known, self.max_length = known, known.context_length or self.max_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        rows, headers = self._rows()
-        texts, labels = rows["train"]
+        rows, columns = self._rows()
+        texts, labels, _, text_names = rows["train"]
         tokenizer = learn_tokenizer(self.tokenizer, texts, self.min_count, self._known)
-        names = (self._known.class_names if self._known else None) or sort_labels(labels)
+        names = (self._known.class_names if self._known else None) or sort_labels(labels or [])
         info, sources = labelled_texts(
-            {split: split_texts for split, (split_texts, _) in rows.items()},
-            {split: number_labels(own, names, split) for split, (_, own) in rows.items()},
+            {split: table.texts for split, table in rows.items()},
+            {split: number_labels(table.labels or [], names, split) for split, table in rows.items()},
             tokenizer,
             self.max_length,
             num_classes=len(names),
@@ -86,25 +91,24 @@ class TextTsv:
         )
         num_cut, size = sum(part.num_cut for part in sources.values()), sum(map(len, sources.values()))
         notes = [f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens"] * bool(num_cut)
-        note = "; ".join([*headers, *notes])
-        return Splits.of(info, sources, note)
+        info.extra["columns"] = text_names
+        return Splits.of(info, sources, "; ".join([*columns, *notes]))
 
-    def _rows(self) -> tuple[dict[str, tuple[list[str], list[str]]], list[str]]:
-        """Texts and labels of each split, and what was left out as it is no sample."""
-        rows, notes = {}, list[str]()
+    def _rows(self) -> tuple[dict[str, Table], list[str]]:
+        """Texts and labels of each split, and which columns of which files they come from."""
+        tables, files = dict[str, Table](), dict[str, list[str]]()
         for split, path in self._files().items():
-            texts, labels, header = read_table(path)
-            names = ", ".join(header or ())
-            if labels is not None:
-                rows[split] = texts, labels
+            table = read_table(path, self.text, self.label)
+            if table.labels is not None:
+                tables[split] = table
             elif split != "test":
-                what = f"its first line names columns, and no label among them: {names}"
-                raise DataError("D005", what, key=f"{path}:1", suggestion="Call one label")
-            if header is not None:
-                # Benchmarks keep the labels of their test split to themselves.
-                left_out = f"the line of column names ({names})" if labels is not None else "no labels, so it"
-                notes.append(f"{path.name}: {left_out} is left out")
-        return rows, notes
+                name, hint = self.label or "label", "Set data.label to one of them"
+                what = f"its first line names columns, and no {name} among them: {table.columns}"
+                raise DataError("D005", what, key=f"{path}:1", suggestion=hint)
+            # Benchmarks keep the labels of their test split to themselves.
+            columns = table.columns if table.labels is not None else "no labels, so it is left out"
+            files.setdefault(columns, []).append(path.name)
+        return tables, [f"{', '.join(names)}: {columns}" for columns, names in files.items() if columns]
 
     def _files(self) -> dict[str, Path]:
         if (self.root is None) == (self.path is None):

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,14 @@ _NUMBERS = {"id", "idx", "index", "guid"}
 _NAME_WORDS = 3
 """Words of a column's name, at most."""
 _LONGEST_FIELD = 2**31 - 1
+TAB = "\t"
+_DELIMITERS = (",", ";", TAB)
+"""Of a CSV file, the first where several would do."""
+_FIRST_LINES = 50
+"""Of a CSV file, which show what delimits its fields."""
+_SHORT = 24
+_FEW = 10
+"""Lines in which any number of labels may differ."""
 
 
 class Table(NamedTuple):
@@ -27,8 +36,10 @@ class Table(NamedTuple):
     texts: list[str]
     labels: list[str] | None
     """None where the first line names columns, and no label among them."""
-    header: tuple[str, ...] | None
-    """The columns that the first line names; None where it is a sample like all others."""
+    columns: str
+    """Which columns were read, for the panel; all where none is the label, and empty where none is named."""
+    text_names: list[str]
+    """The columns of the text."""
 
 
 def read_text(path: Path, key: str = "data.path") -> str:
@@ -54,7 +65,7 @@ def read_text(path: Path, key: str = "data.path") -> str:
     return text
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -> Table:
     """Texts and labels of a file; empty lines are skipped.
 
     The label is the last column, and the text all before it. A first line that names columns is no sample,
@@ -63,33 +74,79 @@ def read_table(path: Path) -> Table:
     where it has what no other line has: a name of that kind, or no number where all others are numbers.
 
     Args:
-        path: `.csv`, with commas and quotes; anything else has tabs, and quotes that are part of a text.
+        path: `.csv`, with commas, semicolons or tabs and quotes; anything else has tabs, and quotes that are
+            part of a text.
+        text, label: columns by their names in the first line; those that are not given are found.
 
     Raises:
-        DataError: D001, D002 or D005, naming the line.
+        DataError: D001, D002 or D005, naming the line, or the columns of which several could be meant.
     """
-    is_csv = path.suffix.lower() == ".csv"
-    rows = list(_csv_rows(path) if is_csv else _tsv_rows(path))
-    header = _header([fields for _, fields in rows])
-    label, texts = _columns(header) if header is not None else (-1, None)
-    table = Table([], [] if label is not None else None, header)
+    rows, delimiter = _rows(path)
+    header = _header([fields for _, fields in rows], text, label)
+    guessed = header is None or len(header) == 2
+    place, texts, columns = -1, list[int](), ""
+    if header is not None:
+        place, texts, guessed = _columns(path, header, text, label)
+        columns = " and ".join(header[each] for each in texts)
+        columns = (
+            f"text from {columns}, label from {header[place]}" if place is not None else ", ".join(header)
+        )
+    elif len(rows) > 1 and len({len(fields) for _, fields in rows}) == 1 and len(rows[0][1]) > 2:
+        raise _unclear(path, rows[0][1])
+    table = Table(
+        [], [] if place is not None else None, columns, [header[i] for i in texts] if header else []
+    )
     for number, fields in rows[header is not None :]:
         what = None
-        if texts is not None and header is not None and len(fields) != len(header):
+        if header is not None and len(fields) != len(header):
             what = f"has {len(fields)} of the {len(header)} columns that the first line names"
-        elif label is not None and (len(fields) < 2 or not fields[label].strip()):
-            what = f"has no label: expected text{',' if is_csv else '<TAB>'}label"
+        elif place is not None and (len(fields) < 2 or not fields[place].strip()):
+            what = f"has no label: expected text{'<TAB>' if delimiter == TAB else delimiter}label"
         if what is not None:
             raise DataError("D005", what, key=f"{path}:{number}")
-        if texts is not None:
-            parts = [fields[place] for place in texts]
-        else:
-            # A text may have tabs itself.
-            parts = fields[1:] if label == 0 else fields[:-1]
-        table.texts.append(("," if is_csv else "\t").join(parts))
-        if table.labels is not None and label is not None:
-            table.labels.append(fields[label].strip())
+        # A text without a line of names may have delimiters itself.
+        parts = delimiter.join(fields[:-1]) if header is None else " ".join(fields[each] for each in texts)
+        table.texts.append(parts)
+        if table.labels is not None and place is not None:
+            table.labels.append(fields[place].strip())
+    kinds = len(set(table.labels or ()))
+    if guessed and (kinds > len(set(table.texts)) or (len(rows) > _FEW and 2 * kinds > len(rows))):
+        raise _unclear(path, rows[0][1])
     return table
+
+
+def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[int, str]]:
+    """The texts of a file with the number of each line: of `columns` where its first line names these.
+
+    Raises:
+        DataError: as `read_table`.
+    """
+    if columns and path.suffix.lower() in SUFFIXES:
+        (_, first), *rows = _rows(path)[0]
+        names = [field.strip() for field in first]
+        if {*columns} <= {*names}:
+            places = [names.index(name) for name in columns]
+            for number, fields in rows:
+                yield number, " ".join(fields[place] for place in places if place < len(fields))
+            return
+    yield from enumerate(read_text(path, key).split("\n"), 1)
+
+
+def _rows(path: Path) -> tuple[list[tuple[int, list[str]]], str]:
+    """The lines that are not empty, with their numbers, and what is between their fields."""
+    if path.suffix.lower() != ".csv":
+        return list(_tsv_rows(path)), TAB
+    delimiter = max(_DELIMITERS, key=lambda each: _columns_by(path, each))
+    return list(_csv_rows(path, delimiter)), delimiter
+
+
+def _columns_by(path: Path, delimiter: str) -> int:
+    """The columns of a CSV if this delimits them; 0 for one, or where lines differ in their number."""
+    try:
+        counts = {len(fields) for _, fields in islice(_csv_rows(path, delimiter), _FIRST_LINES)}
+    except DataError:
+        return 0
+    return counts.pop() if len(counts) == 1 and counts != {1} else 0
 
 
 def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -98,8 +155,8 @@ def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield number, line.rstrip("\r").split("\t")
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
     before = csv.field_size_limit(_LONGEST_FIELD)
     number = 1
     try:
@@ -114,9 +171,14 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         csv.field_size_limit(before)
 
 
-def _header(rows: Sequence[list[str]]) -> tuple[str, ...] | None:
-    """The first row, if it names columns."""
+def _header(rows: Sequence[list[str]], text: Sequence[str], label: str | None) -> tuple[str, ...] | None:
+    """The first row, if it names columns: these, where the user names some."""
     first, others = [field.strip() for field in rows[0]], rows[1:]
+    if missing := [name for name in text if name not in first]:
+        what = f"no such column in the first line, which is {', '.join(map(_short, first))}"
+        raise DataError("D005", what, key="data.text", value=missing[0])
+    if text or label:
+        return tuple(first)
     if len(first) < 2 or not others or any(_is_number(name) or not _is_name(name) for name in first):
         return None
     names = [name.lower() for name in first]
@@ -129,20 +191,44 @@ def _header(rows: Sequence[list[str]]) -> tuple[str, ...] | None:
     return tuple(first) if first[place] not in labels and (named is not None or numbers) else None
 
 
-def _columns(header: tuple[str, ...]) -> tuple[int | None, list[int] | None]:
-    """The column of the label, None for none, and those of the text, None for all besides the label."""
+def _columns(
+    path: Path, header: tuple[str, ...], text: Sequence[str], label: str | None
+) -> tuple[int | None, list[int], bool]:
+    """The column of the label, None for none, those of the text, and whether the label is only a guess."""
     names = [name.lower() for name in header]
-    text, label = _place(names, _TEXTS), _place(names, _LABELS)
-    if label is None and text != len(names) - 1:
-        label = len(names) - 1
-    if len(names) == 2 and label is not None:
-        return label, None
-    others = [place for place in range(len(names)) if place != label and names[place] not in _NUMBERS]
-    return label, others if text is None else [text]
+    texts = [header.index(name) for name in text]
+    rest = [place for place in range(len(names)) if names[place] not in _NUMBERS and place not in texts]
+    labels = [place for place in rest if names[place] in _LABELS]
+    if label is not None:
+        labels = [header.index(label)] if label in header else []
+    guessed = not labels and label is None
+    if guessed and len(header) == 2:
+        # One of two is the text, the last is the label unless it is called text.
+        labels = [place for place in rest if names[place] not in _TEXTS][-1:]
+    if not labels:
+        return None, texts, False
+    rest = [place for place in rest if place not in labels]
+    texts = texts or [place for place in rest if names[place] in _TEXTS] or rest
+    if len(labels) > 1 or (len(texts) != 1 and not text):
+        raise _unclear(path, header)
+    return labels[0], texts, guessed
+
+
+def _unclear(path: Path, first: Sequence[str]) -> DataError:
+    what = f"which of its {len(first)} columns hold the text and the label is not clear"
+    hint = "Begin it with a line that names them, such as title,text,label"
+    if all(map(_is_name, first)) and not any(map(_is_number, first)):
+        names = ", ".join(map(_short, first))
+        hint = f"Set data.text (a name, or [a,b]) and data.label to names in its first line ({names})"
+    return DataError("D005", what, key=f"{path}:1", suggestion=hint)
 
 
 def _place(names: list[str], known: set[str]) -> int | None:
     return next((place for place, name in enumerate(names) if name in known), None)
+
+
+def _short(field: str) -> str:
+    return field if len(field) <= _SHORT else f"{field[: _SHORT - 3]}..."
 
 
 def _is_name(field: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,10 @@ ROWS = "a good film\t1\nbad film\t0\n"
 @pytest.mark.parametrize(
     ("header", "note"),
     [
-        ("sentence\tlabel\n", "train.tsv: the line of column names (sentence, label) is left out"),
-        ("Review\tSentiment\n", "train.tsv: the line of column names (Review, Sentiment) is left out"),
+        ("sentence\tlabel\n", "train.tsv: text from sentence, label from label"),
+        ("Review\tSentiment\n", "train.tsv: text from Review, label from Sentiment"),
         # No name that is known, but no number where all others are.
-        ("words\tstars\n", "train.tsv: the line of column names (words, stars) is left out"),
+        ("words\tstars\n", "train.tsv: text from words, label from stars"),
         ("", ""),
     ],
 )
@@ -146,6 +147,59 @@ def test_csv_has_quotes(tmp_path: Path):
         with pytest.raises(DataError, match=line) as caught:
             load(TextTsv(str(tmp_path)))
         assert caught.value.code == "D005"
+
+
+REVIEWS = [
+    ("5", "Nice", "good, really", "pos"),
+    ("1", "No", "bad; so bad", "neg"),
+    ("4", "Well", "fine", "pos"),
+]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 3, 0, 1)])
+def test_columns_of_a_csv_are_named_where_several_could_be_meant(
+    tmp_path: Path, order: tuple[int, ...], delimiter: str
+):
+    path = tmp_path / "reviews.csv"
+    with path.open("w", newline="") as file:
+        rows = [("rating", "title", "body", "sentiment"), *REVIEWS]
+        csv.writer(file, delimiter=delimiter).writerows([row[i] for i in order] for row in rows)
+    with pytest.raises(
+        DataError, match=r"csv:1: which of its 4 columns .*Set data\.text.* \(.*body.*\)"
+    ) as caught:
+        load(TextTsv(path=str(path)))
+    assert caught.value.code == "D005"
+    data = load(TextTsv(path=str(path), text=["title", "body"], label="sentiment"))
+    assert data.info.class_names == ("neg", "pos")
+    words = {"Nice", "good,", "really", "No", "bad;", "so", "bad", "Well", "fine"}
+    assert {*data.info.extra["tokenizer"]["entries"][2:]} == words
+    assert data.note.endswith("; reviews.csv: text from title and body, label from sentiment")
+    # What is predicted is read from the same columns.
+    ((_, inputs),) = read_inputs(data.info, [str(path)], device=torch.device("cpu"))
+    assert torch.equal(inputs, data.train.fetch(np.arange(3))[0])
+    with pytest.raises(DataError, match=r"data\.text=review: no such column in the first line, which is"):
+        load(TextTsv(path=str(path), text="review"))
+    with pytest.raises(DataError, match=r"names columns, and no stars among them: .*Set data\.label"):
+        load(TextTsv(path=str(path), label="stars"))
+
+
+@pytest.mark.parametrize(
+    ("first", "row"),
+    [
+        ("text,id,score", "text {0},{0},{0}.5"),
+        ("text,score", "text {0},0.{0}"),
+        ("1,some text", "1,text {0}"),
+        ("7,title,pos", "{0},title {0},neg"),
+        ("label,class,text", "{0},1,text {0}"),
+        ("id,question,sentence,label", "{0},why {0},so {0},1"),
+    ],
+)
+def test_columns_that_are_not_clear_are_refused(tmp_path: Path, first: str, row: str):
+    (tmp_path / "train.csv").write_text("\n".join([first, *map(row.format, range(300))]))
+    with pytest.raises(DataError, match=r"train\.csv:1: .*(Set .*data\.label to|Begin it with) ") as caught:
+        load(TextTsv(path=str(tmp_path / "train.csv")))
+    assert caught.value.code == "D005"
 
 
 @pytest.fixture
