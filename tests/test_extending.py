@@ -85,7 +85,7 @@ def test_every_part_trains_and_shows(extended: Path) -> None:
     assert "every ReLU overwrites its input" in relu
     assert "ReLU in place" in printed["techniques"]
     assert "rewrites.inplace_relu=false" in printed["techniques ReLU-in-place"]
-    assert "amp: Mixed precision" in printed["options precision"]
+    assert "amp: Mixed precision" in printed["options precision --summaries"]
     assert any("within_1" in text for text in panels.values())
     assert "loss=" in (extended / "logged" / "log.txt").read_text("utf-8")
 
