@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ptfast.core.tensors.trees import tensors_in
-
 T = TypeVar("T")
 
 
@@ -23,25 +21,21 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def catch_up(self) -> None:
-        """Have what is filled from here on wait for all that was asked of the device before."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
     def filling(self) -> AbstractContextManager[Any]:
-        """While it is open, copies and kernels go into this stream."""
+        """While it is open, copies and kernels go into this stream and wait for the training's so far.
+
+        Those may still read memory of dropped batches, which is used again here.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Any:
         """The point that the stream is at now."""
         return self._stream.record_event()
 
-    def hand_over(self, batch: Any, mark: Any) -> None:
-        """Have the training wait for `mark`, and keep `batch`'s memory until the training is done with it."""
-        training = torch.cuda.current_stream(self._device)
-        training.wait_event(mark)
-        for tensor in tensors_in(batch):
-            # The allocator knows only the stream it was made on, and would give the memory away too soon.
-            tensor.record_stream(training)
+    def hand_over(self, mark: Any) -> None:
+        """Have the training wait for `mark`."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 def open_side_stream(device: torch.device) -> SideStream | None:
@@ -55,7 +49,8 @@ def prefetched(
     """The same batches, each filled on `side` while the one before it trains.
 
     On the stream that trains, a copy would wait for the kernels of the step before, and every step for its
-    copy. One batch ahead, the next is there even when the host has waited for the device to read a figure.
+    copy. One batch ahead, the next is there even when the host has waited for the device to read a figure. A
+    copy starts when the step before last has ended, and overlaps with a whole step.
 
     Args:
         report: receives what time goes to: `transfer` while the training waits for a batch on its way, else
@@ -63,13 +58,12 @@ def prefetched(
 
     Cost: the memory of one more batch. Source: apex's data_prefetcher; DALI does the same.
     """
-    side.catch_up()
     following = _fill(batches, side)
     while following is not None:
         batch, mark = following
         following = _fill(batches, side)
         report("transfer")
-        side.hand_over(batch, mark)
+        side.hand_over(mark)
         report("data")
         yield batch
 

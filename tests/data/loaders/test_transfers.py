@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from running import build_run, same_bits
 from torch import Tensor
 
@@ -33,9 +37,6 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Any] = []
 
-    def catch_up(self) -> None:
-        self.events.append("catch up")
-
     @contextmanager
     def filling(self) -> Iterator[None]:
         self.events.append("fill")
@@ -45,9 +46,9 @@ class Recorder:
     def mark(self) -> int:
         return len(self.events)
 
-    def hand_over(self, batch: Any, mark: Any) -> None:
+    def hand_over(self, mark: Any) -> None:
         assert self.events[mark - 1] == "filled"
-        self.events.append(f"hand over {batch}")
+        self.events.append(f"hand over {self.events[:mark].count('filled')}")
 
 
 def test_the_next_batch_is_filled_before_this_one_trains() -> None:
@@ -55,9 +56,9 @@ def test_the_next_batch_is_filled_before_this_one_trains() -> None:
     for batch in prefetched(iter("abc"), side):
         side.events.append(f"train {batch}")
     fill = ["fill", "filled"]
-    expected = ["catch up", *fill]
-    for batch in "abc":
-        expected += [*fill, f"hand over {batch}", f"train {batch}"]
+    expected = [*fill]
+    for number, batch in enumerate("abc", 1):
+        expected += [*fill, f"hand over {number}", f"train {batch}"]
     assert side.events == expected
 
 
@@ -66,7 +67,7 @@ def test_the_wait_for_a_batch_on_its_way_is_told_of() -> None:
     batches = prefetched(iter("ab"), side, side.events.append)
     assert list(batches) == ["a", "b"]
     told = [event for event in side.events if event in ("transfer", "data") or "over" in event]
-    assert told == ["transfer", "hand over a", "data", "transfer", "hand over b", "data"]
+    assert told == ["transfer", "hand over 1", "data", "transfer", "hand over 2", "data"]
 
 
 def test_nothing_is_filled_that_nobody_wants() -> None:
@@ -140,6 +141,16 @@ def test_a_side_stream_changes_no_bit(tmp_path: Path, words: tuple[str, ...]) ->
     plain = build_run(tmp_path / "plain", *fixed, "dataloader.side_stream=false")
     assert fit(beside) == fit(plain) == "finished"
     assert same_bits(beside.model.state_dict(), plain.model.state_dict())
+
+
+@pytest.mark.gpu
+def test_memory_of_a_batch_is_not_filled_anew_while_it_may_be_read() -> None:
+    """That of a batch with a `to` of its own neither."""
+    program = [sys.executable, str(ROOT / "tests" / "support" / "stream_races.py")]
+    done = subprocess.run(
+        program, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
