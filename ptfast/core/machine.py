@@ -15,7 +15,10 @@ from ptfast.core.errors import EXIT_BUG
 
 ROOT = Path("/")
 """Root of the system's files."""
-_NO_MEMORY = ("can't allocate memory", "out of memory", "cannot allocate memory", "std::bad_alloc")
+_NO_MEMORY = (
+    *("can't allocate memory", "out of memory", "cannot allocate memory", "std::bad_alloc"),
+    *("_status_alloc_failed", "unable to find an engine"),  # cuBLAS and cuDNN, for their own memory
+)
 _NETWORK = ("urllib", "http", "socket", "ssl", "requests", "urllib3", "httpx", "httpcore", "huggingface_hub")
 """Packages whose errors come from fetching files."""
 _UNKNOWN_MEMORY = 4 * 2**30
@@ -87,7 +90,7 @@ def memory_limit(device: str = "auto") -> tuple[int, str]:
         import torch
 
         if torch.cuda.is_available():
-            return torch.cuda.get_device_properties(0).total_memory, "the GPU"
+            return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "the GPU"
     limits = [(available_memory(), "the memory that is free")]
     if sys.platform != "win32":
         import resource

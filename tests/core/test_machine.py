@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT
 
 from ptfast.core import machine
@@ -123,3 +124,24 @@ def test_a_shell_that_becomes_this_program_was_not_yet_it() -> None:
 def test_ranks_share_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (spare_cores(), resolve_threads(4), available_memory()) == (4, 2, 8 * GIB)
+
+
+def test_a_rank_is_limited_by_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    sizes = [SimpleNamespace(total_memory=GIB * index) for index in range(4)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
+    assert machine.memory_limit("cuda") == (3 * GIB, "the GPU")
+
+
+@pytest.mark.parametrize(
+    ("said", "is_one"),
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("GET was unable to find an engine to execute this computation", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`", False),
+    ],
+)
+def test_libraries_run_out_of_memory_in_words_of_their_own(said: str, is_one: bool) -> None:
+    assert machine.is_memory_error(RuntimeError(said)) is is_one

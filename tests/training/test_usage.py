@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ptfast.training.step_parts import usage
 
@@ -11,7 +12,7 @@ def test_a_share_of_busy_time_is_one_of_a_second_or_more(monkeypatch: pytest.Mon
     now = {"perf_counter": 10.0, "processor_time_s": 3.0}
     monkeypatch.setattr(usage.time, "perf_counter", lambda: now["perf_counter"])
     monkeypatch.setattr(usage, "processor_time_s", lambda: now["processor_time_s"])
-    used = usage.Usage("cpu")
+    used = usage.Usage("cpu", pytest.fail)
     now |= {"perf_counter": 10.9, "processor_time_s": 4.0}
     assert used.look() == {}
     now |= {"perf_counter": 12.0, "processor_time_s": 6.0}
@@ -19,3 +20,22 @@ def test_a_share_of_busy_time_is_one_of_a_second_or_more(monkeypatch: pytest.Mon
     assert figures["cpu_cores"] == 1.5
     assert figures["memory_bytes"] > 0
     assert used.look() == {}
+
+
+@pytest.mark.parametrize(("reason", "lines"), [(Exception("Not Supported"), 1), (ImportError("pynvml"), 0)])
+def test_a_figure_that_cannot_be_had_is_asked_for_once(
+    reason: Exception, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that is not installed needs no line."""
+    asked, warnings = [], []
+
+    def utilization() -> int:
+        asked.append(1)
+        raise reason
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(usage, "LEAST_S", 0.0)
+    used = usage.Usage("cuda", warnings.append)
+    assert [*used.look()] == [*used.look()] == ["cpu_cores", "memory_bytes"]
+    assert len(asked) == 1
+    assert warnings == ["gpu_use is not logged: Exception: Not Supported"][:lines]

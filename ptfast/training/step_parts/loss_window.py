@@ -51,7 +51,7 @@ class LossWindow:
         self._before = self.sums()
         self._grad_norm = math.nan
         self._logged_pace, self._logged_step = self._pace(), -1
-        self._usage = Usage(run.device.type)
+        self._usage = Usage(run.device.type, run.display.warn)
 
     def add(self, loss: Tensor, num_items: Tensor | int) -> None:
         """Add the losses of a micro-batch; no wait of the host."""
