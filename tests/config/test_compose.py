@@ -286,7 +286,11 @@ def test_options_that_choose_each_other_without_end_are_refused() -> None:
         (
             "precision=ampp",
             "C003",
-            ["precision=ampp (command line)", "Did you mean precision=amp?", "bf16, bf16_true, fp32"],
+            [
+                "precision=ampp (command line)",
+                "Did you mean precision=amp?",
+                "bf16, bf16_true, default, fp32",
+            ],
         ),
         ("precision=", "C003", ["Options of precision"]),
         ("logger=null", "C003", ["Did you mean logger=none?"]),

@@ -10,6 +10,7 @@ import torch
 from running import build_run
 from torch import nn
 
+from ptfast.config.read import read_config
 from ptfast.core import devices
 from ptfast.core.errors import MachineError
 from ptfast.techniques.precision import Precision as Section
@@ -210,7 +211,20 @@ def test_no_setting_outlives_its_run():
     for matmul in ("medium", "highest"):
         build_precision(Section(mode="fp32", matmul_precision=matmul), CPU)
         assert torch.get_float32_matmul_precision() == matmul
-    assert torch.backends.cudnn.allow_tf32 is False
+
+
+@pytest.mark.parametrize(
+    ("words", "rounds"),
+    [((), True), (("preset=plain",), True), (("precision=bf16_true",), True), (("precision=fp32",), False)],
+)
+def test_convolutions_round_as_torch_has_it_unless_fp32_is_asked_for(words, rounds, monkeypatch):
+    _, config = read_config(words)
+    monkeypatch.setattr(precision_module, "lack_of_precision", lambda mode, device: None)
+    precision = build_precision(config.precision, torch.device("cuda"))
+    assert torch.backends.cudnn.allow_tf32 is rounds
+    assert ("TF32 convolutions, as torch has it" in precision.describe()) == (
+        rounds and not precision.half_weights
+    )
 
 
 def test_only_float32_is_worth_trying(monkeypatch):
@@ -238,12 +252,12 @@ def test_a_resumed_run_keeps_its_products(tmp_path, hardware):
 @pytest.mark.gpu("TF32")
 def test_tf32_rounds_products_and_convolutions():
     device = torch.device("cuda")
-    exact = build_precision(Section(mode="fp32"), device)
+    exact = build_precision(Section(tf32_convolutions=False), device)
     tf32 = build_precision(Section(mode="tf32", matmul_precision="auto"), device)
     assert torch.backends.cudnn.allow_tf32
     assert (exact.matmul, tf32.matmul) == ("highest", "high")
     assert "coarser than fp32" in tf32.note
-    build_precision(Section(mode="fp32"), device)
+    build_precision(Section(tf32_convolutions=False), device)
     assert not torch.backends.cudnn.allow_tf32
 
 

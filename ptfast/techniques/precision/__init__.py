@@ -19,6 +19,8 @@ class Precision(Section):
     """`amp` chooses by device: native bfloat16, else float16 with a gradient scaler on CUDA, else float32."""
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "highest"
     """Of float32 matrix products, measured before use; `auto` is the quickest as exact as float32."""
+    tf32_convolutions: bool = True
+    """cuDNN may round inputs of float32 convolutions to TF32, as torch by itself lets it."""
     float8: bool = False
     """Multiply in float8 in linear layers, by torchao; under bfloat16."""
 
@@ -61,7 +63,7 @@ _precision = partial(
     Technique,
     family="precision",
     kind="reduced",
-    off=("precision=fp32",),
+    off=("precision=default",),
     alternatives="precision",
     trial=_SMALL,
     drift=0.01,

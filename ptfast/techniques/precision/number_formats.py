@@ -87,6 +87,7 @@ def build_precision(
             Its `matmul_precision` is torch's setting for float32 products; `auto` takes the quickest that
             errs no more than float32 does, found by trying on the first rank. What is not `highest` is tried
             in any case, and the note says how far it is off.
+            Its `tf32_convolutions` is torch's setting for cuDNN, on unless `precision=fp32` is asked for.
         device: where the model is.
         ranks: that train together.
         before: what `auto` became when the run began; None for a new one.
@@ -108,9 +109,13 @@ def build_precision(
         # Autocast and bf16 weights leave no float32 products worth mentioning.
         matmul = "highest"
     chosen, note = on_first_rank(lambda: _choose_matmul(matmul, device), ranks)
-    _apply_switches(chosen, tf32_convolutions=mode == "tf32")
+    _set_matmul(chosen)
+    with _old_switches():
+        torch.backends.cudnn.allow_tf32 = section.tf32_convolutions
     half: torch.dtype | None = {"bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(mode)
     text = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}.get(mode, "")
+    if mode == "fp32" and section.tf32_convolutions and lack_of_precision("tf32", device.type) is None:
+        text += " with TF32 convolutions, as torch has it"
     if mode == "amp":
         half = _quick_half(device.type)
         text = "" if half else f"fp32 (amp: this {device.type.upper()} has no bf16 instructions)"
@@ -225,12 +230,6 @@ def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tu
         return best.setting, f", {best.setting} matmuls: {best}"
     tried = "; ".join(f"{name}: {trial}" for name, trial in trials.items())
     return "highest", f", highest matmuls ({tried})"
-
-
-def _apply_switches(matmul: Matmul, *, tf32_convolutions: bool) -> None:
-    _set_matmul(matmul)
-    with _old_switches():
-        torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
 
 def _set_matmul(matmul: Matmul) -> None:
