@@ -59,8 +59,8 @@ class DeviceBatches(ChunkedBatches):
     ) -> None:
         super().__init__(sampler)
         self._prepare, self._augment = prepare, augment
-        inputs = prepare.move(source.inputs)
-        targets = prepare.move(source.targets)
+        # Pinning would round them up to a power of two and never let go of that: the driver copies in pieces.
+        inputs, targets = source.inputs.to(prepare.device), source.targets.to(prepare.device)
         self._targets: Tensor | None = targets
         self._target_shape = targets.shape[1:]
         self._images = ResidentImages(inputs, augment.crop_padding) if source.images else None

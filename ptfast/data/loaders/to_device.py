@@ -39,7 +39,7 @@ class Prepare:
         pin: bool,
         note_unreadable: Callable[[Indices, Tensor], None] | None = None,
     ) -> None:
-        self._device, self._images, self._normalizer = device, images, normalizer
+        self.device, self._images, self._normalizer = device, images, normalizer
         self.channels_last, self.pin, self._note_unreadable = channels_last, pin, note_unreadable
         self._on_host = device.type == "cpu"
 
@@ -77,7 +77,7 @@ class Prepare:
             tensor = tensor.pin_memory()
         # Out of memory that is not pinned, the copy of some devices is still under way when the host goes on
         # to overwrite it.
-        return tensor.to(self._device, non_blocking=self.pin)
+        return tensor.to(self.device, non_blocking=self.pin)
 
 
 def build_prepare(source: BaseSource, info: DataInfo, loading: Loading) -> Prepare:

@@ -143,6 +143,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="NVIDIA's data sheet of the A100; PyTorch notes, 'CUDA semantics'.",
         avoid="Products that need more than three digits, as in linear algebra on ill-conditioned matrices.",
         audit="torch.get_float32_matmul_precision() is 'highest' on a GPU of capability 8.0 or later.",
+        about=("precision/fp32",),
         needs=("nvidia_tf32",),
     ),
     Technique(

@@ -49,6 +49,16 @@ def close(one: Iterator[StepBatch], other: Iterator[StepBatch]) -> int:
     return count
 
 
+@pytest.mark.gpu
+def test_the_data_takes_no_pinned_memory() -> None:
+    info = DataInfo(kind="features", task="classification", num_classes=2)
+    source = TensorSource(torch.ones(3000, 2500), torch.arange(3000) % 2)
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    here = loader(Data(info, source, None, None, ""), "device", device=torch.device("cuda"), normalize=False)
+    assert torch.equal(next(here.steps(0, 1)).micro_batches[0].data[0].cpu(), torch.ones(24, 2500))
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) - before < 2**20
+
+
 def test_several_chunks_and_ranks_are_cut_alike(colour: Data, monkeypatch: pytest.MonkeyPatch):
     whole = list(loader(colour, "plain", micro_batches=4, augment=ALL).steps(0, 11))
     monkeypatch.setattr(device_loader, "CHUNK_BYTES", 2 * 24 * 180 * 4)
