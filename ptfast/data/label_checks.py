@@ -121,13 +121,12 @@ def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | No
     return places
 
 
-def infer_task(labels: Tensor, target_kind: str, *, floats_as_labels: bool = False) -> tuple[str, str]:
+def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
     """The task that labels are for, and the reason in words for the panel.
 
     Args:
         labels: of some samples or of all, first dimension samples; no tokens.
         target_kind: as `DataInfo.target_kind`.
-        floats_as_labels: whether several floats of 0 and 1 are labels, not figures.
 
     Raises:
         DataError: D004 for labels of a shape that fits no task.
@@ -143,21 +142,20 @@ def infer_task(labels: Tensor, target_kind: str, *, floats_as_labels: bool = Fal
     floats, several = labels.is_floating_point(), labels.dim() == 2 and labels.shape[1] > 1
     if not floats and labels.dim() < 2:
         return _CLASSES
-    if labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all()):
+    # One row of floats may be 0 and 1 by chance.
+    if labels.dim() == 2 and (not floats or (several and len(labels) > 1)) and _are_ones(labels):
         one_each = several and bool((labels.sum(1) == 1).all())
         words = "a single 1 each; task=classification takes its place for the class"
-        words = words if one_each else "zeros and ones"
-        if not floats or floats_as_labels:
-            return "multilabel", words
-        if several:
-            return "regression", f"floats: {words}" + "; task=multilabel takes ones for labels" * (
-                not one_each
-            )
+        return "multilabel", words if one_each else "zeros and ones"
     if not floats:
         return ("regression", f"{labels.shape[1]} whole numbers each") if several else _CLASSES
     if not several and bool((labels == labels.round()).all()):
         return "regression", "floats, all whole numbers; task=classification takes them for classes"
     return "regression", "floats"
+
+
+def _are_ones(labels: Tensor) -> bool:
+    return bool(((labels == 0) | (labels == 1)).all())
 
 
 def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str:

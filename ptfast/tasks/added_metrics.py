@@ -29,16 +29,18 @@ class Added:
     Args:
         own: of the task.
         added: by the key of the config, metrics and collections of metrics.
+        labels: whether targets are labels, which metrics take as whole numbers alone.
     """
 
-    def __init__(self, own: Metrics, added: Mapping[str, Any]) -> None:
-        self._own, self._added = own, added
+    def __init__(self, own: Metrics, added: Mapping[str, Any], *, labels: bool = False) -> None:
+        self._own, self._added, self._labels = own, added, labels
         if (keys := getattr(own, "keys", None)) is not None:
             self.keys = lambda: (*keys(), *(figure for figure, _, _ in self._figures()))
 
     def to(self, device: Any) -> Added:
         """Keep what is counted on `device`."""
-        return Added(self._own.to(device), {name: metric.to(device) for name, metric in self._added.items()})
+        added = {name: metric.to(device) for name, metric in self._added.items()}
+        return Added(self._own.to(device), added, labels=self._labels)
 
     def update(self, *given: Any, **named: Any) -> None:
         """Add a batch.
@@ -47,7 +49,7 @@ class Added:
             ConfigError: C017 for an added metric that does not take it.
         """
         self._own.update(*given, **named)
-        as_metrics_take = _laid_out(*given) if len(given) == 2 else given
+        as_metrics_take = _laid_out(*given, labels=self._labels) if len(given) == 2 else given
         for name, metric in self._added.items():
             try:
                 metric.update(*as_metrics_take, **named)
@@ -118,7 +120,8 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
             raise _failure(name, target.resolve(), "its constructor", error) from error
 
     def metrics() -> Added:
-        return Added(own(), {name: added(name, target) for name, target in targets.items()})
+        every = {name: added(name, target) for name, target in targets.items()}
+        return Added(own(), every, labels=info.task == "multilabel")
 
     metrics()
     task.metrics = metrics  # pyright: ignore[reportAttributeAccessIssue] # of this object alone
@@ -126,12 +129,14 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
     return task
 
 
-def _laid_out(outputs: Any, targets: Any) -> tuple[Any, Any]:
+def _laid_out(outputs: Any, targets: Any, *, labels: bool) -> tuple[Any, Any]:
     """Outputs in float32 and in the shape that metrics compare with `targets`: classes in dimension 1."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return outputs, targets
     if outputs.is_floating_point():
         outputs = outputs.float()
+    if labels:
+        targets = targets.long()
     if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
         return outputs.flatten(0, -2), targets.flatten()
     if outputs.shape != targets.shape and outputs.numel() == targets.numel():

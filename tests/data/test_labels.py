@@ -61,26 +61,38 @@ PLACES = "a single 1 each; task=classification takes its place for the class"
 
 
 @pytest.mark.parametrize(
-    ("targets", "task", "reason", "of_arrays"),
+    ("targets", "task", "reason"),
     [
-        (FLOATS.long(), "classification", "whole numbers", None),
-        (FLOATS, "regression", "floats, all whole numbers; task=classification takes them for classes", None),
-        (FLOATS + 0.5, "regression", "floats", None),
-        (ONES.long(), "multilabel", PLACES, None),
-        (ONES, "regression", f"floats: {PLACES}", ("multilabel", PLACES)),
-        ((ONES + ONES.roll(1, 0)).clamp(max=1).long(), "multilabel", "zeros and ones", None),
-        (torch.arange(12).view(6, 2), "regression", "2 whole numbers each", None),
-        (torch.arange(6)[:, None], "classification", "whole numbers", None),
+        (FLOATS.long(), "classification", "whole numbers"),
+        (FLOATS, "regression", "floats, all whole numbers; task=classification takes them for classes"),
+        (FLOATS + 0.5, "regression", "floats"),
+        (ONES.long(), "multilabel", PLACES),
+        (ONES, "multilabel", PLACES),
+        ((ONES + ONES.roll(1, 0)).clamp(max=1), "multilabel", "zeros and ones"),
+        (ONES + 0.5, "regression", "floats"),
+        ((ONES + ONES.roll(1, 0)).clamp(max=1).long(), "multilabel", "zeros and ones"),
+        (torch.arange(12).view(6, 2), "regression", "2 whole numbers each"),
+        (torch.arange(6)[:, None], "classification", "whole numbers"),
     ],
 )
-def test_the_task_and_what_tells_it(
-    targets: Tensor, task: str, reason: str, of_arrays: tuple[str, str] | None, tmp_path: Path
-) -> None:
-    for dataset in (TensorDataset(INPUTS, targets), Each(targets)):
+def test_the_task_and_what_tells_it(targets: Tensor, task: str, reason: str, tmp_path: Path) -> None:
+    for dataset in (TensorDataset(INPUTS, targets), Each(targets), arrays(tmp_path, targets)):
         info = load(dataset).info
         assert (info.task, info.task_reason) == (task, reason)
-    info = load(arrays(tmp_path, targets)).info
-    assert (info.task, info.task_reason) == (of_arrays or (task, reason))
+
+
+def test_floats_of_named_classes_are_all_looked_at() -> None:
+    class Named(Dataset[Any]):
+        classes = ("a", "b", "c")
+
+        def __len__(self) -> int:
+            return len(ONES)
+
+        def __getitem__(self, index: int) -> Any:
+            return INPUTS[index], ONES[index]
+
+    info = load(Named()).info
+    assert (info.task, info.class_names, info.num_classes) == ("multilabel", Named.classes, 3)
 
 
 @pytest.mark.parametrize("targets", [FLOATS, FLOATS[:, None], ONES, ONES.long()])

@@ -73,6 +73,16 @@ def test_figures_are_numbers_and_all_else_a_table() -> None:
     assert values["roc"].value[0].shape == (3, 5)
 
 
+def test_labels_of_several_classes_are_given_as_whole_numbers() -> None:
+    from torchmetrics.functional.classification import multilabel_auroc
+
+    outputs, targets = torch.randn(8, 3), torch.eye(3).repeat(3, 1)[:8]
+    several = DataInfo(kind="features", task="multilabel", num_classes=3)
+    metrics = metrics_of(several, labels={"_target_": f"{SCORES}.MultilabelAUROC"}).to("cpu")
+    metrics.update(outputs, targets)
+    assert metrics.compute()["labels"] == multilabel_auroc(outputs, targets.long(), 3)
+
+
 def test_outputs_come_in_the_shape_that_metrics_take() -> None:
     taken: list[tuple[Any, ...]] = []
 

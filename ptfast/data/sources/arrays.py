@@ -69,7 +69,7 @@ class Arrays:
         if images:
             shape = (shape[2], *shape[:2])
         kind = kind_of_target(train_targets, shape, "auto")
-        task, reason = infer_task(train_targets, kind, floats_as_labels=True)
+        task, reason = infer_task(train_targets, kind)
         num_classes = self._num_classes(task, kind, train_targets)
         if task == "classification":
             for split, (_, targets, _) in pairs.items():

@@ -265,7 +265,10 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
         with contextlib.suppress(Exception):
             return torch.as_tensor(targets)
     if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
-        return source.fetch(np.zeros(1, np.int64))[1]
+        first = source.fetch(np.zeros(1, np.int64))[1]
+        # Floats are classes or figures by what all of them are.
+        if not first.is_floating_point():
+            return first
     return _scan(source)[1]
 
 
