@@ -130,6 +130,10 @@ class TrainLoader(Protocol):
         """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
         ...
 
+    def not_finite(self, first_step: int, last_step: int) -> list[int]:
+        """Samples of a step among these whose numbers are not finite, by their places in the data set."""
+        ...
+
     def close(self) -> None:
         """Stop worker processes."""
         ...

@@ -7,12 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.data_fingerprint import Contents
 from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits
-from ptfast.data.label_checks import as_classes, check_labels
+from ptfast.data.label_checks import as_classes, check_labels, not_finite, unfit_samples
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.shared_memory import Holder
@@ -119,6 +121,10 @@ def build_data(
     # A stream is not read twice for its statistics: its images are scaled to 0 to 1.
     has_statistics = train.images or (isinstance(train, TensorSource) and info.kind == "features")
     if normalize and has_statistics and isinstance(files, MapSource) and isinstance(train, MapSource):
+        if isinstance(train, TensorSource):
+            numbers = np.arange(len(train)) if kept is None else kept
+            if unfit := not_finite(train.inputs, numbers):
+                raise unfit_samples(unfit)
         key_of = splits.cache_key
         # Which samples are held out changes the statistics of the rest.
         key = (lambda: f"{key_of()} {val} {seed}") if key_of is not None else None
@@ -131,7 +137,7 @@ def build_data(
     note = _describe(name, splits)
     data = Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order)
     weights = data.weights if isinstance(source, DataSet) else partial(checked_weights, source, kept)
-    return replace(data, weights=weights, holder=holder)
+    return replace(data, weights=weights, kept=kept, holder=holder)
 
 
 def _contents(splits: Splits) -> Contents:

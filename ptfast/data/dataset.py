@@ -106,5 +106,7 @@ class Data:
     """`order` of the training data, wherever it is held."""
     weights: Callable[[], NDArray[np.float64] | None] = lambda: None
     """How often each training sample is to be drawn beside the others, where the data set says it."""
+    kept: Indices | None = None
+    """Which samples of the data set train, where others of them are held out."""
     holder: Holder | None = None
     """Where what is decoded is held; None for this process."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX
@@ -61,6 +64,22 @@ def check_range(
         if masks:
             hint += f"; set task.ignore_index={high} if such pixels do not count"
         raise DataError("D004", what, key="data", suggestion=hint)
+
+
+def not_finite(raw: Any, numbers: NDArray[np.int64]) -> list[int]:
+    """Those of the samples `numbers` in a raw batch, in order, that hold numbers that are not finite."""
+    wrong = np.zeros(len(numbers), bool)
+    for part in tree_leaves(raw):
+        if isinstance(part, Tensor) and part.is_floating_point() and len(part) == len(wrong):
+            wrong |= ~part.reshape(len(part), -1).isfinite().all(1).numpy()
+    return sorted(numbers[wrong].tolist())
+
+
+def unfit_samples(numbers: Sequence[int], consequence: str = "") -> DataError:
+    """The error for samples that hold numbers that are not finite."""
+    names = ", ".join(f"{number:,}" for number in numbers[:5]) + ", ..." * (len(numbers) > 5)
+    what = f"samples hold numbers that are not finite ({names}){consequence}"
+    return DataError("D005", what, key="data", suggestion="Leave such samples out, or clean them")
 
 
 def is_ignored(labels: Tensor, ignore_index: int) -> Tensor:

@@ -264,6 +264,10 @@ def build_loaders(
     resolved.padding, resolved.padding_share = describe_padding(
         config.batching, data, course.plan, context.micro_batches, config.seed
     )
+    plan = course.plan
+    if plan.size is not None and plan.batch_size > plan.size:
+        what = f"batch_size={plan.batch_size:,} is more than the {plan.size:,} training samples"
+        context.display.warn(f"{what}: one step is an epoch")
     marks: Marks | None = getattr(train_loader.batches, "marks", None)
     return Loaders(train_loader, eval_loaders, loading, marks)
 

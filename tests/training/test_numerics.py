@@ -16,9 +16,11 @@ from toys import (
     callback,
 )
 
+from ptfast.core.durations import Duration
 from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import Callback
 from ptfast.core.run import Run
+from ptfast.data.sampling.split import split_indices
 from ptfast.optim.build_optimizer import start_momentum
 from ptfast.training.fit import fit
 
@@ -127,6 +129,43 @@ def test_a_loss_that_is_not_finite_ends_the_run(in_tmp: Path, capsys: pytest.Cap
     assert "optimizer.lr" in line
     assert (summary(Path("a"))["status"], summary(Path("a"))["exit_code"]) == ("failed", 5)
     assert [record["step"] for record in records(Path("a"))] == [5]
+
+
+HOLED = """
+import torch
+from toys import blobs
+class Holed(torch.utils.data.Dataset):
+    num_classes = 2
+    def __init__(self, place):
+        self.whole, self.place = blobs(), place
+    def __len__(self):
+        return 50
+    def __getitem__(self, index):
+        inputs, target = self.whole[index]
+        return inputs * (float("nan") if index == self.place else 1), target
+"""
+
+
+@pytest.mark.parametrize("loader", ["plain", "memory", "workers"])
+def test_samples_that_are_not_finite_are_named(
+    loader: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("holed.py").write_text(HOLED)
+    # Held-out samples leave gaps, and numbers are those of the whole.
+    training = split_indices(50, Duration(20, "percent"), seed=0)[0]
+    words = ("data=custom", "data._target_=holed.Holed", f"data.place={training[33]}", "data.val=20%")
+    words = (*words, "model.hidden=[4]", "model=mlp", "batch_size=8", "epochs=2", f"dataloader={loader}")
+    assert train(*words, "log_every=2") == 3
+    err = capsys.readouterr().err
+    assert (
+        f"error[D005]: data (command line): samples hold numbers that are not finite ({training[33]})" in err
+    )
+
+
+def test_a_batch_of_all_samples_is_warned_of(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("data=digits", "model=mlp", "batch_size=2000", "epochs=1") == 0
+    said = "warning: batch_size=2,000 is more than the 1,617 training samples: one step is an epoch"
+    assert said in capsys.readouterr().out
 
 
 def test_the_loss_is_checked_where_it_is_not_logged(tmp_path: Path) -> None:

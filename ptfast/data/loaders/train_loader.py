@@ -13,6 +13,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.machine import available_memory
 from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
 from ptfast.data.dataset import Data
+from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import build_device_batches
 from ptfast.data.loaders.fetch import AugmentedStream, MemoryBatches, RawBatches
 from ptfast.data.loaders.loader_choice import HELD, count_workers
@@ -56,6 +57,7 @@ class Loader:
         first_micro_batch: number of this rank's first micro-batch within a step.
         side: stream on which batches are copied while others train.
         report: receives what time goes to, as for `prefetched`.
+        data: that the samples come from.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class Loader:
         read_ahead: bool = False,
         side: SideStream | None = None,
         report: Callable[[str], None] = lambda cause: None,
+        data: Data | None = None,
     ) -> None:
+        self._data = data
         self.batches, self.kind, self.reason, self.workers = read
         self.plan = self.batches.plan
         self.transforms, self._first = transforms, first_micro_batch
@@ -88,6 +92,21 @@ class Loader:
         if self._thread is not None:
             self._thread.close()
         self.batches.close()
+
+    def not_finite(self, first_step: int, last_step: int) -> list[int]:
+        """Samples with numbers that are not finite: of this rank's in the first step that has some.
+
+        Those of a stream are read once and not looked for.
+        """
+        sampler: Sampler | None = getattr(self.batches, "sampler", None)
+        if sampler is None or self._data is None or not isinstance(source := self._data.train, MapSource):
+            return []
+        for step in range(first_step, last_step):
+            for share in sampler.step(step)[0]:
+                numbers = share.indices if self._data.kept is None else self._data.kept[share.indices]
+                if found := not_finite(source.fetch(share.indices, share.epoch), numbers):
+                    return found
+        return []
 
     def _transformed(self, batches: Iterator[StepBatch], first_step: int) -> Iterator[StepBatch]:
         for step, batch in enumerate(batches, first_step):
@@ -135,6 +154,7 @@ def build_train_loader(
         read_ahead=loading.read_ahead,
         side=side,
         report=report,
+        data=data,
     )
 
 

@@ -267,7 +267,7 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
     if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
         first = source.fetch(np.zeros(1, np.int64))[1]
         # Floats are classes or figures by what all of them are.
-        if not first.is_floating_point():
+        if not isinstance(first, Tensor) or not first.is_floating_point():
             return first
     return _scan(source)[1]
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ptfast.core import devices
-from ptfast.core.distributed import Ranks, sum_over_ranks
-from ptfast.core.errors import NumericsError
+from ptfast.core.distributed import Ranks, on_all_ranks, sum_over_ranks
+from ptfast.core.errors import DataError, NumericsError
 from ptfast.core.machine import peak_memory_bytes
 from ptfast.core.run import Run
+from ptfast.data.label_checks import unfit_samples
 from ptfast.optim.parameters.groups import reference_lr
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
 from ptfast.training.step_parts.first_step import FirstStep
@@ -97,6 +98,8 @@ class LossWindow:
         loss = progress.window_loss / max(progress.window_items, 1)
         if math.isfinite(loss) and in_a_row < MOST_SKIPPED:
             return loss if progress.window_items or not in_a_row else math.nan
+        if in_a_row < MOST_SKIPPED and (error := self._unfit_samples(loss)) is not None:
+            raise error
         if max(in_a_row, 1) == progress.step and (error := self._first_look.not_finite()) is not None:
             raise error
         what = f"the loss is {loss} by step {progress.step}"
@@ -105,6 +108,13 @@ class LossWindow:
         lr = reference_lr(run.optimizer)
         hint = f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
         raise NumericsError("N001", what, suggestion=hint)
+
+    def _unfit_samples(self, loss: float) -> DataError | None:
+        """The error for samples since the last log line that hold what made the loss of all ranks `loss`."""
+        run, step = self._run, self._run.progress.step
+        mine = run.train_loader.not_finite(max(0, self._logged_step), step)
+        found = sorted({sample for each in on_all_ranks(mine, run.ranks.num_ranks) for sample in each})
+        return unfit_samples(found, f", and the loss is {loss} by step {step}") if found else None
 
     def show(self, loss: float) -> None:
         """Show figures of the open window on the terminal, without a line in the log.
