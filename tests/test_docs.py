@@ -14,14 +14,16 @@ import pytest
 from conftest import ROOT
 from shown import (
     COMMANDS_SHOWN,
+    DRY_RUN,
     FENCE,
     OWN_CONF,
     OWN_PARTS,
     PAGES,
     TASKS,
-    TRAINING,
     Shown,
     fences,
+    form,
+    points,
     spans,
     users_folder,
 )
@@ -37,9 +39,20 @@ from scripts import doc_tables
 
 LINKING = {**PAGES, **{name: (ROOT / name).read_text() for name in ("CONTRIBUTING.md", "CHANGELOG.md")}}
 QUICK = [shown for shown in COMMANDS_SHOWN if shown.words[0] in ("recipes", "copy", "schema", "completion")]
+COMPOSING = ("train", "find", "ablate", "audit", "race", "launch")
+COMPOSED = [
+    shown
+    for shown in COMMANDS_SHOWN
+    if shown.words[0] in COMPOSING
+    and not form(shown)
+    and "--claims" not in shown.words
+    # Those are trained, or take a few steps, in test_docs_examples.
+    and shown not in DRY_RUN
+    and shown.page != OWN_PARTS
+]
 OTHERS_KEYS = {"docs/migrating.md", OWN_CONF}
 """Pages that show the arguments of other frameworks."""
-FORMS = {"group=option", "group.key=value", "model=net"}
+NO_KEYS = {"group=option", "group.key=value", "model=net"}
 """A word that stands for any key, and an option that a page has the reader make."""
 ASKS_MACHINE = {"E004", "E005"}
 """Refusals for what only this machine lacks: the command is right."""
@@ -107,17 +120,6 @@ def test_a_command_is_read(shown: Shown) -> None:
             assert "=" not in word or is_key(key) or is_of_ours(word), word
 
 
-def points(words: list[str]) -> list[tuple[str, ...]]:
-    """Configs of a sweep in which each choice of `key=a,b` is made once."""
-    choices = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        whole = not equals or value.startswith(("[", "{", "'"))
-        choices.append([word] if whole else [f"{key}={one}" for one in value.split(",")])
-    length = max(map(len, choices))
-    return list(zip(*[(choice * length)[:length] for choice in choices], strict=True))
-
-
 @functools.cache
 def composes(words: tuple[str, ...]) -> bool:
     """Return True for a config that is valid, here or on a machine that has what it needs."""
@@ -129,16 +131,14 @@ def composes(words: tuple[str, ...]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("shown", TRAINING, ids=str)
+@pytest.mark.parametrize("shown", COMPOSED, ids=str)
 def test_a_config_composes(shown: Shown, in_users_folder: Path) -> None:
     name, *rest = shown.words
-    if not rest:
-        return
     flags = read(name, rest)[2]
-    if {"FILE", "NAME", "..."} & {*rest} and "--write" not in rest:
-        return  # a form, not a command
-    for point in points(flags.words) if getattr(flags, "multirun", False) else [tuple(flags.words)]:
-        assert composes(point)
+    sweeps = name == "race" or getattr(flags, "multirun", False)
+    for arm in (getattr(flags, "arms", None) or "").split(";"):
+        for point in points([*flags.words, *arm.split()]) if sweeps else [tuple(flags.words)]:
+            assert composes(point)
 
 
 @pytest.mark.parametrize("shown", QUICK, ids=str)
@@ -236,7 +236,7 @@ def is_of_ours(word: str) -> bool:
 def test_keys_and_options_exist(page: str) -> None:
     for word in [word for span in spans(page) if not span.startswith("ptfast ") for word in span.split()]:
         match = re.fullmatch(r"\+?([a-z_]+(?:\.[a-z_0-9]+)*)(=)?(.*)", word.rstrip(";,"))
-        if not match or word in FORMS or word.endswith(")"):
+        if not match or word in NO_KEYS or word.endswith(")"):
             continue
         key, equals, value = match.groups()
         section = key.split(".")[0]

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import stand_ins
 import torch
-from shown import OWN_PARTS, TASKS, TRAINING, Shown, fences, shown_commands, users_folder
+from shown import (
+    COMMANDS_SHOWN,
+    DRY_RUN,
+    OWN_CONF,
+    OWN_PARTS,
+    TASKS,
+    TRAINING,
+    Shown,
+    fences,
+    points,
+    shown_commands,
+    users_folder,
+)
 
 from ptfast.cli.command_line import run
 from ptfast.config.read import read_config
@@ -80,10 +92,6 @@ def test_files_of_config_say_what_the_page_says(in_users_folder: Path) -> None:
     config = read_config(["+recipe=./groups.yaml"])[1]
     assert [group.match for group in config.optimizer.groups] == ["*.bias", "layers.1.*"]
     assert read_config(["+recipe=./mine.yaml"])[1].epochs == 60
-    (option,) = [text for text in fences(OWN_PARTS, "yaml") if text.startswith("# conf/")]
-    file = Path(re.match(r"# (\S+)\n", option)[1])  # type: ignore[index]
-    file.parent.mkdir(parents=True)
-    file.write_text(option.partition("\n")[2])
     words = ["data=custom", "data._target_=mine.Rings", "model=net", "model.width=32"]
     assert read_config(words)[1].model.target.path == "mine.Net"
 
@@ -98,12 +106,9 @@ def test_weights_of_lightning_become_ours(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 EXEMPT = {
-    "--cfg": "prints the config",
-    "--info": "prints how it is composed",
-    "--config": "a form: FILE is any run's",
-    "-m": "tried on the first pages",
     "compile=model": "compiles for minutes; tests of the compiler train it",
     "data=hf": "reads from the hub",
+    "data.tokenizer=distilbert-base-uncased": "downloads a tokenizer",
     "model.weights=pretrained": "downloads weights",
     "debug=nvtx": "needs CUDA",
     "+recipe=finetune_image": "downloads weights",
@@ -111,8 +116,10 @@ EXEMPT = {
     "+recipe=resnet50_imagenet": "trained small by test_recipes",
     "+recipe=gpt2_124m": "trained small by test_recipes",
     "+recipe=segmentation": "trained small by test_recipes",
+    "data.shards=https://HOST/train-{000..146}.tar": "reads from a host",
+    "data.shards=s3://BUCKET/train-{000..146}.tar": "reads from a host",
 }
-"""Commands that are composed and not trained, and why."""
+"""Trainings that are composed and not run, and why."""
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +134,10 @@ def small_data(in_users_folder: Path) -> Path:
     return folder
 
 
-def on_small_data(words: tuple[str, ...], folder: Path) -> list[str]:
-    """A command with the files of `folder` in the place of a user's, and twelve steps long."""
-    text = any(word in ("+recipe=char_gpt", "data=text_file") for word in words)
-    tables = any(word in ("+recipe=text_sst2", "data=text_tsv") for word in words)
+def on_small_data(words: Sequence[str], folder: Path) -> list[str]:
+    """A command as it stands, but with the files of `folder` in a user's place, and a run of its own."""
+    text = bool({"+recipe=char_gpt", "data=text_file", "--tokenizer"} & {*words})
+    tables = bool({"+recipe=text_sst2", "data=text_tsv"} & {*words})
     files = {
         "FOLDER": "" if tables else "images",
         "FILE": "text.txt" if text else "points.npz",
@@ -139,35 +146,85 @@ def on_small_data(words: tuple[str, ...], folder: Path) -> list[str]:
         "DIR": "shards",
         "DIR/train-{000..146}.tar": "shards",
         "DIR/val": "shards",
+        "/shared/conf": "../shared/conf",
     }
-    shortened = ("epochs", "steps", "batch_size", "run.resume", "run.dir", "data.image_size")
-    given = {word.partition("=")[0]: word.partition("=")[2] for word in words[1:]}
-    ours = {key: value for key, value in given.items() if key not in shortened}
-    ours = {key: str(folder / files[value]) if value in files else value for key, value in ours.items()}
-    if given.get("+recipe") in ("resnet_cifar", "./mine.yaml") and "data" not in given:
-        ours["data.root"] = str(folder / "cifar10")
-    if "data.image_size" in given:
-        ours["data.image_size"] = "32"
-    short = {"epochs": "null", "steps": "12", "batch_size": "10"}
-    return [f"{key}={value}" if value else key for key, value in {**ours, **short}.items()]
+    cifar = {"+recipe=resnet_cifar", "+recipe=./mine.yaml"} & {*words} and "data=imagefolder" not in words
+    given = [word for word in words if not word.startswith(("run.resume=", "run.dir="))]
+    parts = [word.rpartition("=") for word in given]
+    swapped = [
+        f"{key}{equals}{folder / files[value] if value in files else value}" for key, equals, value in parts
+    ]
+    return [*swapped, f"data.root={folder}/cifar10"] if cifar else swapped
+
+
+@pytest.mark.parametrize(
+    "shown", [pytest.param(s, marks=[] if s in DRY_RUN else pytest.mark.slow) for s in TRAINING], ids=str
+)
+def test_a_dry_run_takes_steps(shown: Shown, small_data: Path) -> None:
+    if {*EXEMPT} & {*shown.words}:
+        pytest.skip("not trained")
+    words = on_small_data(shown.words, small_data)
+    if {"--cfg", "--info", "--dry-run"} & {*words}:
+        assert run(words) == 0
+    elif "-m" in words:
+        jobs = {tuple(word for word in point if not word.startswith("seed=")) for point in points(words)}
+        assert all(run([*(word for word in job if word != "-m"), "--dry-run"]) == 0 for job in jobs)
+    else:
+        assert run([*words, "--dry-run"]) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shown", [shown for shown in TRAINING if shown.page != TASKS], ids=str)
 def test_a_training_runs(shown: Shown, small_data: Path, tmp_path: Path) -> None:
-    if shown.words[0] != "train" or any(word in EXEMPT for word in shown.words):
+    """To its end: as it stands on the digits that come with the package, else twelve steps of small data."""
+    if {*EXEMPT, "--cfg", "--info", "--dry-run"} & {*shown.words}:
         pytest.skip("not trained")
-    assert run(["train", *on_small_data(shown.words, small_data), f"run.dir={tmp_path}/run"]) == 0
+    words = on_small_data(shown.words, small_data)
+    if not {"+recipe=resnet_digits"} & {*words} and shown.page != OWN_CONF:
+        shorter = ("epochs=", "steps=", "batch_size=", "data.image_size=")
+        words = [word for word in words if not word.startswith(shorter)] + ["steps=12", "batch_size=10"]
+        words += ["epochs=null"] + ["data.image_size=32"] * ("imagefolder" in str(words))
+    assert run([*words, f"run.{'root' if '-m' in words else 'dir'}={tmp_path}/run"]) == 0
+
+
+OTHER = [
+    shown
+    for shown in COMMANDS_SHOWN
+    if shown.words[0] in ("find", "audit", "eval", "predict", "compare", "pack", "launch", "techniques")
+    and len(shown.words) > 2
+    and not {"NAME", ">", "gpt2"} & {*shown.words}
+]
+"""Those of `ablate` and `race` measure for minutes: tests of these commands run them."""
+
+
+@pytest.fixture(scope="module")
+def finished(small_data: Path) -> dict[str, str]:
+    """What commands that read a run name, by how pages write it."""
+    text = on_small_data(
+        ["train", "+recipe=char_gpt", "data.path=FILE", "steps=2", "batch_size=4"], small_data
+    )
+    assert run([*text, "run.dir=runs/text"]) == 0
+    assert run(["train", "+recipe=resnet_digits", "steps=2"]) == 0
+    assert run(["train", "-m", "+recipe=resnet_digits", "steps=2", "seed=0,1"]) == 0
+    shutil.copytree(small_data / "images" / "train", "folder")
+    shutil.copy(next(Path("folder").rglob("*.png")), "image.png")
+    (digits,) = map(str, Path("runs/resnet_digits").iterdir())
+    (sweep,) = map(str, Path("runs/sweeps").iterdir())
+    own = {"RUN/saved/best": f"{digits}/saved/best", "FILE": "image.png", "runs/sweeps/20261122-1*": sweep}
+    return {"RUN": digits, "runs/resnet_digits/...": digits, **own}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_the_first_commands_run(page: str, in_tmp: Path) -> None:
-    """Those on the digits that come with the package, one after another, as a newcomer types them."""
-    shown = [shown.words for shown in shown_commands() if shown.page == page]
-    on_digits = [words for words in shown if "+recipe=resnet_digits" in words]
-    assert on_digits
-    for words in on_digits:
-        plain = [word for word in words if not word.startswith("epochs=")]
-        short = [] if {"--cfg", "--dry-run", "find"} & {*words} else ["epochs=2"]
-        assert run([*plain, *short]) == 0, words
+@pytest.mark.parametrize("shown", OTHER, ids=str)
+def test_another_command_runs(
+    shown: Shown, small_data: Path, finished: dict[str, str], tmp_path: Path
+) -> None:
+    words = list(shown.words)
+    if words[0] == "pack":
+        made = small_data / "image_pack" if "--verify" in words else tmp_path / "pack"
+        words = [str(made) if word == "PACK" else word for word in words]
+    else:
+        words = [finished.get(word, word) for word in words]
+    if "--prompt" in words:
+        words[1] = "runs/text"
+    assert run(on_small_data(words, small_data)) == 0

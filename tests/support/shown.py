@@ -6,7 +6,7 @@ import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,10 +54,38 @@ OWN_PARTS = "docs/own-parts.md"
 """The page of which every example is trained."""
 OWN_CONF = "docs/own-conf.md"
 """The page whose commands are given in a folder with a conf of its own."""
-APART = (OWN_PARTS, OWN_CONF)
 TASKS = "docs/tasks.md"
 """The page whose examples are modules, named in their first lines."""
-TRAINING = [s for s in COMMANDS_SHOWN if s.words[0] in ("train", "find") and s.page not in APART]
+FORMS = {"FILE", "NAME", "RUN", "WORDS", "..."}
+"""Words that stand for what a reader has: such a command cannot be given as it stands."""
+
+
+def form(shown: Shown) -> bool:
+    """Return True for a command that only shows how one is made: no words, or some that stand for others."""
+    return len(shown.words) == 1 or bool(FORMS & {*shown.words})
+
+
+def points(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """Configs of a sweep in which each choice of `key=a,b` is made once."""
+    choices = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        whole = not equals or value.startswith(("[", "{", "'"))
+        choices.append([word] if whole else [f"{key}={one}" for one in value.split(",")])
+    length = max(map(len, choices))
+    return list(zip(*[(choice * length)[:length] for choice in choices], strict=True))
+
+
+TRAINING = [shown for shown in COMMANDS_SHOWN if shown.words[0] == "train" and not form(shown)]
+SMALL = (
+    "+recipe=resnet_digits",
+    "+recipe=char_gpt",
+    "data=arrays",
+    "debug=gradcheck",
+    "data._target_=mine.Rings",
+)
+DRY_RUN = [shown for shown in TRAINING if {*SMALL} & {*shown.words} or shown.page == OWN_CONF]
+"""Those whose steps are so quick that the everyday tests take some."""
 
 
 @contextlib.contextmanager
@@ -67,10 +95,14 @@ def users_folder(folder: Path) -> Iterator[Path]:
     files = {"mine.py": "\n".join(code)} | {code.split()[1]: code for code in fences(TASKS, "python")}
     for name, text in files.items():
         (folder / name).write_text(text)
-    for text in [*fences("docs/config.md", "yaml"), *fences(OWN_PARTS, "yaml")]:
-        if name := re.match(r"# (\w+\.yaml)", text):
+    for text in [text for page in ("docs/config.md", OWN_PARTS, OWN_CONF) for text in fences(page, "yaml")]:
+        if name := re.match(r"# ([\w/]+\.yaml)", text):
+            (folder / name[1]).parent.mkdir(parents=True, exist_ok=True)
             (folder / name[1]).write_text(text)
-    (folder / "found.yaml").write_text("defaults:\n  - resnet_digits\n\noptimizer:\n  lr: 0.0076\n")
+    found = "defaults:\n  - resnet_digits\n\noptimizer:\n  lr: 0.0076\n"
+    for name in ("found.yaml", "shared/conf/recipes/ours.yaml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(found)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [str(folder), *sys.path])
