@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ptfast.core.errors import ConfigError, PtfastError, described, name_of, shorten, summary_of
 from ptfast.core.protocols import DataInfo, Metrics, Task
-from ptfast.core.sections.targets import Target, built_with
+from ptfast.core.sections.targets import Target, built_with, is_metric_function
+from ptfast.tasks.ratios import Parts, Ratios
 
 _TASKS = {"classification": "multiclass", "multilabel": "multilabel", "token_classification": "multiclass"}
 
@@ -33,13 +35,13 @@ class Added:
     """
 
     def __init__(self, own: Metrics, added: Mapping[str, Any], *, labels: bool = False) -> None:
-        self._own, self._added, self._labels = own, added, labels
+        self._own, self.added, self._labels = own, added, labels
         if (keys := getattr(own, "keys", None)) is not None:
             self.keys = lambda: (*keys(), *(figure for figure, _, _ in self._figures()))
 
     def to(self, device: Any) -> Added:
         """Keep what is counted on `device`."""
-        added = {name: metric.to(device) for name, metric in self._added.items()}
+        added = {name: metric.to(device) for name, metric in self.added.items()}
         return Added(self._own.to(device), added, labels=self._labels)
 
     def update(self, *given: Any, **named: Any) -> None:
@@ -50,7 +52,7 @@ class Added:
         """
         self._own.update(*given, **named)
         as_metrics_take = _laid_out(*given, labels=self._labels) if len(given) == 2 else given
-        for name, metric in self._added.items():
+        for name, metric in self.added.items():
             try:
                 metric.update(*as_metrics_take, **named)
             except Exception as error:
@@ -59,7 +61,7 @@ class Added:
     def compute(self) -> dict[str, Any]:
         """The figures of all: numbers, and a `Table` for what is none."""
         values = with_tables(self._own)
-        for name, metric in self._added.items():
+        for name, metric in self.added.items():
             try:
                 given = metric.compute()
             except Exception as error:
@@ -71,7 +73,7 @@ class Added:
 
     def _figures(self, only: str | None = None) -> Iterator[tuple[str, str, str]]:
         """Name of each figure, its key in what `compute` gives, and the class that gives it."""
-        for name, metric in self._added.items():
+        for name, metric in self.added.items():
             if only not in (None, name):
                 continue
             if hasattr(metric, "items"):
@@ -115,6 +117,8 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
 
     def added(name: str, target: Target) -> Any:
         try:
+            if is_metric_function(target.resolve(), target.kwargs):
+                return Ratios(**{name: ratio_of(built_with(replace(target, partial=True), **facts))})
             return built_with(target, **facts)
         except Exception as error:
             raise _failure(name, target.resolve(), "its constructor", error) from error
@@ -123,10 +127,33 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
         every = {name: added(name, target) for name, target in targets.items()}
         return Added(own(), every, labels=info.task == "multilabel")
 
-    metrics()
+    own_figures = getattr(own(), "keys", tuple)()
+    for name, metric in metrics().added.items():
+        if taken := {*own_figures} & {*(metric.keys() if hasattr(metric, "keys") else [name])}:
+            what = f"the task has a figure {min(taken)} itself, which this one would replace"
+            hint = f"Give it another name, such as metrics.own_{name}"
+            raise ConfigError("C011", what, key=f"metrics.{name}", value=targets[name].path, suggestion=hint)
     task.metrics = metrics  # pyright: ignore[reportAttributeAccessIssue] # of this object alone
     task.adds_metrics = True  # pyright: ignore[reportAttributeAccessIssue]
     return task
+
+
+def ratio_of(function: Callable[..., Any]) -> Callable[[Tensor, Tensor], Parts]:
+    """What a batch adds to the ratio that `function` of outputs and targets stands for.
+
+    That is what it gives, if those are two sums; of a value for each sample their sum; a mean counts as often
+    as the batch has samples.
+    """
+
+    def parts(outputs: Tensor, targets: Tensor) -> Parts:
+        given = function(outputs, targets)
+        if isinstance(given, tuple):
+            return given
+        if isinstance(given, Tensor) and given.dim():
+            return given.sum(), given.numel()
+        return given * len(targets), len(targets)
+
+    return parts
 
 
 def _laid_out(outputs: Any, targets: Any, *, labels: bool) -> tuple[Any, Any]:

@@ -215,9 +215,9 @@ def _settings(
     """
     config, plan = context.config, course.plan
     stop = config.stop
-    if not hooks(callbacks, "on_evaluation"):
-        _check_metric(stop.metric, task, data.val is not None)
     metric = stop.metric or (task.metric if data.val is not None else "loss")
+    if not hooks(callbacks, "on_evaluation"):
+        _check_metric(metric, task, data.val is not None)
     max_time = config.run.max_time
     counts_epochs = plan.size is not None and hooks(callbacks, "on_epoch")
     return Settings(
@@ -265,10 +265,10 @@ def _finish(run: Run, context: BuildContext, changed: str) -> None:
         run.resolved.write(run.folder)
 
 
-def _check_metric(metric: str | None, task: Task, has_val: bool) -> None:
+def _check_metric(metric: str, task: Task, has_val: bool) -> None:
     """Refuse a figure to follow that no evaluation will give, as far as that is known before one."""
-    names = getattr(task.metrics(), "keys", None) if metric else None
-    if names is None:
+    names = getattr(task.metrics(), "keys", None)
+    if names is None or metric == "loss":
         return
     figures = task.figures(0.0, dict.fromkeys(names(), 0.0)) if has_val else {"loss": 0.0}
     if metric not in figures:

@@ -147,6 +147,47 @@ def test_a_run_logs_figures_and_keeps_and_draws_the_rest(
     assert json.loads(capsys.readouterr().out)["confusion"] == matrix
 
 
+def test_a_figure_for_each_class_is_not_followed_beyond_the_first_step(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_class = f"metrics.f1={{_target_: {SCORES}.MulticlassF1Score, average: none}}"
+    assert train("model.hidden=[16]", "epochs=9", by_class, "stop.metric=f1", "run.dir=run") == 2
+    line = capsys.readouterr().err
+    assert "error[C005]: stop.metric=f1 (command line): is no single number: MulticlassF1Score gives" in line
+    assert "Follow loss or accuracy" in line
+    assert not Path("run/metrics.jsonl").exists()
+
+
+def shares(outputs: Tensor, targets: Tensor, rank: int = 1) -> tuple[Tensor, int]:
+    """Outputs of which the target is among the `rank` largest, and how many there are."""
+    return (outputs.topk(rank).indices == targets[:, None]).sum(), len(targets)
+
+
+def test_a_function_is_a_metric() -> None:
+    metrics = metrics_of(
+        CLASSES,
+        ratio={"_target_": f"{__name__}.shares", "rank": 2},
+        each={"_target_": "torch.nn.functional.cross_entropy", "reduction": "none"},
+        mean={"_target_": "torchmetrics.functional.accuracy"},
+    ).to("cpu")
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(50, 3), torch.randint(0, 3, (50,))
+    for part in (slice(0, 30), slice(30, 50)):
+        metrics.update(outputs[part], targets[part])
+    values = metrics.compute()
+    assert set(metrics.keys()) == {"accuracy", "ratio", "each", "mean"} == set(values)
+    assert values["ratio"] == pytest.approx(float((outputs.argmin(1) != targets).double().mean()))
+    assert values["each"] == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, targets)))
+    assert values["mean"] == pytest.approx(float(values["accuracy"]))
+
+
+def test_a_figure_of_the_task_is_not_replaced() -> None:
+    with pytest.raises(ConfigError) as refused:
+        metrics_of(CLASSES, accuracy={"_target_": f"{SCORES}.MulticlassAccuracy", "average": "none"})
+    assert (refused.value.code, refused.value.key) == ("C011", "metrics.accuracy")
+    assert str(refused.value).endswith("Give it another name, such as metrics.own_accuracy.")
+
+
 @pytest.mark.parametrize(
     ("tree", "code", "what"),
     [

@@ -18,7 +18,9 @@ from ptfast.core.sections.coerce import EMPTY, coerce
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.targets import (
+    METRIC_FACTS,
     Target,
+    is_metric_function,
     is_torch_scheduler,
     keywords,
     locate,
@@ -30,8 +32,6 @@ Locate = Callable[[str], Any]
 SECTIONS = ("data", "model", "sampling", "optimizer", "schedule", "logger")
 _OF_SAMPLES = frozenset({"seed", "epoch", "num_samples", "labels", "weights", "data_source"})
 """What an order of samples is called with, by name."""
-_OF_METRICS = frozenset({"num_classes", "num_labels", "task", "ignore_index"})
-"""Keywords of metrics that are filled from the data."""
 _DATA_FACTS = frozenset(field.name for field in dataclasses.fields(DataInfo))
 _MODEL_SWITCHES = frozenset({"pretrained"})
 
@@ -62,7 +62,7 @@ def check_target(
         _check_kind(function, target.path, section)
     except Problem as problem:
         return target, [problem.at(f"{prefix}._target_", target.path)]
-    parameters = own_parameters(function, section)
+    parameters = own_parameters(function, section, target.kwargs)
     open_ended = swallows_keywords(function)
     kwargs: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -113,7 +113,7 @@ def built_in_targets(section: str) -> dict[str, list[str]]:
     return targets
 
 
-def own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
+def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> dict[str, inspect.Parameter]:
     """The keywords that a config may set: not the first one of those that are given parameters or facts."""
     parameters = keywords(function)
     if is_torch_scheduler(function):
@@ -123,6 +123,8 @@ def own_parameters(function: Any, section: str) -> dict[str, inspect.Parameter]:
             parameters.pop(next(iter(parameters)))
         if section == "schedule":
             parameters.pop("num_steps", None)
+    elif section == "metrics" and is_metric_function(function, tuple(given)):
+        parameters = dict(list(parameters.items())[2:])
     elif section == "sampling" and not inspect.isclass(function):
         parameters = {name: found for name, found in parameters.items() if name not in _OF_SAMPLES}
     return parameters
@@ -143,7 +145,7 @@ def _missing(
     section: str,
     prefix: str,
 ) -> list[Problem]:
-    facts = {"model": _DATA_FACTS | _MODEL_SWITCHES, "sampling": _OF_SAMPLES, "metrics": _OF_METRICS}
+    facts = {"model": _DATA_FACTS | _MODEL_SWITCHES, "sampling": _OF_SAMPLES, "metrics": METRIC_FACTS}
     supplied = facts.get(section, frozenset())
     return [
         Problem("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
@@ -354,6 +356,6 @@ _WANTED = {
     "logger": "a logger (a class with open, log and close)",
     "sampling": "an order of samples (a function such as order(seed, epoch, num_samples), or a Sampler)",
     "callbacks": "a ptfast.core.protocols.Callback",
-    "metrics": "a metric (a class with update and compute, such as those of torchmetrics)",
+    "metrics": "a metric (a class with update and compute, or a function of outputs and targets)",
     "task": "a task (a class with the methods of ptfast.core.protocols.Task)",
 }

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,8 @@ from ptfast.core.durations import Duration
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
 from ptfast.core.sections.problem import Problem
 
+METRIC_FACTS = frozenset({"num_classes", "num_labels", "task", "ignore_index"})
+"""Keywords of metrics that are filled from the data."""
 _DIRECTIVES = ("_target_", "_partial_")
 
 
@@ -221,6 +223,16 @@ def keywords(function: Any) -> dict[str, inspect.Parameter]:
         return {}
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: parameter for name, parameter in found.parameters.items() if parameter.kind in by_name}
+
+
+def is_metric_function(function: Any, given: Container[str] = ()) -> bool:
+    """Return True for a function of outputs and targets: its first two arguments, which nothing fills."""
+    first = list(keywords(function).values())[:2]
+    return (
+        len(first) == 2
+        and not inspect.isclass(function)
+        and not any(p.default is not p.empty or p.name in METRIC_FACTS or p.name in given for p in first)
+    )
 
 
 def swallows_keywords(function: Any) -> bool:

@@ -8,6 +8,7 @@ import linecache
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptfast.core.errors import INSTALLED, DataError, PtfastError, described, name_of
-from ptfast.core.protocols import Mixed
+from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of
+from ptfast.core.protocols import Metrics, Mixed
 from ptfast.core.run import Run
 from ptfast.core.tensors.trees import tree_leaves
+from ptfast.tasks.added_metrics import Table, with_tables
 from ptfast.training.user_code import MODEL, Part, failure, naming_user_code, parts_of
 
 
@@ -101,8 +103,9 @@ class FirstStep:
         self._run, self._fresh = run, run.progress.step == 0
         theirs = not name_of(run.model).startswith("ptfast.")
         checks = getattr(run.task, "misfit", None) is not None
-        self._adds_metrics = getattr(run.task, "adds_metrics", False)
-        looks = (theirs and checks) or self._adds_metrics
+        self._follows = run.settings.best_metric not in (run.task.metric, "loss")
+        self._measures = self._follows or getattr(run.task, "adds_metrics", False)
+        looks = (theirs and checks) or self._measures
         self._evaluates = self._fresh and looks and bool(run.eval_loaders)
         self._data: Any = None
         self._finite: list[tuple[str, Tensor]] = []
@@ -139,7 +142,7 @@ class FirstStep:
         """Evaluate the first batch with a model that may do otherwise then, once the first step is taken.
 
         Raises:
-            ConfigError: C017 as `loss`.
+            ConfigError: C017 as `loss`; C005 where the figure to follow is no single number.
         """
         run, data, self._data = self._run, self._data, None
         if data is None:
@@ -150,11 +153,26 @@ class FirstStep:
         with run.uncompiled(), torch.no_grad(), run.precision.autocast(), naming_user_code(run):
             # Targets of mixed samples are no targets of an evaluation.
             mixed = isinstance(data, (tuple, list)) and any(isinstance(part, Mixed) for part in data)
-            if self._adds_metrics and not mixed:
-                run.task.evaluate(seen, data, run.task.metrics().to(run.device))
+            if self._measures and not mixed:
+                metrics = run.task.metrics().to(run.device)
+                run.task.evaluate(seen, data, metrics)
+                if self._follows:
+                    self._check_followed(metrics)
             else:
                 run.task.loss(seen, data)
         run.forward.train()
+
+    def _check_followed(self, metrics: Metrics) -> None:
+        figure, given = self._run.settings.best_metric, {}
+        # Some metrics need more than one batch: their evaluation will tell.
+        with contextlib.suppress(PtfastError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = with_tables(metrics)
+        if isinstance(table := given.get(figure), Table):
+            what = f"is no single number: {table.kind} gives {described(table.value)}"
+            numbers = [name for name, value in given.items() if not isinstance(value, Table)]
+            hint = f"Follow {' or '.join(['loss', *numbers])}, or have the metric average"
+            raise ConfigError("C005", what, key="stop.metric", value=figure, suggestion=hint)
 
     def not_finite(self) -> PtfastError | None:
         """The cause of a first loss that is not finite; None where it is not known. Waits for the device."""
