@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
@@ -169,9 +170,14 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = Fals
         key
         for key in before.keys() | after.keys()
         if before.get(key) != after.get(key)
-        and not any(key == free or key.startswith(f"{free}.") for free in free_keys)
+        and not is_free(key, free_keys)
         and not any(is_secret(name) for name in key.split("."))
     )
+
+
+def is_free(key: str, free_keys: Iterable[str] = FREE_KEYS) -> bool:
+    """Return True for a key among `free_keys`, or in a section that is."""
+    return any(key == free or key.startswith(f"{free}.") for free in free_keys)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -130,19 +130,23 @@ class PtfastError(Exception):
 
     def placed(self, place: str) -> PtfastError:
         """The same error, saying where its key was given."""
-        return _rebuild(type(self), {**self.parts, "place": place})
+        return _rebuild(type(self), {**self.parts, "place": place}, self.others)
 
     def suggesting(self, suggestion: str) -> PtfastError:
         """The same error with another suggestion."""
-        return _rebuild(type(self), {**self.parts, "suggestion": suggestion})
+        return _rebuild(type(self), {**self.parts, "suggestion": suggestion}, self.others)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process boundaries (loader workers, ranks): rebuild them from their parts.
-        return _rebuild, (type(self), self.parts)
+        return _rebuild, (type(self), self.parts, self.others)
 
 
-def _rebuild(cls: type[PtfastError], parts: dict[str, Any]) -> PtfastError:
-    return cls(**parts)
+def _rebuild(
+    cls: type[PtfastError], parts: dict[str, Any], others: tuple[PtfastError, ...] = ()
+) -> PtfastError:
+    error = cls(**parts)
+    error.others = others
+    return error
 
 
 class ConfigError(PtfastError):

@@ -343,13 +343,12 @@ class NoLogger:
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
     """What of a config decides what is trained, by dotted key: plain values, lists as text."""
-    from ptfast.config.schema import FREE_KEYS, flatten
+    from ptfast.config.schema import flatten, is_free
 
-    decides = {key: value for key, value in config.items() if key not in (*FREE_KEYS, "debug")}
     return {
         key: value if isinstance(value, (bool, int, float, str)) else str(value)
-        for key, value in flatten(decides).items()
-        if value is not None
+        for key, value in flatten(config).items()
+        if value is not None and not is_free(key)
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ptfast.config.files import paths
 from ptfast.config.files.lineage import lineage
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config, defaults, section_of
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import ConfigError, render
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +154,15 @@ def test_each_key_has_a_place() -> None:
 def _line(file: str, start: str) -> str:
     lines = (paths.builtin_root().conf.parent / file).read_text().splitlines()
     return f"{file}:{1 + next(i for i, line in enumerate(lines) if line.startswith(start))}"
+
+
+def test_an_error_keeps_what_was_found_with_it_where_it_is_placed_or_sent() -> None:
+    error = ConfigError("C005", "must be at least 1", key="epochs", value=0)
+    error.others = (ConfigError("C002", "unknown key", key="optimizer.lrr"),)
+    lines = render(error).splitlines()[1:]
+    composed = compose(["epochs=0"])
+    for same in (composed.placed(error), error.suggesting("Set it"), pickle.loads(pickle.dumps(error))):
+        assert render(same).splitlines()[1:] == lines
 
 
 def test_own_options_and_recipes_come_first() -> None:

@@ -24,6 +24,7 @@ from ptfast.report.loggers import (
     Tensorboard,
     Wandb,
     read_records,
+    settings_of,
     truncate_after,
 )
 from ptfast.report.mlflow_logger import Mlflow
@@ -190,6 +191,16 @@ def test_tensorboard_tags_by_split_hides_what_a_resumed_run_repeats_and_ends_wit
         *[("val/loss", 0.5, 5), (settings, {"val/loss": 0.5}, {"run_name": ".", "global_step": 5})],
         ("close",),
     ]
+
+
+def test_what_may_change_in_a_run_is_no_setting_of_it() -> None:
+    config = {
+        "seed": 1,
+        "log_every": 5,
+        "dataloader": {"workers": 2, "last": "drop"},
+        "compile": {"keep": True},
+    }
+    assert settings_of(config | {"debug": {"mode": "none"}}) == {"seed": 1, "dataloader.last": "drop"}
 
 
 def test_a_run_has_an_id_of_its_own_in_wandb_and_keeps_it(
