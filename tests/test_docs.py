@@ -248,7 +248,7 @@ def test_keys_and_options_exist(page: str) -> None:
                 assert value in paths.options(key), word
 
 
-def test_the_table_of_groups_lists_the_options_that_there_are() -> None:
+def test_the_table_of_groups_lists_the_options_that_there_are(in_tmp: Path) -> None:
     section = PAGES["docs/config.md"].split("## Groups and options")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", section, re.MULTILINE)
     listed = {group: set(re.findall(r"`(\w+)`", text)) for group, text in rows}
@@ -269,7 +269,7 @@ def test_the_table_of_the_audit_is_its_checks() -> None:
     assert doc_tables.checks(page) == page, "scripts/doc_tables.py writes it"
 
 
-def test_a_new_option_goes_into_the_table_of_groups() -> None:
+def test_a_new_option_goes_into_the_table_of_groups(in_tmp: Path) -> None:
     page = PAGES["docs/config.md"]
     assert doc_tables.groups(page) == page
     for name in (" `longest`", " `muon`", " `workers`"):
