@@ -1,7 +1,7 @@
 """Tests marked `gpu` on a machine without a GPU: torch's own CUDA code over a driver of ours.
 
     PYTHONPATH=tests/support python -m pytest -m gpu -p emulated_gpu tests/training/test_gpu_loop.py
-    python tests/support/emulated_gpu.py scripts/gpu_check --quick
+    python tests/support/emulated_gpu.py python scripts/gpu_check --quick
 
 torch's allocator, streams, events, pinned memory, autograd threads and sync-debug mode are the real ones. Its
 kernels do nothing; in a test, the CPU computes each op as well, in the same memory. A test that needs more of
@@ -114,6 +114,9 @@ def _emulation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    # Tests that the command runs compute their ops, too.
+    os.environ["PYTEST_ADDOPTS"] = f"{os.environ.get('PYTEST_ADDOPTS', '')} -p emulated_gpu"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SOURCE.parent), os.environ.get("PYTHONPATH", "")])
     try:
         start(sys.argv[1:])
     except CannotEmulateError as error:
