@@ -41,10 +41,7 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
     for group in _control_groups("cpu"):
         quota, _, period = read_setting(group / "cpu.max").partition(" ")
         if not quota:
-            quota, period = (
-                read_setting(group / "cpu.cfs_quota_us"),
-                read_setting(group / "cpu.cfs_period_us"),
-            )
+            quota, period = (read_setting(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if quota.isdigit() and period.isdigit():
             limits.append(int(quota) // int(period))
     return max(min(limits), 1)
@@ -162,16 +159,16 @@ def _kilobytes(pid: int, name: str, row: str) -> int:
 
 def is_memory_error(error: BaseException) -> bool:
     """Return True if `error` says that no memory is left, on the host or on the device."""
-    text = str(error).lower()
-    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return known or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY))
+    says_so = any(words in str(error).lower() for words in _NO_MEMORY)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
 
 
 def network_error(error: BaseException | None) -> BaseException | None:
     """The innermost of `error` and those behind it that says that something could not be fetched, or None."""
     found = None
     while error is not None:
-        if isinstance(error, (ConnectionError, TimeoutError)) or _package(error) in _NETWORK:
+        package = type(error).__module__.partition(".")[0]
+        if isinstance(error, (ConnectionError, TimeoutError)) or package in _NETWORK:
             found = error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return found
@@ -207,10 +204,6 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(EXIT_BUG)
-
-
-def _package(error: BaseException) -> str:
-    return type(error).__module__.partition(".")[0]
 
 
 def _num_local_ranks() -> int:
