@@ -16,6 +16,7 @@ torch.backends.cuda.enable_flash_sdp(False)
 torch.backends.cuda.enable_mem_efficient_sdp(False)
 torch.backends.cuda.enable_cudnn_sdp(False)
 
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 WRITE_NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
 WRITE_NOTHING |= {"record_stream", "pin_memory", "_pin_memory"}
 
@@ -33,6 +34,10 @@ class EmulatedOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(FAKE) is not None:
+            return func(*args, **kwargs)
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # a DTensor passes on ops of what it holds
         given = _tensors((args, kwargs))
         device = kwargs.get("device")
         if not any(tensor.is_cuda for tensor in given) and (device is None or _is_host(torch.device(device))):
