@@ -48,6 +48,13 @@ def test_every_file_of_a_cell_is_there(name: str) -> None:
     assert stems == cell.files.split()
 
 
+def test_a_gpu_is_emulated_for_each_test_that_needs_no_more() -> None:
+    mark = "@pytest.mark.gpu" + "\n"
+    files = [path for path in (ROOT / "tests").glob("**/test_*.py") if mark in path.read_text()]
+    asked = {path.stem.removeprefix("test_") for path in files}
+    assert asked <= {*test_matrix.CELLS["emulated_gpu"].files.split()}
+
+
 def test_a_failing_test_shows_in_the_table_and_below_it(
     in_tmp: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
