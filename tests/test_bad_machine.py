@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import bad_data
 import bad_streams
@@ -117,7 +119,7 @@ def test_55_a_full_disk(more: tuple[str, ...]) -> None:
     mount, look = "mount -t tmpfs -o size=200k tmpfs small", "find small/run/saved"
     done = in_mounts(mount, "train", "steps=2", "run.dir=small/run", *more, after=look)
     assert "step-" not in done.stdout
-    assert_says(done.stderr, "E002", ("small/run/saved: the state could not be written", "Free some space"))
+    assert_says(done.stderr, "E002", ("small/run/saved: the disk is full", "Free some space"))
     assert done.returncode == 4
 
 
@@ -174,6 +176,30 @@ def _cut(state: Path) -> None:
     (state / "model.pt").write_bytes((state / "model.pt").read_bytes()[:1000])
 
 
+def _changed(name: str, changes: dict[str, Any]) -> Callable[[Path], None]:
+    def change(state: Path) -> None:
+        content = json.loads((state / name).read_text()) | changes
+        (state / name).write_text(json.dumps(content))
+        if name != "manifest.json":
+            reseal(state, name)
+
+    return change
+
+
+def _saved(name: str, content: Any) -> Callable[[Path], None]:
+    def change(state: Path) -> None:
+        torch.save(content, state / name)
+        reseal(state, name)
+
+    return change
+
+
+def _deep(state: Path) -> None:
+    (state / "state.json").write_text("[" * 100_000)
+    reseal(state, "state.json")
+
+
+FACTS = "state.json: the file does not hold what a run resumes from"
 DAMAGES = {
     "truncated": (_cut, "S001", "model.pt: the file has changed since it was written"),
     "one bit flipped": (_flip, "S001", "model.pt: the file has changed since it was written"),
@@ -183,6 +209,21 @@ DAMAGES = {
     "a newer format": (_newer, "S001", "format 99 is newer than this ptfast reads (2). Upgrade ptfast"),
     "a pickled object": (_pickled, "S001", "model.pt: it holds a pickled object, which could run code"),
     "another model's shapes": (_reshape, "S002", "of another model"),
+    "a format of nobody": (_changed("manifest.json", {"format": -1}), "S001", "the manifest cannot be read"),
+    "nothing to check": (_changed("manifest.json", {"sha256": {}}), "S001", "the manifest cannot be read"),
+    "another step": (_changed("manifest.json", {"step": 3}), "S001", FACTS),
+    "no progress": (_changed("state.json", {"progress": None}), "S001", FACTS),
+    "a step beyond reach": (_changed("state.json", {"progress": {"step": -(10**12)}}), "S001", FACTS),
+    "figures of no split": (_changed("state.json", {"figures": [1]}), "S001", FACTS),
+    "other facts of the data": (_changed("state.json", {"info": {"extra": None}}), "S001", FACTS),
+    "too deep": (_deep, "S001", FACTS),
+    "no weights": (_saved("model.pt", [1]), "S001", "model.pt: it cannot be read"),
+    "names that are numbers": (_saved("model.pt", {1: 2}), "S002", "of another model"),
+}
+TRAINING: dict[str, Callable[[Any], Any]] = {
+    "no optimizer": lambda training: training.pop("optimizer"),
+    "no groups": lambda training: training["optimizer"].pop("param_groups"),
+    "another's momenta": lambda training: training["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),
 }
 
 
@@ -193,6 +234,20 @@ def test_60_damaged_states(damage: str, command: str, trained: Path, capsys: Cap
     change, code, what = DAMAGES[damage]
     change(Path("run/saved/step-4"))
     assert_refused(command.split(), code, (what,), capsys)
+
+
+@pytest.mark.parametrize("change", TRAINING.values(), ids=TRAINING)
+def test_60_an_optimizer_that_does_not_fit(
+    change: Callable[[Any], Any], trained: Path, capsys: Capture
+) -> None:
+    """With the right checksum; a fused kernel would read momenta beyond their end."""
+    shutil.copytree(trained, "run", symlinks=True)
+    state = Path("run/saved/step-4")
+    training = torch.load(state / "training.pt", weights_only=True)
+    change(training)
+    _saved("training.pt", training)(state)
+    line = "train steps=4 run.resume=run run.dir=on"
+    assert_refused(line.split(), "S002", ("run.resume (command line)", "it does not fit this run"), capsys)
 
 
 def test_60_the_config_has_changed_since(trained: Path, capsys: Capture) -> None:

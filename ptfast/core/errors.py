@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import os
 import re
 import sysconfig
 import traceback
@@ -188,9 +189,13 @@ class ParallelError(PtfastError):
 def cannot_write(
     error: OSError, key: str, value: Any = None, *, suggestion: str | None = None
 ) -> MachineError:
-    """The error for a file or folder that cannot be written: E002 where the disk is full, else E001."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    what = "the disk is full" if full else f"cannot be written: {error.strerror or error}"
+    """The error for a file or folder that cannot be written: E002 where space is used up, else E001."""
+    full = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}.get(error.errno or 0)
+    with contextlib.suppress(OSError, AttributeError):
+        disk = os.statvfs(Path(key).absolute().parent)
+        if error.errno == errno.ENOSPC and disk.f_files and not disk.f_ffree:
+            full = "the disk can hold no more files (its inodes are used up)"
+    what = full or f"cannot be written: {error.strerror or error}"
     return MachineError("E002" if full else "E001", what, key=key, value=value, suggestion=suggestion)
 
 

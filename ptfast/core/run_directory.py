@@ -109,7 +109,10 @@ def hold(folder: Path) -> Any:
     Raises:
         MachineError: E003 when another run holds it, naming the holder.
     """
-    file: TextIO = (folder / ".lock").open("a+")
+    try:
+        file: TextIO = (folder / ".lock").open("a+")
+    except OSError as error:
+        raise cannot_write(error, str(folder)) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -138,11 +141,20 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON whole or not at all; a number that is not finite becomes null, as JSON has no name for it.
 
     Raises:
+        MachineError: as `write_text`.
+    """
+    write_text(path, json.dumps(plain_json(value), indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
         MachineError: E002 when the disk is full, E001 when the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(json.dumps(plain_json(value), indent=2) + "\n")
+        draft.write_text(text, "utf-8")
         draft.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError
 
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
-from ptfast.core.errors import MachineError, SavedStateError
+from ptfast.core.errors import SavedStateError, cannot_write
+from ptfast.core.run import Progress, Resolved
 from ptfast.core.tensors.shard_files import pack, unpack, write_tensors
 
 FORMAT = 1
@@ -44,6 +46,32 @@ class State:
     facts: dict[str, Any]
 
 
+@dataclass
+class _Extra:
+    contents: dict[str, Annotated[list[Any], Field(min_length=2)]] = field(default_factory=dict)
+
+
+@dataclass
+class _Info:
+    """What resuming reads of the data's facts."""
+
+    kind: str
+    task: str
+    extra: _Extra
+
+
+@dataclass
+class _Facts:
+    """The form of a state's facts."""
+
+    progress: Progress
+    best_figures: dict[str, Any]
+    figures: dict[str, dict[str, Any]]
+    info: _Info
+    resolved: Resolved = field(default_factory=Resolved)
+    stream: dict[str, int] | None = None
+
+
 def write_state(saved: Path, step: int, state: State) -> Path:
     """Write `saved/step-<step>/` and point `saved/last` at it.
 
@@ -52,8 +80,7 @@ def write_state(saved: Path, step: int, state: State) -> Path:
     notice a flipped bit.
 
     Raises:
-        MachineError: E002 when the disk is full, E001 when the folder cannot be written; nothing is left
-            behind.
+        MachineError: as `cannot_write` has it; nothing is left behind.
     """
     draft = saved / f".step-{step}.{os.getpid()}"
     try:
@@ -61,8 +88,10 @@ def write_state(saved: Path, step: int, state: State) -> Path:
             # A killed process of the same id may have left one: in a container, ids repeat.
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            torch.save(state.model, draft / "model.pt")
-            torch.save(state.training, draft / "training.pt")
+            for name, content in (("model.pt", state.model), ("training.pt", state.training)):
+                # Given a path, torch's writer would hide the system's error.
+                with (draft / name).open("wb") as file:
+                    torch.save(content, file)
             return _seal(draft, step, state.facts, FORMAT)
     except Exception:
         shutil.rmtree(draft, ignore_errors=True)
@@ -193,18 +222,23 @@ def find_state(path: Path) -> Path:
 
 
 def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
-    """The JSON part of a state, after checking every file of it against the manifest.
+    """The JSON part of a state, after checking its form, and every file of the state against the manifest.
 
     Args:
         check: False where the files have been hashed already for this load.
 
     Raises:
-        SavedStateError: S001, naming the file that is missing or changed, or the format that is too new.
+        SavedStateError: S001, naming the file that is missing, changed or of another form, or the format
+            that is too new.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        version, digests = int(manifest["format"]), dict(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, step, digests = manifest["format"], manifest["step"], dict(manifest["sha256"])
+        parts = {SHARDED_FORMAT: {TREE}, FORMAT: {"model.pt", "training.pt"}}
+        wanted = {"state.json"} | (parts[version] if version <= SHARDED_FORMAT else set())
+        if type(version) is not int or not wanted <= digests.keys():
+            raise ValueError("files are not named")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(folder / MANIFEST, "the manifest cannot be read") from error
     if version > SHARDED_FORMAT:
         raise damaged(
@@ -217,9 +251,13 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
         if check and _sha256(path) != digest:
             raise damaged(path, "the file has changed since it was written (truncated, or bits flipped)")
     try:
-        return json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise damaged(folder / "state.json", "the file cannot be read") from error
+        content = (folder / "state.json").read_bytes()
+        known = TypeAdapter(_Facts).validate_json(content, strict=True)
+        if known.progress.step != step or min(step, known.resolved.total_steps) < 0:
+            raise ValueError("the steps differ")
+        return json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder / "state.json", "the file does not hold what a run resumes from") from error
 
 
 def read_state(folder: Path, *, check: bool = True) -> State:
@@ -253,7 +291,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
         SavedStateError: S001 when it cannot be read or holds a pickled object.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         reason = (
             "it holds a pickled object, which could run code"
@@ -315,29 +353,23 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _writing(saved: Path) -> Iterator[None]:
-    """Have what fails to be written inside be an error of the machine."""
+    """Report write failures inside this block as errors of the machine."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and not _is_torch_write_error(error):
+        if (cause := _os_error(error)) is None:
             raise
-        raise _disk_error(error, saved) from error
+        states = list_states(saved)
+        after = f"with run.resume=auto; {states[0].name} is intact" if states else "from the start"
+        failure = cannot_write(cause, str(saved))
+        remedy = "Free some space" if failure.code == "E002" else "Mend that"
+        raise failure.suggesting(f"{remedy} and run again {after}") from error
 
 
-def _is_torch_write_error(error: RuntimeError) -> bool:
-    """Return True if torch's writer failed, rather than the device whose tensors it was given."""
-    return any(sign in str(error) for sign in ("PytorchStreamWriter", "inline_container", "unexpected pos"))
-
-
-def _disk_error(error: Exception, folder: Path) -> MachineError:
-    codes = (errno.ENOSPC, errno.EDQUOT)
-    told = any(f"(os error {code})" in str(error) for code in codes)
-    if isinstance(error, RuntimeError) or told or getattr(error, "errno", None) in codes:
-        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
-        return MachineError(
-            "E002",
-            f"the state could not be written, {free / 1e6:,.0f} MB are free",
-            key=str(folder),
-            suggestion="Free some space and run again with run.resume=auto; the previous state is intact",
-        )
-    return MachineError("E001", f"the state could not be written ({error})", key=str(folder))
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The system's error behind one of a writer, which may hide it."""
+    if error is None or isinstance(error, OSError):
+        return error
+    if told := re.search(r"\(os error (\d+)\)", str(error)):
+        return OSError(int(told[1]), os.strerror(int(told[1])))
+    return _os_error(error.__cause__ or error.__context__)

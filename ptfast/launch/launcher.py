@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ from ptfast.core.errors import (
     PtfastError,
     ReportedError,
     SavedStateError,
+    cannot_write,
     exit_code_of,
     render,
 )
@@ -198,6 +200,13 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
         except (PtfastError, ReportedError) as error:
             exit_code = error.exit_code
             raise
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            # Only writing fails so.
+            failure = cannot_write(error, str(error.filename or place.folder))
+            exit_code = failure.exit_code
+            raise failure from error
         finally:
             # Under the user's torchrun another rank may have spoken for this one.
             failure = run_directory.read_json(place.folder / run_directory.FAILURE)

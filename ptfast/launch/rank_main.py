@@ -31,8 +31,10 @@ from ptfast.core.errors import (
     MachineError,
     ParallelError,
     PtfastError,
+    SavedStateError,
     error_line,
     exit_code_of,
+    summary_of,
 )
 from ptfast.core.run import Run
 from ptfast.core.units import num_bytes
@@ -113,6 +115,8 @@ class RankPart:
     logger: Any = field(default_factory=NoLogger)
     run: Run | None = None
     """None until it is built."""
+    resumed_step: int | None = None
+    """The step that a resumed run starts from."""
 
     def build(self, state_folder: Path | None, signals: Signals) -> Run:
         """Join the other ranks, build the run, and open its loggers on the first of them."""
@@ -137,6 +141,7 @@ class RankPart:
             check_state=ranks.local_rank == 0 and not ranks.is_first,
         )
         signals.run, self.clock = run, run.clock
+        self.resumed_step = run.progress.step if state_folder is not None else None
         run.status.stop_signal = signals.received
         if ranks.is_first:
             _note_environment(self.folder, run)
@@ -180,6 +185,10 @@ class RankPart:
             from ptfast.training.user_code import failure
 
             known = failure(error, run)
+            if known is None and run.progress.step == self.resumed_step and isinstance(error, Exception):
+                what = f"the first step from this state raises {summary_of(error)}"
+                hint = "Resume from another saved/step-N folder, or add --traceback"
+                known = SavedStateError("S001", what, key="run.resume", suggestion=hint)
         if known is not None:
             return Outcome(exit_code=known.exit_code, error_line=str(known)), known
         if not is_lost:

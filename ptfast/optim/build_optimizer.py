@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.errors import ConfigError, MachineError, described
 from ptfast.core.sections.targets import Target
 from ptfast.core.tensors.dtensors import is_sharded, shard_like
 from ptfast.core.tensors.trees import map_tensors
@@ -80,17 +80,26 @@ def build_optimizer(
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Restore a saved state, each tensor of it in the memory layout that its parameter has now.
 
-    Torch's fused kernels go by addresses: a state saved in another layout would be applied to other weights.
+    Torch's fused kernels go by addresses: a state saved in another layout would be applied to other weights,
+    and one of another shape would be read beyond its end.
+
+    Raises:
+        ValueError: it is of another shape.
     """
     state = _shared_out(optimizer, state)
     # Which kernels take the step is this run's choice, and torch moves step counts to where they want them.
     own = [{name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups]
     groups = [group | kernels for group, kernels in zip(state["param_groups"], own, strict=True)]
     optimizer.load_state_dict({**state, "param_groups": groups})
+    fused = {parameter for own in optimizer.param_groups if own.get("fused") for parameter in own["params"]}
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.shape == parameter.shape:
                 kept[name] = laid_out_as(parameter, value)
+            elif parameter in fused and name != "step":
+                raise ValueError(f"{name} is {described(value)}, of a parameter {tuple(parameter.shape)}")
 
 
 def _shared_out(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, fields
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.distributed import on_all_ranks
-from ptfast.core.errors import NumericsError, SavedStateError
+from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, summary_of
 from ptfast.core.run import Progress, Run
 from ptfast.core.saved_state import State, check_length, point, prune, write_shards, write_state
 from ptfast.core.tensors.dtensors import local_part, shard_like
@@ -84,11 +86,11 @@ def restore_model(model: nn.Module, state: State) -> None:
     """
     # The versions of modules, which torch leaves beside the names, have to stay.
     own, weights = model.state_dict(), copy(state.model)
-    weights.update({name: shard_like(own.get(name), value) for name, value in weights.items()})
     try:
+        weights.update({name: shard_like(own.get(name), value) for name, value in weights.items()})
         model.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = (str(error).splitlines()[1] if "\n" in str(error) else str(error)).strip().rstrip(".")
+    except Exception as error:
+        reason = (str(error).splitlines()[1] if "\n" in str(error) else summary_of(error)).strip().rstrip(".")
         hint = "Resume with the config it was saved with, or warm-start with model.weights"
         raise SavedStateError(
             "S002", f"it is of another model: {reason}", key="run.resume", suggestion=hint
@@ -104,6 +106,36 @@ def restore_training(run: Run, state: State, steps_before: int) -> None:
     Raises:
         SavedStateError: S002 when the state is of another model, S003 when its length rules this run out.
     """
+    with _naming_misfits():
+        _restore_parts(run, state)
+    step, steps_before = run.progress.step, steps_before or run.total_steps
+    extendable = all(part is None or part.extendable for part in (run.freezing, run.ema))
+    if steps_before != run.total_steps:
+        extendable = extendable and run.schedule.begins_like(steps_before, step)
+    check_length(step, steps_before, run.total_steps, extendable)
+    # A kill between a state and the link to it leaves the link behind.
+    saved = run.folder / "saved"
+    best = saved / f"step-{run.progress.best_step}"
+    if run.ranks.is_first and run.settings.keep_best and best.is_dir():
+        point(saved, "best", best)
+
+
+@contextmanager
+def _naming_misfits() -> Iterator[None]:
+    """Report what a state lacks, or holds in another form than this run, as an error of the state."""
+    try:
+        yield
+    except PtfastError:
+        raise
+    except Exception as error:
+        what, hint = (
+            f"it does not fit this run: {summary_of(error)}",
+            "Resume from another saved/step-N folder",
+        )
+        raise SavedStateError("S002", what, key="run.resume", suggestion=hint) from error
+
+
+def _restore_parts(run: Run, state: State) -> None:
     load_optimizer(run.optimizer, state.training["optimizer"])
     if run.precision.scaler is not None and "scaler" in state.training:
         run.precision.scaler.load_state_dict(state.training["scaler"])
@@ -124,13 +156,3 @@ def restore_training(run: Run, state: State, steps_before: int) -> None:
     run.status.best_figures = state.facts["best_figures"]
     figures = state.facts["figures"].items()
     run.status.figures = {split: values for split, values in figures if split != "test"}
-    step, steps_before = run.progress.step, steps_before or run.total_steps
-    extendable = all(part is None or part.extendable for part in (run.freezing, run.ema))
-    if steps_before != run.total_steps:
-        extendable = extendable and run.schedule.begins_like(steps_before, step)
-    check_length(step, steps_before, run.total_steps, extendable)
-    # A kill between a state and the link to it leaves the link behind.
-    saved = run.folder / "saved"
-    best = saved / f"step-{run.progress.best_step}"
-    if run.ranks.is_first and run.settings.keep_best and best.is_dir():
-        point(saved, "best", best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import same_bits
+from running import same_bits, whole_facts
 from safetensors import SafetensorError
 
 from ptfast.core import saved_state
@@ -31,10 +32,10 @@ from ptfast.core.saved_state import (
 from ptfast.core.tensors.shard_files import pack, unpack, write_tensors
 
 
-def a_state(value: float = 1.0) -> State:
+def a_state(value: float = 1.0, step: int = 3) -> State:
     model = {"weight": torch.full((3, 4), value), "count": torch.tensor(7)}
     training = {"optimizer": {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 0.1}]}}
-    return State(model, training, {"progress": {"step": 3, "best_value": 0.5}, "names": ["a", "b"]})
+    return State(model, training, {**whole_facts(step), "names": ["a", "b"]})
 
 
 def write_by_ranks(saved: Path, step: int, state: State) -> Path:
@@ -144,7 +145,7 @@ def test_a_tree_that_misleads_is_refused(saved: Path) -> None:
 
 
 def test_what_the_manifest_does_not_name_is_not_read(saved: Path) -> None:
-    folder, other = (write_by_ranks(saved, step, a_state(float(step))) for step in (1, 2))
+    folder, other = (write_by_ranks(saved, step, a_state(float(step), step)) for step in (1, 2))
     shutil.copy(other / "shard-00001-of-00001.safetensors", folder / "shard-00000-of-00002.safetensors")
     assert same_bits(read_state(folder).model, a_state(1.0).model)
 
@@ -159,7 +160,7 @@ def test_a_newer_format_says_so(saved: Path) -> None:
 
 def test_prune_keeps_the_newest_the_last_and_the_best(saved: Path) -> None:
     for step in (1, 2, 3, 4, 5):
-        folder = write_state(saved, step, a_state(step))
+        folder = write_state(saved, step, a_state(step, step))
         if step == 2:
             point(saved, "best", folder)
         prune(saved, 2)
@@ -169,9 +170,9 @@ def test_prune_keeps_the_newest_the_last_and_the_best(saved: Path) -> None:
 
 def test_states_of_an_attempt_gone_back_from_are_dropped(saved: Path) -> None:
     for step in (10, 20, 30):
-        folder = write_state(saved, step, a_state())
+        folder = write_state(saved, step, a_state(step=step))
     point(saved, "best", folder)
-    write_state(saved, 15, a_state())
+    write_state(saved, 15, a_state(step=15))
     prune(saved, 2)
     assert [path.name for path in list_states(saved)] == ["step-15", "step-10"]
     assert not (saved / "best").is_symlink()
@@ -197,7 +198,7 @@ def test_a_kill_while_saving_leaves_the_state_before(
     class Killed(BaseException):
         pass
 
-    write(saved, 1, a_state(1.0))
+    write(saved, 1, a_state(1.0, 1))
     owner: Any = {"save": torch, "rename": Path}.get(moment, saved_state)
     name = {"flush": "_flush", "seal": "_seal"}.get(moment, moment)
 
@@ -207,31 +208,59 @@ def test_a_kill_while_saving_leaves_the_state_before(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, kill)
         with pytest.raises(Killed):
-            write(saved, 2, a_state(2.0))
+            write(saved, 2, a_state(2.0, 2))
     newest = list_states(saved)[0]
     assert read_state(newest).model["weight"][0, 0] == (2.0 if moment == "point" else 1.0)
     assert read_state(find_state(saved.parent)).model["weight"][0, 0] == 1.0
     # A process of the same id, as in a container, is not stopped by the draft that was left.
-    write(saved, 2, a_state(3.0))
+    write(saved, 2, a_state(3.0, 2))
     prune(saved, 1)
     assert sorted(path.name for path in saved.iterdir()) == ["last", "step-2"]
 
 
-@pytest.mark.parametrize("write", [write_state, write_by_ranks])
-def test_a_full_disk_leaves_nothing_behind(saved: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
-    write(saved, 1, a_state())
-
-    def full(state: Any, path: Path) -> None:
-        path.write_bytes(b"half")
-        if write is write_state:
-            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(torch, "save", full)
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(MachineError) as caught:
-        write(saved, 2, a_state())
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("num_weights", [3, 300_000])
+def test_torchs_writer_hides_no_full_disk(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, num_weights: int
+) -> None:
+    monkeypatch.setattr(Path, "open", lambda path, mode: open("/dev/full", mode))  # noqa: PTH123, SIM115
+    state = State({"weight": torch.zeros(num_weights)}, {}, whole_facts(1))
+    with pytest.raises(
+        MachineError, match=r"saved: the disk is full\. Free some space and run again from"
+    ) as caught:
+        write_state(saved, 1, state)
     assert caught.value.code == "E002"
+    assert list(saved.iterdir()) == []
+
+
+@pytest.mark.parametrize("write", [write_state, write_by_ranks])
+@pytest.mark.parametrize(
+    ("number", "code", "says"),
+    [
+        (errno.ENOSPC, "E002", "the disk is full. Free some space and run again"),
+        (errno.EDQUOT, "E002", "the disk quota is used up. Free some space and run again"),
+        (errno.EIO, "E001", "cannot be written: Input/output error. Mend that and run again"),
+        (errno.EROFS, "E001", "cannot be written: Read-only file system. Mend that and run again"),
+    ],
+)
+def test_a_disk_that_fails_is_told_by_its_own_error(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, write: Any, number: int, code: str, says: str
+) -> None:
+    def fail(state: Any, file: Any) -> None:
+        if write is write_state:
+            file.write(b"half")
+            raise OSError(number, os.strerror(number))
+        raise SafetensorError(f"Error while serializing: I/O error: it failed (os error {number})")
+
+    for after in ("from the start", "with run.resume=auto; step-1 is intact"):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", fail)
+            patch.setattr("safetensors.torch.save_file", fail)
+            with pytest.raises(MachineError) as caught:
+                write(saved, 2, a_state(step=2))
+        assert caught.value.code == code
+        assert f"{says} {after}." in str(caught.value)
+        write(saved, 1, a_state(step=1))
     assert sorted(path.name for path in saved.iterdir()) == ["last", "step-1"]
 
 
@@ -243,13 +272,13 @@ def test_an_error_of_the_device_is_not_taken_for_a_full_disk(
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(RuntimeError, match="illegal memory"):
-        write_state(saved, 2, a_state())
+        write_state(saved, 2, a_state(step=2))
     assert list(saved.iterdir()) == []
 
 
 def test_a_state_is_found_from_a_run_a_link_and_a_folder(saved: Path, tmp_path: Path) -> None:
     for step in (1, 2):
-        write_state(saved, step, a_state())
+        write_state(saved, step, a_state(step=step))
     for path in (saved.parent, saved, saved / "last", saved / "step-2"):
         assert find_state(path).name == "step-2"
     assert find_state(saved / "step-1").name == "step-1"

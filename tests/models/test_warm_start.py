@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import whole_facts
 from torch import nn
 
 from ptfast.core.distributed import Ranks
@@ -73,7 +74,9 @@ def test_a_run_gives_its_best_state_and_else_its_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by_ranks", [False, True])
 def test_averages_are_taken_once_there_are_some(tmp_path: Path, updates: int, by_ranks: bool) -> None:
     raw, averaged, model = make_model(), make_model(), make_model()
-    state = State(raw.state_dict(), {"ema": {"averages": averaged.state_dict(), "updates": updates}}, {})
+    state = State(
+        raw.state_dict(), {"ema": {"averages": averaged.state_dict(), "updates": updates}}, whole_facts(1)
+    )
     sources = [tmp_path]
     if by_ranks:
         # Who names the file of one rank means what all have written.

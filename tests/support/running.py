@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from conftest import IMPORT_PATHS
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
-from ptfast.core.run import Run
+from ptfast.core.protocols import DataInfo
+from ptfast.core.run import Progress, Run
 from ptfast.core.saved_state import read_state
 from ptfast.core.tensors.dtensors import whole
 from ptfast.core.tensors.trees import map_tensors
@@ -29,6 +31,12 @@ FREE = ("samples_per_s", "step_s", "peak_memory_bytes", "memory_bytes", "cpu_cor
 def train(*words: str) -> int:
     """`ptfast train WORDS...`, later words in place of earlier ones of their key; returns the exit code."""
     return command_line.run(["train", *{word.partition("=")[0]: word for word in words}.values()])
+
+
+def whole_facts(step: int) -> dict[str, Any]:
+    """The facts of a state at `step`, of no run."""
+    info = asdict(DataInfo("features", "classification"))
+    return {"progress": asdict(Progress(step)), "best_figures": {}, "figures": {}, "info": info}
 
 
 def build_run(folder: Path, *words: str, ranks: Ranks | None = None, **given: Any) -> Run:

@@ -19,6 +19,7 @@ from ptfast.config.hydra_internals import OmegaConfDumper
 from ptfast.config.run_sections import RunOptions
 from ptfast.config.schema import VARIABLES
 from ptfast.core.errors import SECRET, ConfigError, hide_credentials, is_secret
+from ptfast.core.run_directory import write_text
 
 RETIRED = ("tuned_for",)
 """Keys of older runs that nothing reads any more."""
@@ -45,9 +46,8 @@ def freeze(composed: Composed, path: Path) -> list[str]:
     ours = {key: RunOptions.model_fields[key].default for key in ("dir", "resume")}
     tree["run"] = {**tree.get("run", {}), **ours}
     text = yaml.dump(tree, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
-    path.write_text(
-        f"# The whole config of this run. Repeat it: ptfast train --config {path.name}\n{text}", "utf-8"
-    )
+    start = f"# The whole config of this run. Repeat it: ptfast train --config {path.name}\n"
+    write_text(path, start + text)
     return [
         f"{key} ({composed.place(key)}): not written to the run's files. "
         f"Give it as {key}='${{oc.env:NAME}}' so that the run can be repeated"
