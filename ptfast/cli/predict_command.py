@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptfast.cli.typed_config import saved_run
-from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, cannot_write
+from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, DataError, cannot_write
 from ptfast.core.units import labelled
 from ptfast.report.terminal.display import is_terminal, say, standard_output
 
@@ -56,7 +56,7 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
         out: file to write; standard output if not given.
 
     Raises:
-        DataError: D001, D005 for what cannot be read.
+        DataError: D001, D005 for what cannot be read; an image is left out with a warning, unless all are.
     """
     import torch
 
@@ -70,6 +70,13 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
         saved.average.copy_to_model()
     model = averaged_over_views(saved.model, flip=config.eval.flip, shift=config.eval.shift)
     lines: list[str] = []
+    unreadable: list[DataError] = []
+
+    def skip(error: DataError) -> None:
+        unreadable.append(error)
+        print(f"ptfast: warning: {error}", file=sys.stderr)
+
+    num_predicted = 0
     with torch.inference_mode(), saved.precision.autocast(), naming_user_code(saved):
         for name, inputs in read_inputs(
             saved.info,
@@ -77,7 +84,9 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
             device=saved.device,
             channels_last=bool(saved.context.resolved.channels_last),
             normalize=config.data.normalize,
+            skip=skip,
         ):
+            num_predicted += len(inputs)
             records = saved.task.predict(model, inputs)
             names = name if isinstance(name, list) else [name]
             for source, record in zip(names, records, strict=True):
@@ -87,6 +96,8 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
                 lines.append(json.dumps({"input": source, **record}))
                 if out is None:
                     print(lines.pop(), flush=True)
+    if unreadable and not num_predicted:
+        raise unreadable[0]
     if out is not None:
         _write("".join(line + "\n" for line in lines), out)
         print(f"wrote {len(lines):,} predictions to {out}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
-from ptfast.data.decoding.image_decoding import SUFFIXES, Decoder
+from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
 from ptfast.data.loaders.to_device import Prepare, build_normalizer
 from ptfast.data.sources.arrays import as_inputs, read_npy, read_npz
+from ptfast.data.sources.class_folders import image_files
 from ptfast.data.sources.text_files import read_texts
 
 Named = tuple[str, Tensor]
@@ -32,6 +33,7 @@ def read_inputs(
     channels_last: bool = False,
     normalize: bool = True,
     batch_size: int = 64,
+    skip: Callable[[DataError], None] | None = None,
 ) -> Iterator[tuple[list[str], Tensor]]:
     """Read files as model inputs: images, `.npy` or `.npz` arrays, or text with one input a line.
 
@@ -39,6 +41,7 @@ def read_inputs(
         info: of the run's data; its `extra` holds shapes, statistics and vocabulary.
         paths: files; a folder stands for all images in it.
         normalize: whether training normalised its inputs (`data.normalize`).
+        skip: called with why an image cannot be read, which is left out then; None to raise it.
 
     Yields:
         Names, and inputs on `device`, of up to `batch_size` samples: (batch, channels, height, width)
@@ -50,7 +53,7 @@ def read_inputs(
     """
     kind, extra = info.kind, info.extra
     if kind == "image":
-        named = _each_image(extra, paths)
+        named = _each_image(extra, paths, skip)
     elif kind == "features":
         named = (pair for path in _files(paths) for pair in _each_row(path, images=False))
     elif kind in ("text", "tokens") and "tokenizer" in extra:
@@ -74,14 +77,22 @@ def read_inputs(
         yield names, prepare.inputs(stacked)
 
 
-def _each_image(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:
+def _each_image(
+    extra: dict[str, Any], paths: Sequence[str], skip: Callable[[DataError], None] | None
+) -> Iterator[Named]:
     channels, height, width = extra["input_shape"]
     decoder = Decoder(height if height == width else None)
     for path in _files(paths):
         if path.suffix in (".npy", ".npz"):
             yield from _each_row(path, images=True)
             continue
-        pixels = decoder(str(path)).pixels
+        try:
+            pixels = decoder(str(path)).pixels
+        except DataError as error:
+            if skip is None:
+                raise
+            skip(error)
+            continue
         if channels == 1:
             grey = pixels @ np.array([0.299, 0.587, 0.114])
             pixels = np.rint(grey * (extra.get("max_value", 255) / 255)).astype(np.uint8)[..., None]
@@ -117,7 +128,7 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
     for text in paths:
         path = Path(text).expanduser()
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.name.lower().endswith(SUFFIXES))
+            inside = [Path(file) for file in image_files(path)[0]]
             if not inside:
                 raise DataError("D002", "holds no images", key="PATH", value=path)
             yield from inside

@@ -270,7 +270,7 @@ CASES: dict[str, BadData] = {
         "D005",
         (
             f"{FILE} is damaged or truncated: Image is incomplete or truncated",
-            "Replace the file, or remove it",
+            "Replace the file, remove it, or leave such files out with data.on_corrupt=skip",
         ),
     ),
     "43 an empty file": BadData(

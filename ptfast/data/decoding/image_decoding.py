@@ -50,14 +50,15 @@ class Decoder:
     Args:
         image_size: side of the square that images are brought to (shorter side resized, centre cropped); None
             keeps their size.
+        remedy: for a file that cannot be decoded; None for what it is.
     """
 
-    def __init__(self, image_size: int | None = None) -> None:
-        self.image_size = image_size
+    def __init__(self, image_size: int | None = None, remedy: str | None = None) -> None:
+        self.image_size, self.remedy = image_size, remedy
         self._decode_jpeg: Callable[..., Tensor] | Literal[False] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"image_size": self.image_size, "_decode_jpeg": None}
+        return {**self.__dict__, "_decode_jpeg": None}
 
     def __call__(self, path: str) -> Decoded:
         """Decode one file.
@@ -65,7 +66,10 @@ class Decoder:
         Raises:
             DataError: D005 naming the file and what is wrong with it.
         """
-        return self.decode(read_file(path), path)
+        try:
+            return self.decode(read_file(path), path)
+        except DataError as error:
+            raise error if self.remedy is None else error.suggesting(self.remedy) from None
 
     def decode(self, content: bytes, name: str) -> Decoded:
         """Decode the bytes of a file called `name`.

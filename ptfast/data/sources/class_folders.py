@@ -14,11 +14,14 @@ SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "te
 Listing = tuple[list[str], list[int]]
 
 
-def list_tree(root: Path, key: str = "data.root") -> tuple[tuple[str, ...], dict[str, Listing]]:
+def list_tree(
+    root: Path, key: str = "data.root", passed: list[str] | None = None
+) -> tuple[tuple[str, ...], dict[str, Listing]]:
     """Class names, and for each split its files and their labels, in the order of their names.
 
     Args:
         key: that led here, for messages.
+        passed: receives what is passed over, as by `image_files`.
 
     Raises:
         DataError: D001 to D003 when there is no such tree.
@@ -36,7 +39,7 @@ def list_tree(root: Path, key: str = "data.root") -> tuple[tuple[str, ...], dict
     for split, split_folders in by_split.items():
         if not split_folders:
             continue
-        names, listings[split] = _list_split(split_folders[0], key)
+        names, listings[split] = _list_split(split_folders[0], key, [] if passed is None else passed)
         if split == "train":
             classes = names
         elif names != classes:
@@ -44,7 +47,7 @@ def list_tree(root: Path, key: str = "data.root") -> tuple[tuple[str, ...], dict
     return classes, listings
 
 
-def _list_split(folder: Path, key: str) -> tuple[tuple[str, ...], Listing]:
+def _list_split(folder: Path, key: str, passed: list[str]) -> tuple[tuple[str, ...], Listing]:
     names = tuple(_subfolders(folder, key))
     if not names:
         raise DataError("D002", "holds no class folders", key=key, value=folder)
@@ -54,7 +57,8 @@ def _list_split(folder: Path, key: str) -> tuple[tuple[str, ...], Listing]:
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(names):
-        found = image_files(folder / name)
+        found, others = image_files(folder / name)
+        passed += others
         if not found:
             hint = f"Put images in it ({', '.join(SUFFIXES[:3])}, ...), or remove it"
             raise DataError("D003", "class folder without images", key=str(folder / name), suggestion=hint)
@@ -79,12 +83,35 @@ def _subfolders(folder: Path, key: str) -> list[str]:
     return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def image_files(folder: Path) -> list[str]:
-    """The files in `folder` and below that are images by their names, in order."""
-    found = []
-    for place, _, files in os.walk(folder, followlinks=True):
-        found += [f"{place}/{name}" for name in files if name.lower().endswith(SUFFIXES) and name[0] != "."]
-    return sorted(found)
+def image_files(folder: Path) -> tuple[list[str], list[str]]:
+    """The files in `folder` and below that are images by their names, and what is passed over, in order.
+
+    Passed over are pipes and devices, which would never end, and links that lead back to a folder above.
+    """
+    found, passed = list[str](), list[str]()
+    places = [(str(folder), [os.path.realpath(folder)])]
+    for place, above in places:
+        for entry in os.scandir(place):
+            try:
+                if entry.is_dir():
+                    real = os.path.realpath(entry.path)
+                    if any(Path(each).is_relative_to(real) for each in above):
+                        passed.append(entry.path)
+                    else:
+                        places.append((entry.path, [*above, real]))
+                elif entry.name.lower().endswith(SUFFIXES) and entry.name[0] != ".":
+                    # What a broken link leads to is missed as any file is that cannot be read.
+                    is_file = entry.is_file() or (entry.is_symlink() and not Path(entry.path).exists())
+                    (found if is_file else passed).append(entry.path)
+            except OSError:
+                passed.append(entry.path)
+    return sorted(found), sorted(passed)
+
+
+def passed_over(passed: list[str]) -> str:
+    """A remark on what is passed over; empty for nothing."""
+    more = f" and {len(passed) - 1:,} more" * (len(passed) > 1)
+    return f"passed over {passed[0]}{more}: no files" if passed else ""
 
 
 def _differ(folder: Path, names: tuple[str, ...], classes: tuple[str, ...]) -> DataError:

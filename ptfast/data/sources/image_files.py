@@ -21,6 +21,7 @@ from ptfast.data.sampling.order import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
 
 OnCorrupt = Literal["error", "skip"]
+REMEDY = "Replace the file, remove it, or leave such files out with data.on_corrupt=skip"
 _SOME = 64
 """Files whose sizes tell how large all are, about."""
 
@@ -57,7 +58,7 @@ class ImageFiles(MapSource):
         self.shape: tuple[int, ...] = ()
         """(height, width, channels) of every image; empty until it is known."""
         self.image_size = decoder.image_size
-        self._whole = Decoder()
+        self._whole = Decoder(remedy=decoder.remedy)
         self._sizes = np.zeros((2, len(paths)), np.int32)
 
     def __len__(self) -> int:

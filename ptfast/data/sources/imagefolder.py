@@ -16,8 +16,8 @@ from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
 from ptfast.data.packs.packed_images import load_packed_images
-from ptfast.data.sources.class_folders import Listing, list_tree
-from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
+from ptfast.data.sources.class_folders import Listing, list_tree, passed_over
+from ptfast.data.sources.image_files import REMEDY, ImageFiles, OnCorrupt, set_shapes
 
 DecodesJpeg = Literal["cpu", "nvjpeg"]
 
@@ -68,15 +68,18 @@ class ImageFolder:
                 hint = "Use data.on_corrupt=error here, and ptfast pack --on-corrupt skip to leave files out"
                 raise ConfigError("C011", what, key="data.on_corrupt", value=self.on_corrupt, suggestion=hint)
             return load_packed_images(self.root, manifest, self.image_size)
-        classes, listings = list_tree(self.root)
-        decoder, files_class = Decoder(self.image_size), self._files_class()
+        passed: list[str] = []
+        classes, listings = list_tree(self.root, passed=passed)
+        decoder, files_class = Decoder(self.image_size, REMEDY), self._files_class()
         sources = {
             split: files_class(paths, torch.tensor(labels), decoder, self.on_corrupt, self.threads)
             for split, (paths, labels) in listings.items()
         }
         info = image_info(set_shapes(sources), class_names=classes)
         files = cache(partial(self._look, classes, listings))
-        return Splits.of(info, sources, contents=lambda: files()[0], cache_key=lambda: files()[1])
+        return Splits.of(
+            info, sources, passed_over(passed), contents=lambda: files()[0], cache_key=lambda: files()[1]
+        )
 
     def _look(self, classes: tuple[str, ...], listings: dict[str, Listing]) -> tuple[Contents, str]:
         """The contents of the splits, by their files, and the cache key of their statistics."""

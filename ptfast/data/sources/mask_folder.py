@@ -20,7 +20,7 @@ from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, mixed_size
 from ptfast.data.decoding.sample_threads import in_threads
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.order import Indices
-from ptfast.data.sources.class_folders import SPLITS, image_files
+from ptfast.data.sources.class_folders import SPLITS, image_files, passed_over
 
 Pair = tuple[str, str]
 
@@ -51,8 +51,9 @@ class MaskFolder:
             for split, names in SPLITS.items()
         }
         folders["train"] = folders["train"] or self.root
+        passed: list[str] = []
         sources = {
-            split: MaskedImages(_pairs(folder), self.image_size)
+            split: MaskedImages(_pairs(folder, passed), self.image_size)
             for split, folder in folders.items()
             if folder is not None
         }
@@ -68,7 +69,7 @@ class MaskFolder:
             input_shape=(channels, height, width),
             in_channels=channels,
         )
-        return Splits.of(info, sources)
+        return Splits.of(info, sources, passed_over(passed))
 
 
 class MaskedImages(MapSource):
@@ -142,14 +143,15 @@ def _resize_nearest(mask: Tensor, height: int, width: int) -> Tensor:
     ]
 
 
-def _pairs(folder: Path) -> list[Pair]:
+def _pairs(folder: Path, passed: list[str]) -> list[Pair]:
     """The files of images and of their masks, in the order of their names."""
     found: dict[str, dict[str, str]] = {}
     for part in ("images", "masks"):
         if not (folder / part).is_dir():
             what, hint = f"has no folder {part}/", "Put images/ and masks/ into it, or into train/ and val/"
             raise DataError("D001", what, key="data.root", value=folder, suggestion=hint)
-        files = image_files(folder / part)
+        files, others = image_files(folder / part)
+        passed += others
         found[part] = {str(Path(file).relative_to(folder / part).with_suffix("")): file for file in files}
     images, masks = found["images"], found["masks"]
     if not images:

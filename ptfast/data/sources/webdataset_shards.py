@@ -22,7 +22,7 @@ from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.order import Indices, permutation
-from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
+from ptfast.data.sources.image_files import REMEDY, ImageFiles, OnCorrupt, set_shapes
 from ptfast.data.streams.remote_shards import is_url, open_shards
 from ptfast.data.streams.shard_index import Label, Shard
 from ptfast.data.streams.tar_headers import InTar
@@ -74,7 +74,11 @@ class WebDataset:
         threads = spare_cores(16)
         sources = {
             split: ShardedImages(
-                index.members(), _targets(index, names), Decoder(self.image_size), self.on_corrupt, threads
+                index.members(),
+                _targets(index, names),
+                Decoder(self.image_size, REMEDY),
+                self.on_corrupt,
+                threads,
             )
             for split, index in indices.items()
         }
