@@ -69,12 +69,14 @@ def child(words: list[str]) -> None:
     from ptfast.training.build import build
     from ptfast.training.step import Trainer
 
-    with tempfile.TemporaryDirectory() as folder, silence():
+    with tempfile.TemporaryDirectory() as folder, silence(), contextlib.ExitStack() as closing:
         try:
             _, config = read_config(words)
         except PtfastError as error:
             sys.exit(str(error))
         run = build(config, ranks=Ranks(), folder=Path(folder), display=Display())
+        # Workers that nobody stops hold a process that has failed for ever.
+        closing.callback(run.close)
         trainer, batches = Trainer(run), run.train_loader.steps(0, run.total_steps)
         on_gpu = run.device.type == "cuda"
         for line in sys.stdin:
