@@ -36,8 +36,11 @@ find_python() {
 
 # quietly MESSAGE COMMAND...: show only the message and how long it takes, and the command's output if it fails.
 quietly() {
-    local message=$1 output ticker="" start=$SECONDS code=0
+    local message=$1 output ticker="" start=$SECONDS code=0 columns
     shift
+    # A line that the terminal breaks would be printed anew each second.
+    columns=$(stty size <&2 2>/dev/null | cut -d' ' -f2) || true
+    [ "${columns:-0}" -lt 40 ] || message=${message:0:columns-16}
     printf '%s ' "$message" >&2
     if [ -t 2 ]; then
         while kill -0 $$ 2>/dev/null; do
@@ -93,7 +96,7 @@ $(cat "$root/pyproject.toml")"
     trap 'exit 143' TERM
     if [ -n "$interrupted" ] || ! "$python" -c '' 2>/dev/null; then rm -rf "$venv"; fi
     "$python" -c 'import pip' 2>/dev/null || make_venv
-    quietly "Installing ptfast$extras into .venv (PyTorch is large: minutes the first time) ..." \
+    quietly "Installing ptfast$extras into .venv, minutes the first time ..." \
         pip_install "$extras" || die "pip could not install ptfast$extras; its output is above"
     printf '%s\n' "$wanted" >"$stamp"
     rm -f "$busy"

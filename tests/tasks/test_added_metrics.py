@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,12 @@ def test_a_run_logs_figures_and_keeps_and_draws_the_rest(
     matrix = kept["metrics"]["confusion"]["values"]
     right, count = sum(matrix[i][i] for i in range(10)), sum(map(sum, matrix))
     assert right / count == pytest.approx(figures["accuracy"])
+    assert re.search(r"^  report +run/report.html$", capsys.readouterr().out, re.MULTILINE)
     page = Path("run/report.html").read_text()
     assert "Metrics of val at step 2" in page
     assert page.count("<td style=") == 100
     assert page.count('class="square"') == 1
     assert "precision</text>" in page
-    capsys.readouterr()
     assert run(["eval", "run"]) == 0
     assert json.loads(capsys.readouterr().out)["confusion"] == matrix
 

@@ -23,7 +23,7 @@ def threads_beside_cores(examined: Examined) -> Iterator[Finding]:
     most = usable_cores(hyperthreads=True)
     if threads > most or (examined.device_type == "cpu" and 2 * threads <= cores):
         yield Finding(
-            f"{threads} threads on {cores} cores",
+            f"{threads} thread{'s' * (threads != 1)} on {cores} core{'s' * (cores != 1)}",
             "backend.threads",
             "or OMP_NUM_THREADS, where that sets it",
             ("backend.threads=auto",),

@@ -54,7 +54,7 @@ class Loader(NamedTuple):
         if self.workers and self.prefetch != config.dataloader.prefetch:
             words.append(f"prefetch {self.prefetch}")
         if self.workers and self.threads != config.backend.worker_threads:
-            words.append(f"{self.threads} threads")
+            words.append(f"{self.threads} thread" + "s" * (self.threads != 1))
         if self.read_ahead:
             words.append("read ahead")
         return ", ".join(words)

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TextIO
 
 from ptfast.core.clock import label
@@ -215,7 +216,9 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     if light.get("mfu"):
         rows.append(("faster", "ptfast ablate measures what each switch is worth on this model and machine"))
     if summary.get("run_dir"):
-        rows.append(("run", str(summary["run_dir"])))
+        folder = Path(summary["run_dir"])
+        rows.append(("run", str(folder)))
+        rows += [("report", str(page)) for page in [folder / "report.html"] if page.is_file()]
     title = str(summary.get("status", "finished"))
     if summary.get("recipe"):
         title = f"{summary['recipe']}: {title}"
