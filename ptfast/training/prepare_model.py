@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
+from ptfast.config.schema import Config
 from ptfast.core.distributed import broadcast_buffers, on_first_rank
 from ptfast.core.errors import ConfigError, MachineError, PtfastError, described, name_of, shorten
-from ptfast.core.machine import network_error
+from ptfast.core.machine import is_memory_error, memory_limit, network_error
 from ptfast.core.protocols import DataInfo, Task, takes_own_steps
 from ptfast.core.sections.coerce import EMPTY
 from ptfast.core.sections.problem import shown
-from ptfast.core.sections.targets import check_constructs, keywords
+from ptfast.core.sections.targets import Target, check_constructs, keywords
 from ptfast.core.tensors.trees import tensors_in
+from ptfast.core.units import num_bytes
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.streams.iterable import IterableSource
@@ -41,6 +45,8 @@ from ptfast.training.prepare_machine import BuildContext
 from ptfast.training.sequence_batching import has_many_lengths
 from ptfast.training.user_code import MODEL, TRACEBACK, constructing, failure
 
+LARGE = 10_000
+"""A size in the config from which a model of ours is measured before it is built."""
 NUM_INIT_SAMPLES = 5000
 """Training samples that a model may compute its first weights from."""
 _ASK_FOR_WEIGHTS = ("weights", "pretrained", "weights_backbone", "pretrained_backbone")
@@ -62,8 +68,9 @@ def build_plain_model(context: BuildContext, info: DataInfo) -> nn.Module:
     """The model as its own code makes it, on the CPU, with the weights that a new run starts from."""
     target, section, fresh = context.config.model.target, context.config.model, context.state is None
     status = context.display.status("building the model")
-    with status, constructing("model", target.path), _fetching(section):
+    with status, constructing("model", target.path), _fetching(section), _finding_room(context.config, "cpu"):
         check_constructs(target, asdict(info))
+        _check_size(target, info)
         model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
     if fresh and section.weights and section.weights != "pretrained":
         for note in load_weights(model, section.weights, replace_head=section.replace_head):
@@ -102,6 +109,53 @@ def check_fits(model: nn.Module, context: BuildContext, task: Task, data: Data) 
         if found is None:
             return  # no fault of the model: training will say whose
         raise found.suggesting(remedy(target, config.data.target, data.info) or TRACEBACK) from error
+
+
+@contextlib.contextmanager
+def _finding_room(config: Config, device: str) -> Iterator[None]:
+    """Have weights that no memory can hold be an error of the largest size that the model is given.
+
+    Raises:
+        MachineError: E002.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_memory_error(error):
+            raise
+        limit, name = memory_limit(device)
+        sizes = {key: _largest(value) for key, value in config.model.target.kwargs.items()}
+        key = max(sizes, key=lambda key: sizes[key], default="_target_")
+        raise MachineError(
+            "E002",
+            f"the model does not fit into memory ({name}: {num_bytes(limit)})",
+            key=f"model.{key}",
+            value=shown(config.model.target.kwargs.get(key, config.model.target.path)),
+            suggestion="Make it smaller" if device == "cpu" else "Make it smaller, or use parallel=fsdp",
+        ) from error
+
+
+def _check_size(target: Target, info: DataInfo) -> None:
+    """Refuse weights larger than the free memory: a system that lends more than it has kills who fills it.
+
+    Raises:
+        MemoryError: one of ptfast's own models is that large.
+    """
+    ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
+    if not ours or max(map(_largest, target.kwargs.values()), default=0) < LARGE:
+        return
+    try:
+        with torch.device("meta"):
+            needed = sum(each.nbytes for each in build_model(target, info).parameters())
+    except (RuntimeError, TypeError) as error:
+        needed = math.inf if "overflow" in str(error).lower() else 0
+    if needed > memory_limit("cpu")[0]:
+        raise MemoryError
+
+
+def _largest(value: Any) -> int:
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return max((each for each in several if isinstance(each, int)), default=0)
 
 
 @contextlib.contextmanager
@@ -145,7 +199,8 @@ def place_model(
         apply_half_weights(model)
     if not _is_sharded(context):
         # Else it goes there a block at a time: the whole may fit on no device.
-        model.to(context.device)
+        with _finding_room(context.config, context.device.type):
+            model.to(context.device)
     if context.config.precision.float8:
         context.resolved.float8 = apply_float8(model)
 

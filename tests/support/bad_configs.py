@@ -206,6 +206,27 @@ CASES: dict[str, Case] = {
         "augment.resized_crop=[0.08,1.0] ",
         "contradicts augment.crop_padding=4",
     ),
+    "21 crops beside their image": train(
+        "augment=crop_flip augment.crop_padding=1000",
+        "C011",
+        f"augment.crop_padding=1000 {TYPED} hides whole images of 8x8. Use augment.crop_padding=2",
+    ),
+    **{
+        f"17 {key} by the thousand": train(
+            f"{key}=10000",
+            "E005",
+            f"{key}=10000 {TYPED} this machine has ",
+            f" cores. Use {key}={fewer}.",
+        )
+        for key, fewer in (("backend.threads", "auto"), ("dataloader.workers", "auto"))
+    },
+    "17 a model larger than the memory": train(
+        "model.hidden=[64,1000000]",
+        "E002",
+        f"model.hidden=[64,1000000] {TYPED} the model does not fit into memory (the memory",
+        "Make it smaller.",
+        **{"ptfast.training.prepare_model.memory_limit": lambda device: (2**20, "the memory that is free")},
+    ),
     "21 a decoder on the GPU": train(
         "data=imagefolder data.root=x data.decoder=nvjpeg",
         "C011",

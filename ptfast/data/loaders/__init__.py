@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from ptfast.core import devices
+from ptfast.core.machine import usable_cores
 from ptfast.core.run import Resolved
 from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.key_rules import Unused
@@ -15,6 +17,7 @@ from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.sections.technique import Technique
 from ptfast.data import Data
 from ptfast.data.sampling import Sampling
+from ptfast.techniques.backend import Backend
 
 
 class Dataloader(Section):
@@ -36,6 +39,8 @@ class Dataloader(Section):
     """Treatment of an epoch's last, smaller batch; `pad` fills it from the epoch's start."""
 
 
+FEW, FEW_PER_CORE = 64, 4
+"""Threads, or processes, that a machine bears for some time, and those that its cores do."""
 PACK_FILES = ("manifest.json", "pack.unfinished")
 """Of which a pack has one, whole or not."""
 
@@ -86,9 +91,22 @@ def thread_beside_own_order(dataloader: Dataloader, sampling: Sampling) -> Probl
     return Problem("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
 
 
+def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[Problem]:
+    """Refuse threads and processes in numbers that exhaust a machine before they train."""
+    cores, workers, threads = usable_cores(hyperthreads=True), dataloader.workers, backend.threads
+    for key, number, fewer in (
+        ("dataloader.workers", workers, "auto"),
+        ("backend.threads", threads, "auto"),
+        ("backend.worker_threads", backend.worker_threads, 1),
+    ):
+        if isinstance(number, int) and number > max(FEW, FEW_PER_CORE * cores):
+            what = f"this machine has {cores} cores"
+            yield Problem("E005", what, key=key, value=number, suggestion=f"Use {key}={fewer}")
+
+
 FREE_KEYS = tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead"))
 RULES = (data_of_a_pack, thread_beside_own_order)
-MACHINE_RULES = (memory_to_pin, thread_for_a_cpu)
+MACHINE_RULES = (memory_to_pin, thread_for_a_cpu, crowded_cores)
 UNUSED = (
     Unused(
         ("dataloader.workers", "dataloader.prefetch", "backend.worker_threads"),

@@ -178,10 +178,11 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
         what = f"only uint8 images are augmented, and task={task_name} has {info.kind} data here"
         raise ConfigError("C011", what, key="augment", suggestion="Use augment=none")
     sides = info.input_shape[1:] if info.input_shape else ()
-    if sides and augment.cutout > min(sides):
-        what = f"hides whole images of {sides[1]}x{sides[0]}"
-        hint = f"Use augment.cutout={max(1, min(sides) // 4)}, say"
-        raise ConfigError("C011", what, key="augment.cutout", value=augment.cutout, suggestion=hint)
+    for name in ("cutout", "crop_padding"):
+        if sides and (value := getattr(augment, name)) > min(sides):
+            what = f"hides whole images of {sides[1]}x{sides[0]}"
+            hint = f"Use augment.{name}={max(1, min(sides) // 4)}, say"
+            raise ConfigError("C011", what, key=f"augment.{name}", value=value, suggestion=hint)
     if augment.resized_crop is not None:
         augment = augment.model_copy(update={"size": _side(info)})
     known = info.extra.get("normalize") if normalize else None
