@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptfast.config.schema import Config
 from ptfast.core.distributed import broadcast_buffers, on_first_rank
 from ptfast.core.errors import ConfigError, MachineError, PtfastError, described, name_of, shorten
 from ptfast.core.machine import is_memory_error, memory_limit, network_error
@@ -68,7 +67,7 @@ def build_plain_model(context: BuildContext, info: DataInfo) -> nn.Module:
     """The model as its own code makes it, on the CPU, with the weights that a new run starts from."""
     target, section, fresh = context.config.model.target, context.config.model, context.state is None
     status = context.display.status("building the model")
-    with status, constructing("model", target.path), _fetching(section), _finding_room(context.config, "cpu"):
+    with status, constructing("model", target.path), _fetching(section), _finding_room(target, "cpu"):
         check_constructs(target, asdict(info))
         _check_size(target, info)
         model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
@@ -112,7 +111,7 @@ def check_fits(model: nn.Module, context: BuildContext, task: Task, data: Data) 
 
 
 @contextlib.contextmanager
-def _finding_room(config: Config, device: str) -> Iterator[None]:
+def _finding_room(target: Target, device: str) -> Iterator[None]:
     """Have weights that no memory can hold be an error of the largest size that the model is given.
 
     Raises:
@@ -124,13 +123,13 @@ def _finding_room(config: Config, device: str) -> Iterator[None]:
         if not is_memory_error(error):
             raise
         limit, name = memory_limit(device)
-        sizes = {key: _largest(value) for key, value in config.model.target.kwargs.items()}
+        sizes = {key: _largest(value) for key, value in target.kwargs.items()}
         key = max(sizes, key=lambda key: sizes[key], default="_target_")
         raise MachineError(
             "E002",
             f"the model does not fit into memory ({name}: {num_bytes(limit)})",
             key=f"model.{key}",
-            value=shown(config.model.target.kwargs.get(key, config.model.target.path)),
+            value=shown(target.kwargs.get(key, target.path)),
             suggestion="Make it smaller" if device == "cpu" else "Make it smaller, or use parallel=fsdp",
         ) from error
 
@@ -199,7 +198,7 @@ def place_model(
         apply_half_weights(model)
     if not _is_sharded(context):
         # Else it goes there a block at a time: the whole may fit on no device.
-        with _finding_room(context.config, context.device.type):
+        with _finding_room(context.config.model.target, context.device.type):
             model.to(context.device)
     if context.config.precision.float8:
         context.resolved.float8 = apply_float8(model)
