@@ -6,7 +6,8 @@
 torch's allocator, streams, events, pinned memory, autograd threads and sync-debug mode are the real ones. Its
 kernels do nothing; in a test, the CPU computes each op as well, in the same memory. A test that needs more of
 a GPU names it in its marker and is skipped: `@pytest.mark.gpu("TF32")`. The emulation shows no speed, none of
-a GPU's rounding, no triton, no CUDA graphs and no NCCL. In processes that a test starts, ops compute nothing.
+a GPU's rounding, no triton, no CUDA graphs and no NCCL. In processes that a test starts, ops compute nothing,
+and those of cuDNN (convolutions, fused attention) fail.
 
 Needs Linux, a CUDA build of torch, gcc with binutils, and CUDA's headers (triton ships them).
 """
