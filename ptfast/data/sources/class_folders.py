@@ -86,12 +86,18 @@ def _subfolders(folder: Path, key: str) -> list[str]:
 def image_files(folder: Path) -> tuple[list[str], list[str]]:
     """The files in `folder` and below that are images by their names, and what is passed over, in order.
 
-    Passed over are pipes and devices, which would never end, and links that lead back to a folder above.
+    Passed over are pipes and devices, which would never end, links that lead back to a folder above, and
+    folders that cannot be read.
     """
     found, passed = list[str](), list[str]()
     places = [(str(folder), [os.path.realpath(folder)])]
     for place, above in places:
-        for entry in os.scandir(place):
+        try:
+            entries = list(os.scandir(place))
+        except OSError:
+            passed.append(place)
+            continue
+        for entry in entries:
             try:
                 if entry.is_dir():
                     real = os.path.realpath(entry.path)
