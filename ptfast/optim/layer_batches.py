@@ -109,9 +109,8 @@ class LayerBatch:
         return (stacked if len(self.pieces) == 1 else stacked.sum(0, keepdim=True)).sqrt_()
 
     def counted_steps(self) -> Tensors:
-        """The layers' step counts, one more than before unless an infinity was found."""
+        """Step counts, raised unless an infinity was found; as a list, since 0-d tensors are waited for."""
         (steps,) = self.scalars
-        # In a list: with a lone 0-d tensor on a GPU the host waits for its value.
         torch._foreach_add_(steps, [1.0 - self.found_inf] * len(steps) if self.found_inf is not None else 1)
         return steps
 
