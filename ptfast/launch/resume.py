@@ -93,11 +93,17 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _check_lost(folder: Path) -> None:
-    """Refuse to begin anew over the figures of a run whose saved states somebody has removed.
+    """Refuse to begin anew over a run whose config or saved states somebody has removed.
 
     Raises:
         SavedStateError: S004.
     """
+    from ptfast.core.saved_state import list_states
+
+    if states := list_states(folder / "saved"):
+        what = f"its config.yaml is gone; {states[0].name} is still there"
+        hint = f"Put config.yaml back, or start in another folder with model.weights={states[0]}"
+        raise SavedStateError("S004", what, key="run.dir", value=folder, suggestion=hint)
     summary = run_directory.read_json(folder / run_directory.SUMMARY)
     # A run that failed may have had nothing to save.
     if summary.get("steps") and "error" not in summary:

@@ -89,7 +89,7 @@ def _settings(model: Target, info: DataInfo) -> Iterator[tuple[str, Any]]:
     """Keywords of the model that may say what it takes, with what the data gives."""
     function = model.resolve()
     known, open_ended = keywords(function), swallows_keywords(function)
-    first, *_, last = info.input_shape or (0, 0)
+    first, last = (info.input_shape or (0,))[0], (info.input_shape or (0,))[-1]
     images = info.kind == "image"
     tried = dict.fromkeys(_CHANNELS, first) if images else {}
     tried |= dict.fromkeys(_SIZES if images else _FEATURES, last)

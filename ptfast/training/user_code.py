@@ -111,7 +111,7 @@ def constructing(key: str, path: str, doing: str = "its constructor") -> Iterato
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, PtfastError) or is_memory_error(error) or path.startswith("ptfast."):
             raise
         what = f"{doing} raises {summary_of(error)}"

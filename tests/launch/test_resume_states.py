@@ -136,6 +136,19 @@ def test_a_run_goes_on_from_the_state_named(in_tmp: Path) -> None:
     assert train(*words, "run.resume=a", "run.dir=b") == 2
 
 
+def test_states_without_their_config_are_kept(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("steps=4", "model.hidden=[4]", "run.dir=a")
+    assert train(*words) == 0
+    Path("a/config.yaml").unlink()
+    for resume in ("auto", "never"):
+        capsys.readouterr()
+        assert train(*words, f"run.resume={resume}") == 6
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "error[S004]: run.dir=a (command line): its config.yaml is gone; step-4 is still there" in line
+        assert "Put config.yaml back" in line
+    assert Path("a/saved/step-4/model.pt").exists()
+
+
 def test_a_state_that_is_not_there_is_told_of(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(*BASE[:-1], "run.resume=nowhere") == 6
     assert "error[S004]" in capsys.readouterr().err

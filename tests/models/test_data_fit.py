@@ -49,6 +49,17 @@ class Rgb(nn.Module):
         return self.head(self.layers(images))
 
 
+class Columns(nn.Module):
+    """Takes rows of one width."""
+
+    def __init__(self, num_classes: int, in_dim: int = 4) -> None:
+        super().__init__()
+        self.head = nn.Linear(in_dim, num_classes)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(rows)
+
+
 class Shy(nn.Module):
     """Fails on the meta device alone."""
 
@@ -68,6 +79,13 @@ class Shy(nn.Module):
         ("Patches", {"image_size": 8}, DIGITS, GREY, "Set model.in_chans=1"),
         ("Patches", {}, FOLDER, IMAGES, "Set model.image_size=8 or data.image_size=32"),
         ("Patches", {}, DIGITS, IMAGES, "Set model.image_size=8"),
+        (
+            "Columns",
+            {},
+            DIGITS,
+            DataInfo("features", "classification", 2, input_shape=(5,)),
+            "Set model.in_dim=5",
+        ),
         ("Rgb", {}, DIGITS, GREY, "It takes images of 3 x 8 x 8, and the data gives 1 x 8 x 8"),
     ],
 )

@@ -25,6 +25,8 @@ class Net(nn.Module):
         self.passes = 0
         if how == "constructor":
             raise OSError("no such file")
+        if how == "exits":
+            raise SystemExit(0)
         if how == "detects":
             torch.autograd.set_detect_anomaly(True)
 

@@ -145,6 +145,7 @@ COMMANDS = {
         "model._target_=misfits.Net (command line): forward gives a tuple",
     ),
     "not a number": ((*NET, "model.how=nan"), "gives outputs that are not finite in the first step"),
+    "a constructor that exits": ((*NET, "model.how=exits"), "constructor raises SystemExit (misfits.py:"),
     "a constructor": ((*NET, "model.how=constructor"), "constructor raises OSError (misfits.py:"),
     "changed in place": ((*NET, "model.how=changed"), "the backward pass raises RuntimeError"),
     "kept over steps": ((*NET, "model.how=kept"), "backward through the graph a second time"),
