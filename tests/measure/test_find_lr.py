@@ -196,6 +196,8 @@ def test_what_is_found_for_a_recipe_of_ones_own_builds_up(
     for name, values in found.items():
         given = f"+recipe={write_overlay(Path(f'{name}.yaml'), [given, 'seed=3'], values, ['Found'])}"
     monkeypatch.chdir(tmp_path / "elsewhere")
+    assert write_overlay(Path("choices.yaml"), ["optimizer=sgd"], {}, []) == "./choices.yaml"
+    assert read_config(["+recipe=./choices.yaml"])[1].optimizer.target.path.endswith("SGD")
     assert write_overlay(Path("e.yaml"), ["+recipe=../of mine/d.yaml"], {"epochs": 2}, []) == "./e.yaml"
     for name in ("./e.yaml", str(tmp_path / "elsewhere" / "e.yaml")):
         _, config = read_config([f"+recipe={name}"])

@@ -10,6 +10,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from ptfast.config.compose import compose
 from ptfast.config.files import paths
 from ptfast.config.overrides import parse
 from ptfast.core.errors import ConfigError, MachineError, cannot_write, is_secret
@@ -97,7 +98,9 @@ def write_overlay(
     choices = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults})) + "\n" if defaults else ""
     try:
         with file.open("x", encoding="utf-8") as target:
-            target.write(head + choices + OmegaConf.to_yaml(values))
+            target.write(head + choices + (OmegaConf.to_yaml(values) if values else ""))
     except OSError as error:
         raise cannot_write(error, flag, file) from error
+    # Nobody is told of a recipe that cannot be read.
+    compose([f"+recipe={called}"], complete=False)
     return called

@@ -9,15 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ptfast.core.errors import ConfigError
 from ptfast.core.units import better_mode
 from ptfast.measure.trials.verdicts import ALPHA, Effect, estimate
 from ptfast.report.html.run_files import training_times
 from ptfast.report.loggers import METRICS_FILE
-
-_RESAMPLES = 4000
 
 
 @dataclass(frozen=True)
@@ -108,9 +104,9 @@ class Lead:
 
     Args:
         ratio: median over the seeds: above 1 where it is sooner, infinite where the first arm mostly misses.
-        low, high: interval of 95 %; None for a single pair.
-        pairs: seeds with which one of the two at least reached it.
-        effect: the same, where both reached it with every seed.
+        low, high: interval of 95 %; 0 and infinity where too few runs give a bound. None for one pair.
+        pairs: seeds of both arms.
+        effect: the same, where both reached the target with every seed and the ratios differ.
     """
 
     ratio: float
@@ -127,31 +123,51 @@ class Lead:
 def lead(first: Sequence[float | None], other: Sequence[float | None]) -> Lead | None:
     """Compare what runs took to the target, paired by seed; None marks a miss.
 
-    A run that missed has taken longer than one that did not, however long: the ratio of such a pair is
-    infinite or 0, which a median can count. Pairs in which both missed say nothing and are left out. Where
-    none missed, the ratio is the median of the means of all pairs of seeds, in logarithms, with the error of
-    a bootstrap over seeds and Student's t; else the median with the percentiles of a bootstrap over seeds.
+    A run that missed took longer than one that did not, so the ratio of such a pair is infinite or 0. If both
+    missed, the ratio could be anything and widens the interval to both sides. If none missed, the ratio is
+    the median of the means of all pairs of seeds, in logarithms, with the error of a bootstrap over seeds and
+    Student's t; otherwise, or if all ratios are equal, the median, with order statistics as its interval.
 
     Returns:
-        None where no pair says anything.
+        None if every pair missed.
     """
-    pairs = [(a, b) for a, b in zip(first, other, strict=True) if a is not None or b is not None]
-    if not pairs:
+    pairs = list(zip(first, other, strict=True))
+    if all(a is None and b is None for a, b in pairs):
         return None
-    ratios = [math.inf if a is None else 0.0 if b is None else a / b for a, b in pairs]
+    lows, highs = (sorted(_ratio(a, b, unknown) for a, b in pairs) for unknown in (0.0, math.inf))
+    known = [_ratio(a, b, math.nan) for a, b in pairs if a is not None or b is not None]
     if len(pairs) == 1:
-        return Lead(ratios[0], None, None, 1, None)
-    if all(0 < ratio < math.inf for ratio in ratios):
-        effect = estimate([math.log(ratio) for ratio in ratios])
+        return Lead(known[0], None, None, 1, None)
+    if len(known) == len(pairs) and 0 < min(known) < max(known) < math.inf:
+        effect = estimate([math.log(ratio) for ratio in known])
         low, high = effect.interval()
         return Lead(effect.ratio, low, high, len(pairs), effect)
-    values, count = np.asarray(ratios), len(ratios)
-    draws = np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))
-    samples = np.sort(values[draws], axis=1)
-    # Between two values in the middle there may be no mean: each end of the interval takes its own.
-    lows, highs = np.sort(samples[:, (count - 1) // 2]), np.sort(samples[:, count // 2])
-    at = int(ALPHA / 2 * _RESAMPLES)
-    ordered = sorted(ratios)
-    middle = (ordered[(count - 1) // 2], ordered[count // 2])
-    ratio = middle[0] if middle[0] == middle[1] else sum(middle) / 2
-    return Lead(ratio, float(lows[at]), float(highs[-1 - at]), count, None)
+    place = _bound(len(pairs))
+    low, high = (0.0, math.inf) if place is None else (lows[place], highs[-1 - place])
+    return Lead(_median(sorted(known)), low, high, len(pairs), None)
+
+
+def _ratio(first: float | None, other: float | None, unknown: float) -> float:
+    if first is None:
+        return unknown if other is None else math.inf
+    return 0.0 if other is None else first / other
+
+
+def _median(ordered: Sequence[float]) -> float:
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return low if low == high else (low + high) / 2
+
+
+def _bound(count: int) -> int | None:
+    """How many of `count` ordered values lie outside a 95 % interval of the median on each side, or None.
+
+    A value lies below the median with probability 1/2, so the number that do is binomial: with fewer than six
+    values even the smallest and the largest do not enclose the median in 95 % of cases.
+    """
+    tail, place = 0.0, None
+    for below in range(count // 2):
+        tail += math.comb(count, below) / 2**count
+        if tail > ALPHA / 2:
+            break
+        place = below
+    return place
