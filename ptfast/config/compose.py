@@ -30,7 +30,7 @@ from ptfast.config.files.yaml_file import YamlFile, read_yaml
 from ptfast.config.hydra_internals import ConfigLoaderImpl, setup_globals
 from ptfast.config.overrides import Argument, parse
 from ptfast.config.schema import VARIABLES, defaults, flatten
-from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, is_secret, keep_secret
 from ptfast.core.sections.nearest_name import did_you_mean
 
 _PLUGINS = {
@@ -280,6 +280,9 @@ def finish(
     resolved = resolve(tree, lambda key: place_of(key, places)) if resolves else copy.deepcopy(tree)
     if complete:
         warnings = [*warnings, *check_used(tree, places)]
+    for key, value in flatten(resolved).items():
+        if isinstance(value, str) and any(map(is_secret, key.split("."))):
+            keep_secret(value)
     for name in variable_sections() - {VARIABLES}:
         resolved.pop(name, None)
     return Composed(resolved, tree, places, tree.get("recipe"), warnings, tuple(arguments))

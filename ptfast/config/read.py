@@ -68,13 +68,13 @@ def load_config(
     Raises:
         ConfigError: the first thing wrong.
     """
-    composed = load(path, arguments)
+    trusted = trusted or is_own(path)
+    composed = load(path, arguments, trusted=trusted, trains=trains)
     loader = composed.tree.get("dataloader", {})
     if not trains and loader.get("kind") == "packed" and _named(composed, "data"):
         loader["kind"] = "auto"
     named = composed.tree.get("trust") if composed.places.get("trust") == COMMAND_LINE else None
     extra_trust = named if isinstance(named, list) else []
-    trusted = trusted or is_own(path)
     return composed, validate(composed.tree, composed.place, trusted=trusted, extra_trust=extra_trust)
 
 

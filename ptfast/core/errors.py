@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
 import os
@@ -68,11 +69,16 @@ INSTALLED = (PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "platstd
 COMMAND_LINE = "command line"
 """Place of what was typed."""
 SECRET = "<secret>"
-_SECRET_WORDS = {"token", "key", "secret", "password"}
+_SECRET_WORDS = {
+    *("token", "key", "secret", "password", "passwd", "passphrase", "credential", "credentials", "auth"),
+    *("authorization", "bearer", "cookie", "cookies", "header", "headers"),
+}
+_KEPT_SECRET: set[str] = set()
+_LEAST_SECRET_CHARS = 6
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _CREDENTIALS = re.compile(
     r"(?<=://)(?![^\s/]*\$\{oc\.env:)[^\s/]+(?=@)"
-    r"|(?<=[?&])(?P<name>[\w-]*(?:sig|token|key|secret|password|credential)[\w-]*=)(?!\$\{oc\.env:)"
+    r"|(?<=[?&])(?P<name>[\w-]*(?:sig|token|key|secret|passw|credential|auth)[\w-]*=)(?!\$\{oc\.env:)"
     r"[^\s&'\"]*[^\s&'\":.,)]",
     re.IGNORECASE,
 )
@@ -113,7 +119,8 @@ class PtfastError(Exception):
     def _line(self) -> str:
         subject = self.key or ""
         if self.key and self.value is not None:
-            subject = f"{self.key}={SECRET if is_secret(self.key) else shorten(self.value)}"
+            hidden = is_secret(self.key) or (self.code == "C002" and _resembles_secret(self.key))
+            subject = f"{self.key}={SECRET if hidden else shorten(self.value)}"
         if self.place:
             subject = f"{subject} ({self.place})" if subject else self.place
         line = f"{subject}: {self.what}" if subject else self.what
@@ -263,8 +270,20 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def is_secret(key: str) -> bool:
-    """Return True if a key holds the word token, key, secret or password (`apiKey`, not `tokenizer`)."""
+    """Return True if the end of a key holds a word such as token or password (`apiKey`, not `tokenizer`)."""
     return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(key.rpartition(".")[2]))
+
+
+def _resembles_secret(key: str) -> bool:
+    """Return True for an unknown key that may be a secret's, misspelt."""
+    words = [word.lower() for word in _WORD.findall(key.rpartition(".")[2])]
+    return any(difflib.get_close_matches(word, _SECRET_WORDS, 1, 0.65) for word in words)
+
+
+def keep_secret(value: str) -> None:
+    """Hide a value wherever it is shown or written from now on, unless it is a path or of few characters."""
+    if len(value) >= _LEAST_SECRET_CHARS and not os.path.exists(value):  # noqa: PTH110
+        _KEPT_SECRET.add(value)
 
 
 def shorten(value: Any, max_chars: int = 80) -> str:
@@ -316,7 +335,9 @@ def name_some(names: Sequence[str], most: int = 5) -> str:
 
 
 def hide_credentials(text: str) -> str:
-    """`text` without the credentials in its URLs, unless they are references to environment variables."""
+    """`text` without values that are kept secret, and without credentials in its URLs."""
+    for value in _KEPT_SECRET:
+        text = text.replace(value, SECRET)
     return _CREDENTIALS.sub(lambda match: f"{match['name'] or ''}{SECRET}", text) if "://" in text else text
 
 

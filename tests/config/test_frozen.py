@@ -170,13 +170,16 @@ def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["api_key", "apiKey", "API-Key", "hf_token", "logger.secret", "TOKEN", "password2"]
+    "key",
+    ["api_key", "apiKey", "API-Key", "hf_token", "logger.secret", "TOKEN", "password2", "passwd", "cookie"],
 )
 def test_secret_names(key: str) -> None:
     assert is_secret(key)
 
 
-@pytest.mark.parametrize("key", ["tokenizer", "batch_tokens", "monkey", "keyboard", "secretary", "key.value"])
+@pytest.mark.parametrize(
+    "key", ["tokenizer", "batch_tokens", "monkey", "keyboard", "secretary", "key.value", "author"]
+)
 def test_harmless_names(key: str) -> None:
     assert not is_secret(key)
 

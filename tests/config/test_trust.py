@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from config_trees import HERE, tree, typed
 from ptfast.config.checks.trust import Trust
 from ptfast.config.checks.validate import validate
 from ptfast.config.files import paths
+from ptfast.config.files.frozen import load
 from ptfast.core.errors import ConfigError
 
 UNTRUSTED = [
@@ -112,3 +114,35 @@ def test_a_file_from_elsewhere_may_name_only_trusted_packages() -> None:
 
 def test_packages_that_the_caller_trusts() -> None:
     assert untrusted((HERE,), model___target_=f"{HERE}.Net") is None
+
+
+FROM_ELSEWHERE = {
+    "a variable": ("data: {root: '${oc.env:HOME}'}", "data.root"),
+    "a variable in a URL": ("data: {shards: 'https://host/${oc.env:MY_KEY}/a.tar'}", "data.shards"),
+    "a resolver made of parts": ("vars: {a: env}\ndata: {root: '${oc.${vars.a}:HOME}'}", "data.root"),
+    "a URL": ("data: {shards: 's3://host/a.tar'}", "data.shards"),
+    "a command": ("data: {shards: ['pipe:cat x']}", "data.shards"),
+}
+
+
+@pytest.mark.parametrize("name", FROM_ELSEWHERE)
+def test_what_a_file_from_elsewhere_may_not_read(name: str, tmp_path: Path) -> None:
+    text, key = FROM_ELSEWHERE[name]
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{text}\n")
+    with pytest.raises(ConfigError, match="not trusted, a config file from elsewhere") as caught:
+        load(file, trusted=False)
+    assert (caught.value.code, caught.value.key) == ("C009", key)
+    assert f"{key}=VALUE" in str(caught.value)
+    # What the user types is the user's.
+    assert load(file, [f"{key}=https://mine/${{oc.env:HOME}}"], trusted=False).tree["data"]
+
+
+def test_a_bomb_of_interpolations_is_refused(tmp_path: Path) -> None:
+    names = [f"v{level}" for level in range(40)]
+    lines = [f"  {name}: '${{vars.{below}}}${{.{below}}}'" for below, name in itertools.pairwise(names)]
+    file = tmp_path / "config.yaml"
+    file.write_text("\n".join(["vars:", "  v0: boom", *lines, ""]))
+    for trusted in (True, False):
+        with pytest.raises(ConfigError, match="come to more than 1,000,000 characters"):
+            load(file, trusted=trusted)

@@ -253,6 +253,38 @@ def test_a_secret_in_clear_is_written_nowhere_and_hinders_no_resuming(
     assert not any(b"sesame" in content for content in files)
 
 
+CANARIES = (
+    "+data.headers={Authorization: Bearer canary1}",
+    "+data.passwd=canary2",
+    "+data.bearer=canary3",
+    "+data.cookie=canary4",
+    "+data.credential=canary5",
+    "+data.proxyAuth=canary6",
+    "+data.where=${oc.env:WHERE}",
+    "+data.mixed=at-${oc.env:WHERE}-now",
+    "+data.url=https://me:canary8@host/a.tar",
+    "+data.signed=https://host/a.tar?authkey=canary9",
+)
+
+
+def test_canaries_are_found_nowhere(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WHERE", "canary7")
+    words = ("data=custom", "data._target_=canaries.Points", "batch_size=4", "epochs=1", *CANARIES)
+    assert train(*words, "run.dir=a", "logger=csv") == 0
+    assert train(*words, "run.dir=b", "+data.fails=true") == 3
+    # A key that is misspelt says what it would have hidden.
+    for key in ("data.pasword", "logger.api_kye", "logger.tokne"):
+        assert train("logger=csv", f"{key}=canary10") == 2
+    printed = capsys.readouterr()
+    assert "canary" not in (printed.out + printed.err).replace("canaries", "")
+    assert "<secret>" in printed.err
+    files = {path: path.read_bytes() for path in in_tmp.rglob("*") if path.is_file()}
+    assert [path for path, content in files.items() if b"canary" in content] == []
+    assert b"${oc.env:WHERE}" in files[in_tmp / "a" / "config.yaml"]
+
+
 def test_a_callback_remembers(in_tmp: Path) -> None:
     both = "callbacks=[{_target_: resuming.Armed, step: 17},{_target_: resuming.Counter}]"
     arm("SIGTERM")

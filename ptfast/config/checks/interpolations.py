@@ -10,13 +10,17 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from ptfast.core.errors import ConfigError, PtfastError, together
+from ptfast.config.schema import flatten
+from ptfast.core.errors import ConfigError, PtfastError, keep_secret, together
 from ptfast.core.sections.nearest_name import nearest
 from ptfast.core.sections.problem import not_set
 
 ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
 """A value that is a reference to an environment variable and nothing else."""
 
+_REFERENCE = re.compile(r"\$\{(\.*)([^${}:.][^${}:]*)\}")
+MOST_CHARS = 1_000_000
+"""Characters that one value may come to."""
 RESOLVERS = (
     "oc.env",
     "oc.select",
@@ -42,6 +46,9 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
         key = str(getattr(error, "full_key", None) or "") or None
         what = f"cannot be read: {_first_line(error)}"
         raise ConfigError("C008", what, key=key, place=place(key) if key else None) from error
+    if (key := _too_large(tree)) is not None:
+        what = f"its interpolations come to more than {MOST_CHARS:,} characters"
+        raise ConfigError("C008", what, key=key, place=place(key))
     found: dict[str, PtfastError] = {}
     for key, parent, name in _interpolations(config, ""):
         try:
@@ -63,6 +70,45 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
     return {str(key): value for key, value in resolved.items()}
 
 
+def _env(*arguments: Any) -> Any:
+    """`oc.env`, whose values are hidden from then on wherever text is shown or written."""
+    value = _oc_env(*arguments)
+    if isinstance(value, str):
+        keep_secret(value)
+    return value
+
+
+_oc_env = oc.env
+OmegaConf.register_new_resolver("oc.env", _env, replace=True)
+
+
+def _too_large(tree: dict[str, Any]) -> str | None:
+    """The key whose value, with all that it refers to, is larger than any config; None if there is none.
+
+    A few lines that refer to one another twice each take more memory than there is.
+    """
+    sizes: dict[str, int] = {}
+    values = flatten(tree)
+
+    def size(key: str) -> int:
+        """Characters at a key or below it; 0 while it is being counted, which a circle comes back to."""
+        if key not in sizes:
+            sizes[key] = 0
+            below = [inside for inside in values if inside.startswith(f"{key}.")]
+            sizes[key] = sum(map(size, below)) if key not in values else expanded(key)
+        return sizes[key]
+
+    def expanded(key: str) -> int:
+        text, above = str(values[key]), key.split(".")
+        references = (
+            ".".join([*above[: len(above) - len(dots)], name] if dots else [name])
+            for dots, name in _REFERENCE.findall(text)
+        )
+        return min(len(text) + sum(map(size, references)), 2 * MOST_CHARS)
+
+    return next((key for key in values if "${" in str(values[key]) and size(key) > MOST_CHARS), None)
+
+
 def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -> dict[str, Any]:
     """`tree` as a file may hold it: values that came from the environment refer to it again."""
     if "oc.env" not in str(tree_unresolved):
@@ -74,12 +120,11 @@ def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -
         references.append(f"${{oc.env:{','.join(map(str, arguments))}}}")
         return f"\0{len(references) - 1}\0"
 
-    from_environment = oc.env
     OmegaConf.register_new_resolver("oc.env", refer, replace=True)
     try:
         marked = OmegaConf.to_container(config, resolve=True)
     finally:
-        OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
+        OmegaConf.register_new_resolver("oc.env", _env, replace=True)
     return _replace(
         _escaped(marked), lambda text: re.sub(r"\0(\d+)\0", lambda m: references[int(m[1])], text)
     )

@@ -6,16 +6,23 @@ import contextlib
 import hashlib
 import inspect
 import os
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ptfast.config.schema import flatten
+from ptfast.core.errors import COMMAND_LINE, ConfigError, together
 from ptfast.core.machine import cache_folder
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.targets import EXTRAS, locate
 
+_CALL = re.compile(r"\$\{[^{}]*:|\$\{[^{}]*\$\{")
+"""An interpolation that calls a resolver, or whose name is made by another one."""
+_URL = re.compile(r"\b(?!file:|sqlite:)[A-Za-z][\w+.-]*://|\bpipe:", re.IGNORECASE)
 ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast", *EXTRAS)
 # Of the functions in these packages only those that build models are called for a stranger's file:
 # torchvision also has functions that download and unpack.
@@ -89,6 +96,30 @@ class Trust:
             fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
         if not fits:
             raise _untrusted("it is no model, data set, optimizer or other part of a run")
+
+
+def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bool = True) -> None:
+    """Refuse values of a config from elsewhere that read the environment or name a server.
+
+    Somebody else's file could otherwise have a variable's value sent to a host of its choice. What the user
+    typed may do both.
+
+    Raises:
+        ConfigError: C009 for each such key.
+    """
+    found: list[ConfigError] = []
+    for key, value in flatten(tree).items():
+        text = str(value)
+        if place(key) == COMMAND_LINE or (not trains and key.split(".")[0] == "logger"):
+            continue
+        calls, url = _CALL.search(text), _URL.search(text)
+        if calls or url:
+            what = "reads the environment" if calls else "names a server"
+            hint = f"If you trust it, give the value yourself: {key}=VALUE"
+            what = f"not trusted, a config file from elsewhere {what}"
+            found.append(ConfigError("C009", what, key=key, value=text, place=place(key), suggestion=hint))
+    if found:
+        raise together(found)
 
 
 def remember(config_file: Path) -> None:

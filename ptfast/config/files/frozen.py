@@ -12,7 +12,8 @@ import yaml
 
 from ptfast.config.checks.interpolations import ENV, resolve_keeping_env
 from ptfast.config.checks.rules import losing_length
-from ptfast.config.compose import Composed, apply, finish
+from ptfast.config.checks.trust import check_reach
+from ptfast.config.compose import Composed, apply, finish, place_of
 from ptfast.config.files.search_path import with_sections
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.hydra_internals import OmegaConfDumper
@@ -96,20 +97,31 @@ def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str,
     return _map(copy.deepcopy(tree), "", hide), hidden
 
 
-def load(path: Path, arguments: Sequence[str] = (), *, complete: bool = True) -> Composed:
+def load(
+    path: Path,
+    arguments: Sequence[str] = (),
+    *,
+    complete: bool = True,
+    trusted: bool = True,
+    trains: bool = True,
+) -> Composed:
     """Read a frozen config, or any whole config in one file, and apply arguments to it.
 
     Args:
         path: the YAML file.
         arguments: `key=value` and `group=option`; a group's section is replaced as a whole.
         complete: as in `compose`.
+        trusted, trains: as in `read.load_config`.
 
     Raises:
-        ConfigError: C007 for a file that cannot be read; otherwise as `compose`.
+        ConfigError: C007 for a file that cannot be read, C009 for what a file from elsewhere may not read;
+            otherwise as `compose`.
     """
     content = read_yaml(path)
     data = {key: value for key, value in content.data.items() if key not in RETIRED}
     tree, places = apply(with_sections(data), content.places, arguments)
+    if not trusted:
+        check_reach(tree, lambda key: place_of(key, places), trains=trains)
     return finish(
         tree, places, recipe=None, warnings=content.warnings, arguments=arguments, complete=complete
     )

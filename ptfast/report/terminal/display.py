@@ -35,6 +35,7 @@ def terminal_display() -> Display:
 def say(text: str = "", stream: TextIO | None = None) -> None:
     """Print lines at once; on a terminal each is broken between words, and goes on further to the right."""
     stream = stream or standard_output()
+    text = "\n".join(map(one_line, text.split("\n")))
     if is_terminal(stream):
         wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns - 1)
         wrapper.break_long_words = wrapper.break_on_hyphens = False

@@ -107,7 +107,7 @@ class LiveDisplay(PlainDisplay):
 
         line = Text()
         line.append(f"{self._where(step, epoch)}  ", style="dim")
-        line.append(f"{split:<4}  {listed(figures)}")
+        line.append(one_line(f"{split:<4}  {listed(figures)}"))
         if is_best:
             line.append("  best", style="bold green")
         self._show(line)
