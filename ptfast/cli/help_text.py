@@ -26,6 +26,9 @@ def help_text(commands: Mapping[str, Command], topic: str | None = None) -> str:
     from ptfast.config.schema import Config, section_of
 
     fields = {name: section_of(field.annotation) for name, field in Config.model_fields.items()}
+    if "=" in topic:
+        group, option = topic.split("=", 1)
+        return "\n".join(_of_option(group, option, fields.get(group)))
     sections = [name for name, section in fields.items() if section is not None]
     known = dict.fromkeys([*commands, *paths.groups(), *sections])
     if topic not in known:
@@ -87,9 +90,32 @@ def _of_group(group: str, section: Any) -> Iterator[str]:
         text = "those of its library" if keywords is None else ", ".join(own) or "none"
         yield _row(", ".join(names), text)
     if targets:
-        yield "\nKeys of your own class are its keyword arguments."
+        yield f"\nptfast --help {group}=OPTION explains an option's. A class of your own has its own."
     if targets and options:
         yield f"ptfast train {group}=OPTION --cfg job prints the values that an option sets."
+
+
+def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
+    """The keys that one option's target takes, with their defaults and what they mean."""
+    from ptfast.config.checks.options import check_option
+    from ptfast.config.checks.target_kinds import own_parameters
+    from ptfast.config.compose import compose
+    from ptfast.config.editors.docstrings import argument_docs, field_docs
+    from ptfast.config.files import paths
+    from ptfast.core.sections.coerce import EMPTY
+    from ptfast.core.sections.targets import locate
+
+    check_option(group, option, paths.groups(), None)
+    values = compose([f"{group}={option}"], complete=False).tree[group]
+    yield f"{group}={option} sets, and takes with {group}.KEY=VALUE:"
+    target = locate(values["_target_"]) if isinstance(values.get("_target_"), str) else None
+    docs = field_docs(section) if section is not None else {}
+    docs = {**docs, **(argument_docs(target) if target is not None else {})}
+    parameters = own_parameters(target, group) if target is not None else {}
+    for key in dict.fromkeys([*parameters, *(key for key in values if key != "_target_")]):
+        default = parameters[key].default if key in parameters else EMPTY
+        value = values.get(key, default)
+        yield _row(key if value is EMPTY else f"{key}={value}", docs.get(key, ""))
 
 
 def _row(name: str, text: str) -> str:

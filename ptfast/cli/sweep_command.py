@@ -86,9 +86,11 @@ class Job:
         points = [word for word in composed.arguments if not word.startswith("hydra")]
         said = " ".join(word.removeprefix("++") for word in redact(points)) or "defaults"
         print(f"{'' if self.num_parallel > 1 else chr(10)}job {number}: {said}", flush=True)
+        # What is for the sweep means nothing to a single run, which would warn of it.
+        alone = [word for word in points if not word.startswith("sweep.")]
         process = warm_process(
             self.run,
-            ["train", *points, f"run.dir={quoted(run_dir)}"],
+            ["train", *alone, f"run.dir={quoted(run_dir)}"],
             # Its decoder reads JPEG files.
             modules=["torchvision"] if re.search("torchvision|'decoder'", str(composed.tree)) else [],
             environment=self._share(slot),

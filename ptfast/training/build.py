@@ -130,7 +130,7 @@ def build(
         groups_note=shaped.grouping.describe(),
         remedy=partial(remedy, config.model.target, config.data.target, data.info),
     )
-    check_own_steps(run)
+    check_own_steps(run, config.gradients)
     _finish(run, context, changed)
     return run
 

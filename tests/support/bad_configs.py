@@ -254,7 +254,10 @@ CASES: dict[str, Case] = {
         f"augment.resized_ratio=[2.0,1.0] {TYPED} the largest comes first. Use augment.resized_ratio=[1,2]",
     ),
     "22 a tab": recipe(
-        "epochs: 1\n\tbatch_size: 4\n", "C007", "mine.yaml:2:1: found a tab", r"`\tbatch_size: 4`"
+        "epochs: 1\n\tbatch_size: 4\n",
+        "C007",
+        "mine.yaml:2:1: a tab, where YAML takes only spaces",
+        r"`\tbatch_size: 4`",
     ),
     "22 an open bracket": recipe(
         "epochs: 1\ncallbacks: [a, b\nseed: 4\n",

@@ -112,6 +112,7 @@ def test_a_resumed_run_is_one_never_stopped(tmp_path: Path) -> None:
         (["optimizer.groups=[{match: 'd.*', name: d}]"], "C005", "matches no parameter"),
         (["task=classification"], "C011", "has no method step, which would take the optimizer generator"),
         (["gradients=clip"], "C011", "gradients.clip_norm: .*Set gradients.clip_norm=null"),
+        (["gradients.clip_value=1"], "C011", "gradients.clip_value: .*Set gradients.clip_value=null"),
         (["gradients.accumulate=2"], "C011", "Set gradients.accumulate=1"),
     ],
 )

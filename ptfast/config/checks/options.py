@@ -88,7 +88,8 @@ def _hint(group: str, option: str, known: list[str], groups: Iterable[str]) -> s
         )
     if option.lower() in ("none", "null", "off", "false", "no") and "none" in known:
         return f"Did you mean {group}=none? {everything}"
-    near = did_you_mean(option, known, f"{group}={{}}")
+    whole = next((name for name in known if option in name.split("_")[1:]), None)
+    near = f"Did you mean {group}={whole}?" if whole else did_you_mean(option, known, f"{group}={{}}")
     if near:
         return f"{near} {everything}"
     elsewhere = [f"{other}={option}" for other in groups if other != group and option in paths.options(other)]

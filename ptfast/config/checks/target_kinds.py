@@ -13,6 +13,7 @@ from typing import Any
 
 from ptfast.config.checks.source_keywords import source_keywords
 from ptfast.config.files.paths import builtin_root
+from ptfast.core.errors import name_of
 from ptfast.core.protocols import HOOKS, LOGGER_METHODS, TASKS, Callback, DataInfo
 from ptfast.core.sections.coerce import EMPTY, coerce
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
@@ -34,6 +35,10 @@ _OF_SAMPLES = frozenset({"seed", "epoch", "num_samples", "labels", "weights", "d
 """What an order of samples is called with, by name."""
 _DATA_FACTS = frozenset(field.name for field in dataclasses.fields(DataInfo))
 _MODEL_SWITCHES = frozenset({"pretrained"})
+
+
+KNOWN_NAMES = ("ptfast.", "torch.", "torchvision.", "timm.", "transformers.", "schedulefree.")
+"""Packages whose keywords of a common name, such as `lr`, have the range of that name."""
 
 
 def check_target(
@@ -66,6 +71,8 @@ def check_target(
     open_ended = swallows_keywords(function)
     kwargs: dict[str, Any] = {}
     problems: list[Problem] = []
+    # What a word means is known of these packages alone: `alpha` of a user's own loss may be anything.
+    known = name_of(function).startswith(KNOWN_NAMES)
     for name, value in target.kwargs.items():
         key = f"{prefix}.{name}"
         value, nested = _check_nested(value, key, locate, section if section == "metrics" else "")
@@ -74,7 +81,7 @@ def check_target(
             problems += _unknown(name, value, section, prefix, [*parameters, *fixed])
             continue
         try:
-            kwargs[name] = _coerced(name, value, parameters.get(name), section)
+            kwargs[name] = _coerced(name if known else "", value, parameters.get(name), section)
         except Problem as problem:
             problems.append(problem.at(key, value))
     if not target.partial:

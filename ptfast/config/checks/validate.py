@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from ptfast.config.checks.rules import across_keys, check_batch
 from ptfast.config.checks.target_kinds import check_source, check_target
 from ptfast.config.checks.trust import Trust
+from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
 from ptfast.core.errors import together
@@ -276,6 +277,9 @@ class _Checker:
         if isinstance(cause, Problem):
             return cause.at(key, value)
         known = _known_keys(key)
+        if value in paths.options(key):
+            hint = f"In a recipe's defaults write `- override /{key}: {value}`"
+            return Problem("C004", f"{value} is an option of {key}", key=key, value=value, suggestion=hint)
         expected = f"expected keys such as {key}.{known[0]}" if known else item["msg"].lower()
         return Problem("C004", expected, key=key, value=value)
 

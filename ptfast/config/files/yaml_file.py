@@ -226,4 +226,6 @@ def _unreadable(text: _Text, error: yaml.MarkedYAMLError) -> ConfigError:
         mark = error.context_mark
         if "flow" in context:
             problem = "a bracket that is not closed, or a missing comma"
+    if "tab" in problem or "\\t" in problem:
+        problem = "a tab, where YAML takes only spaces"
     return (text.odd_space(mark) if mark else None) or text.error(mark, problem)

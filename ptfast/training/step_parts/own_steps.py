@@ -12,6 +12,7 @@ from ptfast.core.errors import ConfigError, described, name_of, name_some
 from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.run import Run
 from ptfast.optim.build_optimizer import build_step
+from ptfast.techniques.gradients import Gradients
 from ptfast.training.step_parts.loss_window import LossWindow
 from ptfast.training.user_code import Part
 
@@ -69,7 +70,7 @@ class OwnSteps:
         self._window.add(given[0].detach(), given[1])
 
 
-def check_own_steps(run: Run) -> None:
+def check_own_steps(run: Run, gradients: Gradients) -> None:
     """Refuse named optimizers that nobody steps, and what the loop does with gradients that it does not see.
 
     Raises:
@@ -88,11 +89,15 @@ def check_own_steps(run: Run) -> None:
         what = f"{task} steps optimizers by name, and none has {name_some(names, 3)}"
         hint = "Name one for each, such as optimizer.groups='[{match: \"critic.*\", name: critic}]'"
         raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
-    settings = run.settings
+    settings, ways = run.settings, ("clip_norm", "clip_value", "clip_adaptive")
+    clipped = next((f"gradients.{way}" for way in ways if getattr(gradients, way) is not None), None)
+    of_groups = "clip_norm left out of optimizer.groups"
     out_of_reach = {
         "parallel": "parallel=single" if run.ranks.num_ranks > 1 else None,
         "micro_batches": "gradients.accumulate=1" if settings.micro_batches > run.ranks.num_ranks else None,
-        "gradients.clip_norm": "gradients.clip_norm=null, and clip in step" if run.clip is not None else None,
+        clipped or "optimizer.groups": f"{f'{clipped}=null' if clipped else of_groups}, and clip in step"
+        if run.clip is not None
+        else None,
         "precision": "precision=bf16 or fp32" if run.precision.scaler is not None else None,
     }
     for key, instead in out_of_reach.items():
