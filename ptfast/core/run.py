@@ -38,6 +38,8 @@ class Resolved:
     num_ranks: int = 0
     micro_batches: int = 0
     threads: int = 0
+    threads_reason: str = ""
+    """Why `auto` took fewer than there are cores; empty where it did not."""
     interop_threads: int = 0
     cudnn_benchmark: bool | None = None
     deterministic: bool = False

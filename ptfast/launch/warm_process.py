@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.core.errors import EXIT_INTERRUPTED
-from ptfast.core.machine import die_with_parent, process_age_s
+from ptfast.core.machine import die_with_parent, process_age_s, watch_others
 from ptfast.launch.rank_main import STARTED_VARIABLE
 
 PRELOADED = (
@@ -84,6 +84,7 @@ def _main(
             with output.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
+        watch_others()
         # The method that has made this process would otherwise make the workers of its loaders.
         multiprocessing.set_start_method(None, force=True)
         # The server ends with the last process that holds this: the one that has started the others.

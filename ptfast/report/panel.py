@@ -38,6 +38,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     layout = ", channels last" if resolved.channels_last else ""
     processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
     threads = f"{resolved.threads} thread" + "s" * (resolved.threads > 1) + " each" * (num_ranks > 1)
+    threads += f" ({resolved.threads_reason})" * bool(resolved.threads_reason)
     # Weights that are shared out come with a class of torch's own making.
     model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
     facts = {**sections, "run": run, "resolved": resolved}

@@ -65,9 +65,15 @@ def prepare_machine(
     """
     if trains and before.num_ranks != ranks.num_ranks:
         # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
-        before = replace(before, threads=0, workers=0)
+        before = replace(before, threads=0, threads_reason="", workers=0)
     backend = config.backend if trains else config.backend.model_copy(update={"cudnn_benchmark": False})
-    switches = apply_backend(backend, device=device, num_local_ranks=ranks.num_local_ranks, before=before)
+    switches = apply_backend(
+        backend,
+        device=device,
+        num_local_ranks=ranks.num_local_ranks,
+        before=before,
+        reads_ahead=config.dataloader.read_ahead,
+    )
     precision = build_precision(config.precision, device, ranks, before=before)
     context = BuildContext(
         config=config,

@@ -145,3 +145,29 @@ def test_a_rank_is_limited_by_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_libraries_run_out_of_memory_in_words_of_their_own(said: str, is_one: bool) -> None:
     assert machine.is_memory_error(RuntimeError(said)) is is_one
+
+
+def test_what_others_keep_busy_is_told_from_what_this_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc").mkdir(exist_ok=True)
+    clock = {"now": 0.0, "own": 0.0}
+
+    def at(now: float, busy: float, own: float) -> None:
+        ticks = round(busy * os.sysconf("SC_CLK_TCK"))
+        (tmp_path / "proc/stat").write_text(f"cpu {ticks} 0 0 0 0 0 0 0\ncpu0 {ticks} 0 0 99 9 0 0 0\n")
+        clock.update(now=now, own=own)
+
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(machine, "processor_time_s", lambda: clock["own"])
+    monkeypatch.setattr(machine, "_watched", (0.0, None, 0.0))
+    at(10.0, 100.0, 5.0)
+    machine.watch_others()
+    at(10.2, 100.4, 5.2)
+    assert machine.others_cores() == 0.0  # too short to say
+    at(12.0, 105.0, 7.0)
+    assert machine.others_cores() == pytest.approx((5 - 2) / 2)
+    assert machine.others_cores(num_local_ranks=2) == pytest.approx(0.5)
+    assert machine.others_cores(num_local_ranks=8) == 0.0

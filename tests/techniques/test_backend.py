@@ -23,7 +23,7 @@ from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.core.run import Resolved
 from ptfast.core.run_directory import read_json
 from ptfast.profiling.debug_aids.debugging import debugging
-from ptfast.techniques.backend import Backend
+from ptfast.techniques.backend import Backend, torch_settings
 from ptfast.techniques.backend.torch_settings import (
     apply_backend,
     resolve_threads,
@@ -58,6 +58,30 @@ def test_ranks_share_the_cores(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("ptfast.techniques.backend.torch_settings.usable_cores", lambda: 6)
     assert [resolve_threads(ranks) for ranks in (1, 2, 4, 12)] == [6, 3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("busy", "ahead", "threads", "says"),
+    [
+        (0.3, False, 4, ""),
+        (1.2, False, 3, "others keep 1.2 of 4 cores busy"),
+        (9.0, False, 1, "9.0"),
+        (0.0, True, 3, ""),
+    ],
+)
+def test_threads_leave_cores_to_who_keeps_them_busy(restore_backend, monkeypatch, busy, ahead, threads, says):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch_settings, "usable_cores", lambda: 4)
+    monkeypatch.setattr(torch_settings, "others_cores", lambda ranks: busy)
+    found = apply_backend(Backend(), device=CPU, reads_ahead=ahead)
+    assert found["threads"] == threads
+    assert says in found["threads_reason"]
+    assert bool(found["threads_reason"]) == bool(says)
+    # Whatever the load is by then, a resumed run keeps its number.
+    monkeypatch.setattr(torch_settings, "others_cores", lambda ranks: 0.0)
+    before = Resolved(device="cpu", **found)
+    again = apply_backend(Backend(), device=CPU, before=before)
+    assert (again["threads"], again["threads_reason"]) == (threads, found["threads_reason"])
 
 
 @pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])

@@ -19,11 +19,11 @@ OTHERS = 0.25
 
 def threads_beside_cores(examined: Examined) -> Iterator[Finding]:
     """More threads than cores, which then wait for each other, or fewer on a CPU that trains."""
-    threads, cores = torch.get_num_threads(), usable_cores()
+    threads, cores = torch.get_num_threads(), usable_cores() - round(examined.steps.others_cores)
     most = usable_cores(hyperthreads=True)
     if threads > most or (examined.device_type == "cpu" and 2 * threads <= cores):
         yield Finding(
-            f"{threads} thread{'s' * (threads != 1)} on {cores} core{'s' * (cores != 1)}",
+            f"{threads} thread{'s' * (threads != 1)} on {cores} free core{'s' * (cores != 1)}",
             "backend.threads",
             "or OMP_NUM_THREADS, where that sets it",
             ("backend.threads=auto",),

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptfast.core.machine import processor_time_of, processor_time_s
+from ptfast.core.machine import machine_times, processor_time_of, processor_time_s
 
 ROOT = Path("/")
 """Root of the system's files."""
 OTHERS_CORES, STEAL_CORES, SLOWED = 0.1, 0.05, 0.9
 """Interference is what takes more of a core than this, or clocks below this part of the highest seen."""
-_STEAL, _IDLE = 7, (3, 4)
-"""Fields of a CPU in /proc/stat, by proc(5)."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +90,7 @@ def wait_for_children(most_s: float = 1.0, look_s: float = 0.02) -> None:
 
 
 def _machine_times() -> tuple[float, float] | tuple[None, None]:
-    """Busy and stolen seconds of the CPUs that this process may use."""
-    try:
-        lines = (ROOT / "proc/stat").read_text().splitlines()
-        cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-        tick = os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return None, None
-    rows = [list(map(int, line.split()[1:9])) for line in lines if line.split(" ")[0] in cpus]
-    if not rows:
-        return None, None
-    steal = sum(row[_STEAL] for row in rows)
-    busy = sum(map(sum, rows)) - steal - sum(row[field] for row in rows for field in _IDLE)
-    return busy / tick, steal / tick
+    return machine_times(ROOT)
 
 
 def _mhz() -> float | None:

@@ -13,7 +13,7 @@ import torch
 
 from ptfast.core.devices import device_type, lack_of_device
 from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
-from ptfast.core.machine import read_setting, usable_cores
+from ptfast.core.machine import others_cores, read_setting, usable_cores
 from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
@@ -25,7 +25,12 @@ MOST_SHAPES = 8
 
 
 def apply_backend(
-    backend: Backend, *, device: torch.device, num_local_ranks: int = 1, before: Resolved | None = None
+    backend: Backend,
+    *,
+    device: torch.device,
+    num_local_ranks: int = 1,
+    before: Resolved | None = None,
+    reads_ahead: bool = False,
 ) -> dict[str, Any]:
     """Set torch's process-wide switches and say what `auto` became.
 
@@ -33,7 +38,8 @@ def apply_backend(
     is recorded and given back as `threads` when the run resumes.
 
     Args:
-        backend: `threads=auto` takes an equal share of the usable cores for each local rank;
+        backend: `threads=auto` takes an equal share of the usable cores for each local rank, less what
+            other processes keep busy and what reads ahead: threads that wait for a core hold up all others;
             `cudnn_benchmark=auto` lets cuDNN time its kernels on each new shape, unless `deterministic`, and
             until `watch_shapes` has seen too many; `deterministic` refuses operations whose result depends
             on timing: slower, bit-identical from run to run; `hold_memory` acts where the model is on the
@@ -42,14 +48,22 @@ def apply_backend(
         device: where the model will be.
         num_local_ranks: processes of this run on this machine.
         before: what `auto` became when the run began; None for a new one.
+        reads_ahead: a thread of this process reads the next batch meanwhile.
 
     Returns:
-        `threads`, `interop_threads`, `cudnn_benchmark`, `deterministic`, `holds_memory` and
+        `threads`, `threads_reason`, `interop_threads`, `cudnn_benchmark`, `deterministic`, `holds_memory` and
         `flushes_denormals`, which go into JSON.
     """
     before = before or Resolved()
     threads, deterministic = unless_resolved(backend.threads, before.threads), backend.deterministic
-    num_threads = resolve_threads(num_local_ranks) if threads == "auto" else threads
+    reason = before.threads_reason if before.threads else ""
+    if threads == "auto":
+        busy = others_cores(num_local_ranks) if device.type == "cpu" else 0.0
+        num_threads = resolve_threads(num_local_ranks, busy, reads_ahead=reads_ahead and device.type == "cpu")
+        if num_threads < resolve_threads(num_local_ranks, reads_ahead=reads_ahead):
+            reason = f"others keep {busy:.1f} of {usable_cores()} cores busy"
+    else:
+        num_threads = threads
     # On a GPU shapes had become too many before.
     had_many = (before.device, before.cudnn_benchmark) == ("cuda", False)
     benchmark = not had_many if backend.cudnn_benchmark == "auto" else backend.cudnn_benchmark
@@ -68,6 +82,7 @@ def apply_backend(
     can_flush = torch.set_flush_denormal(flush)
     return {
         "threads": num_threads,
+        "threads_reason": reason,
         "interop_threads": torch.get_num_interop_threads(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": deterministic,
@@ -99,13 +114,19 @@ def watch_shapes(
     yield from batches
 
 
-def resolve_threads(num_local_ranks: int) -> int:
-    """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins where there is one."""
+def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0, *, reads_ahead: bool = False) -> int:
+    """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins where there is one.
+
+    Args:
+        busy_cores: that other processes take. Two threads of which one waits for a core were measured at 3 to
+            300 times the time of one.
+        reads_ahead: each process has another busy thread.
+    """
     # torchrun sets the variable to 1 itself, which would leave all other cores unused.
     asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    return max(usable_cores() // num_local_ranks, 1)
+    return max((usable_cores() - round(busy_cores)) // num_local_ranks - reads_ahead, 1)
 
 
 def resolve_device(name: str, ranks: Ranks) -> torch.device:
