@@ -90,8 +90,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Thousands of minor page faults a step, as getrusage counts them, on a CPU with glibc.",
         trial=("model=mlp", "model.hidden=[16]"),
     ),
-    # Reordered, as rounding is all that it does: with and without it the 12 configurations of compare_bits end
-    # with the same bits, and so do 872 steps of text_sst2, which leave 60,742 denormal moments.
+    # Reordered, as rounding is all that it does: with and without it the 12 configurations of compare_bits
+    # end with the same bits, and so do 872 steps of text_sst2, which leave 60,742 denormal moments.
     Technique(
         name="denormals flushed to zero",
         family="backend",
