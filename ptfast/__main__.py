@@ -16,7 +16,7 @@ def main() -> None:
     from ptfast.core.machine import process_age_s
 
     # The wall time of a run counts from there, the interpreter's own start and all imports included.
-    os.environ.setdefault("PTFAST_STARTED", repr(time.time() - process_age_s()))
+    os.environ.setdefault("PTFAST_STARTED", repr(time.monotonic() - process_age_s()))
     # Read when torch is imported.
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING)):
         os.environ.update(WAITING)

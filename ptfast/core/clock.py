@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STARTED_VARIABLE = "PTFAST_STARTED"
-"""Variable with the moment from which the wall time of a run counts, in seconds since the epoch."""
+"""Variable with the moment from which the wall time of a run counts, by the clock that nobody sets."""
 STEP = ("data", "transfer", "forward", "backward", "gradient_sync", "optimizer", "callbacks")
 """The phases of a training step."""
 CAUSES = (

@@ -78,7 +78,7 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
     Raises:
         PtfastError: whatever stops the run; `summary.json` names it.
     """
-    clock = Clock(time.time() - float(os.environ.get(STARTED_VARIABLE, time.time())))
+    clock = Clock(max(time.monotonic() - float(os.environ.get(STARTED_VARIABLE, time.monotonic())), 0.0))
     part = RankPart(config, folder, ranks, build_display(ranks.rank), clock)
     outcome = Outcome()
     # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.

@@ -79,7 +79,7 @@ def _main(
     exit_code = EXIT_INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        os.environ.update({STARTED_VARIABLE: repr(time.time() - process_age_s()), **environment})
+        os.environ.update({STARTED_VARIABLE: repr(time.monotonic() - process_age_s()), **environment})
         if output is not None:
             with output.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 1)

@@ -249,6 +249,10 @@ class Wandb:
         self._run.finish()
 
 
+CLOSE_S = 30.0
+"""How long loggers may take for what is left to write, once a run is over."""
+
+
 class BackgroundLogger:
     """Hands records to loggers in a thread of its own: a training step pays for a queue entry and no more.
 
@@ -267,6 +271,8 @@ class BackgroundLogger:
         self._thread: threading.Thread | None = None
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._error: MachineError | None = None
+        self._busy: Logger | None = None
+        """The logger that was called last."""
         self._closed = False
 
     @property
@@ -284,21 +290,33 @@ class BackgroundLogger:
 
     def _put(self, method: str, *given: Any) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="ptfast-logger", daemon=True)
-            self._thread.start()
+            self._begin()
         self._queue.put((method, given))
 
     def close(self) -> None:
-        """Write all that is queued, then close every logger. Safe to call twice."""
+        """Write all that is queued, then close every logger, within `CLOSE_S`. Safe to call twice.
+
+        A finished run must not wait for ever for a server that does not answer.
+        """
         if self._closed:
             return
         self._closed = True
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-        for logger in list(self._loggers):
-            self._attempt(logger, logger.close)
+        if self._thread is None:
+            self._begin()
+        self._queue.put(None)
+        assert self._thread is not None
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive() and self._busy is not None:
+            late = f"{type(self._busy).__name__} has not come to an end in {CLOSE_S:g} s and is left behind"
+            self._warnings.put(f"{late}: what it was given last may be missing")
+            # The others, metrics.jsonl among them, get all the same what waits behind it.
+            self._loggers.remove(self._busy)
+            self._work()
         self._surface()
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="ptfast-logger", daemon=True)
+        self._thread.start()
 
     def _work(self) -> None:
         while (due := self._queue.get()) is not None:
@@ -306,8 +324,12 @@ class BackgroundLogger:
             for logger in list(self._loggers):
                 if (method := getattr(logger, name, None)) is not None:
                     self._attempt(logger, partial(method, *given))
+        self._queue.put(None)  # for whoever goes on in place of a thread that hangs
+        for logger in list(self._loggers):
+            self._attempt(logger, logger.close)
 
     def _attempt(self, logger: Logger, action: Callable[[], None]) -> None:
+        self._busy = logger
         try:
             action()
         except MachineError as error:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ptfast.core.errors import MachineError
+from ptfast.report import loggers
 from ptfast.report.loggers import (
     BackgroundLogger,
     Csv,
@@ -333,3 +334,29 @@ def test_a_logger_that_waits_does_not_hold_up_the_step() -> None:
     gate.set()
     logger.close()
     assert len(waiting.records) == 2
+
+
+@pytest.mark.parametrize("method", ["log", "close"])
+def test_a_logger_that_hangs_holds_no_finished_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "CLOSE_S", 0.2)
+    over, said = threading.Event(), list[str]()
+
+    class Hangs(Recorder):
+        def log(self, record: dict[str, Any]) -> None:
+            over.wait() if method == "log" else None
+
+        def close(self) -> None:
+            over.wait()
+
+    others = Recorder(), Recorder()
+    background = BackgroundLogger([others[0], Hangs(), others[1]], said.append)
+    background.log(train(1))
+    background.log(train(2))
+    background.close()
+    assert said == [
+        "Hangs has not come to an end in 0.2 s and is left behind: what it was given last may be missing"
+    ]
+    assert [record["step"] for record in others[0].records] == [1, 2]
+    assert others[1].records[-1]["step"] == 2
+    assert all(recorder.closed for recorder in others)
+    over.set()

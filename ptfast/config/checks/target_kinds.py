@@ -81,7 +81,7 @@ def check_target(
             problems += _unknown(name, value, section, prefix, [*parameters, *fixed])
             continue
         try:
-            kwargs[name] = _coerced(name if known else "", value, parameters.get(name), section)
+            kwargs[name] = _coerced(name, value, parameters.get(name), section, known)
         except Problem as problem:
             problems.append(problem.at(key, value))
     if not target.partial:
@@ -137,11 +137,13 @@ def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> di
     return parameters
 
 
-def _coerced(name: str, value: Any, parameter: inspect.Parameter | None, section: str) -> Any:
-    if parameter is None:
-        return coerce(value, name=name)
+def _coerced(name: str, value: Any, parameter: inspect.Parameter | None, section: str, known: bool) -> Any:
+    """A value as its annotation asks for, or as its name does where that has one meaning."""
     if section == "optimizer" and name == "fused" and value == "auto":
         return value
+    name = name if known else ""
+    if parameter is None:
+        return coerce(value, name=name)
     return coerce(value, parameter.annotation, name=name, default=parameter.default, unit="epochs")
 
 
