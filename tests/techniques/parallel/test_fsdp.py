@@ -76,7 +76,9 @@ def test_a_gpu_never_holds_the_whole_model(tmp_path: Path) -> None:
 
 def test_the_whole_model_stays_on_the_host() -> None:
     """Shares of it go to the device, one block after another: here a GPU that is not there."""
-    _, config = read_config(("parallel=fsdp", "model=mlp", "rewrites.bias_before_norm=false"))
+    _, config = read_config(
+        ("parallel=fsdp", "model=mlp", "rewrites.bias_before_norm=false", "precision.tf32_convolutions=false")
+    )
     device, alone = torch.device("cuda", 0), Ranks()
     context = prepare_machine(config, device, ranks=alone, display=Display(), before=Resolved(), trains=False)
     context = replace(context, ranks=Ranks(0, 0, 8, 8))
