@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from ptfast.config.applicability import OF_THE_RUN, ThisMachine, verdict
 from ptfast.config.catalogue import CATALOGUE, Need, Technique
 from ptfast.config.compose import Composed
+from ptfast.config.files.frozen import redact
 from ptfast.config.files.overlay import check_overlay
-from ptfast.config.files.presets import content
 from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
+from ptfast.core.errors import COMMAND_LINE, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from ptfast.core.units import clock, duration
-from ptfast.measure.ablate.ablation import PLAIN, Ablation
-from ptfast.measure.ablate.ablation_table import bounds, draw, ratio, show
+from ptfast.measure.ablate.ablation import Ablation
+from ptfast.measure.ablate.ablation_table import described, draw, measured_findings, show
+from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.found import check_outputs, label, write_recipe
-from ptfast.measure.trials.comparison import Comparison
-from ptfast.measure.trials.session import RECEIPT, Session
+from ptfast.measure.trials.session import RECEIPT
 from ptfast.report.terminal.display import is_terminal, say, standard_output
 
+LEAST_S = 30.0
+"""A budget that never suffices."""
 BEST, PICTURE = "best.yaml", "ablate.png"
 CHEAPER_STEPS = ("batching", "optimizer")
 """Families of which techniques that change the training may make a step cheaper."""
@@ -44,10 +45,10 @@ def ablate(
     compiles: bool = False,
     out: Path | None = None,
 ) -> int:
-    """Measure techniques by paired trials, show them by worth, and write the best config as a recipe.
+    """Measure techniques by a designed experiment, show them by worth, and write the best config as a recipe.
 
     Args:
-        budget_s: seconds for everything; what it does not reach is named.
+        budget_s: seconds for everything.
         only: measure no others.
         compiles: measure those that compile, too.
         out: folder of receipt, picture and recipe; None for a new one under `run.root`.
@@ -56,50 +57,50 @@ def ablate(
         0, or 130 after Ctrl-C, with what was found by then shown and written.
 
     Raises:
-        ConfigError: C005 where the budget is too small for one comparison.
-        PtfastError: whatever stops a plain run in its first steps.
+        ConfigError: C005 where the budget is too small.
+        PtfastError, ReportedError: whatever stops a plain run in its first steps.
     """
     check_outputs(out, None)
     folder = out or run_directory.new_folder(Path(config.run.root), f"ablate-{label(config)}")
     check_overlay(folder / BEST) if folder.is_dir() else None
-    code = EXIT_OK
-    with tempfile.TemporaryDirectory(prefix="ptfast-") as name, _live_line() as live:
-        with Session(arguments, budget_s=budget_s, folder=Path(name)) as session:
+    if budget_s < LEAST_S:
+        raise _too_short(budget_s, LEAST_S)
+    code, left_out = EXIT_OK, dict[str, str]()
+    with _live_line() as live, Laboratory(budget_s=budget_s) as laboratory:
 
-            def on_round(comparison: Comparison) -> None:
-                what, rounds = comparison.other.name, len(comparison.rounds)
-                live(f"{what}: round {rounds}, {ratio(comparison)}  {clock(session.left_s)} left")
+        def on_stage(line: str) -> None:
+            live(f"{line}  {clock(max(laboratory.left_s, 0.0))} left")
 
-            session.on_round = on_round
-            say(f"measuring for {duration(budget_s)}; a run starts first, and is compared with itself")
-            session.calibrate(PLAIN)
+        say(f"measuring for {duration(budget_s)}: torch and the data are loaded first, once for all trials")
+        ablation = Ablation(laboratory, arguments, on_stage)
+        try:
+            plain = ablation.begin()
+            techniques, left_out = choose(plain.facts["meets"], ThisMachine(), only=only, compiles=compiles)
+            needed_s = ablation.needed_s(len(techniques))
+            if needed_s > laboratory.left_s:
+                raise _too_short(budget_s, budget_s - laboratory.left_s + needed_s)
+            ablation.look(techniques)
             live("")
-            say("\n".join(session.describe_floor()))
-            meets = session.pool.warm[PLAIN]["meets"]
-            techniques, left_out = choose(meets, ThisMachine(), only=only, compiles=compiles)
-            say(f"techniques to measure: {len(techniques)}")
-
-            def on_done(heading: str, comparison: Comparison) -> None:
-                live("")
-                _note(heading, comparison, session.left_s)
-
-            ablation = Ablation(session, techniques, on_done)
-            try:
-                ablation.run()
-            except KeyboardInterrupt:
-                live("")
-                say("interrupted: this is what was found by then")
-                code = EXIT_INTERRUPTED
-        show(ablation, left_out)
-        _write(ablation, folder, arguments, config, left_out, interrupted=code != EXIT_OK)
+            say(
+                f"{len(ablation.factors)} switches are set at once in every trial, "
+                f"{len(ablation.apart)} more are measured beside the best of them"
+            )
+            ablation.run()
+        except KeyboardInterrupt:
+            live("")
+            say("interrupted: this is what was found by then")
+            ablation.conclude()
+            code = EXIT_INTERRUPTED
+    show(ablation, left_out)
+    _write(ablation, folder, arguments, config, left_out, interrupted=code != EXIT_OK)
     return code
 
 
-def _note(heading: str, comparison: Comparison, left_s: float) -> None:
-    """A line on a comparison that was made."""
-    found = comparison.why or f"{ratio(comparison)} [{bounds(comparison)}] {comparison.verdict}"
-    rounds = f", {len(comparison.rounds)} rounds" if comparison.rounds else ""
-    say(f"  {heading:<40} {found}{rounds}  {clock(left_s)} left")
+def _too_short(budget_s: float, needed_s: float) -> ConfigError:
+    what = f"too short for this recipe: it takes about {duration(needed_s)}"
+    hint = f"Give --budget {math.ceil(needed_s / 10) * 10}s"
+    value = f"{budget_s:g}s"
+    return ConfigError("C005", what, key="--budget", value=value, place=COMMAND_LINE, suggestion=hint)
 
 
 def _write(
@@ -113,34 +114,30 @@ def _write(
 ) -> None:
     """Write the receipt, the picture and the best config."""
     run_directory.create_folder(folder)
-    session, name, best = ablation.session, label(config), ablation.best
+    laboratory, name = ablation.laboratory, label(config)
+    command = ["ptfast", "ablate", *arguments, "--budget", f"{laboratory.budget_s:g}s"]
     facts = {
+        "command": redact(command),
         "interrupted": interrupted,
-        "not_reached": [technique.name for technique in ablation.not_reached],
         "left_out": left_out,
-        "stack": [technique.name for technique in ablation.stack],
-        "promised_speedup": ablation.promised,
-        "best": best.overrides,
+        **ablation.receipt(),
     }
-    command = ["ptfast", "ablate", *arguments, "--budget", f"{session.budget_s:g}s"]
-    session.write_receipt(folder / RECEIPT, command, **facts)
-    say(f"\nfigures: {folder}")
-    if ablation.stack:
-        draw(folder / PICTURE, ablation, f"{name}: what each technique adds")
-    elif best == PLAIN:
-        return
-    again, over_start = ablation.over_plain, ablation.over_start
-    stack = ", ".join(technique.name for technique in ablation.stack)
-    comment = [f"The best config of {name} on one machine, found by ptfast ablate"]
-    if best.overrides:
-        worth = "not measured again"
-        if again is not None and again.effect is not None:
-            worth = f"{ratio(again)} [{bounds(again)}] plain's speed"
-        comment.append(f"On: {stack}; {worth}.")
-    elif over_start is not None:
-        worth = f"{ratio(over_start)} [{bounds(over_start)}]"
-        comment.append(f"As it was given: with {stack or 'nothing'} alone on, speed is {worth} of that.")
-    write_recipe(folder / BEST, merge(arguments, best.overrides), {}, comment)
+    run_directory.write_json(folder / RECEIPT, facts)
+    if measured_findings(ablation):
+        draw(folder / PICTURE, ablation, f"{name}: what each technique is worth")
+    confirmed = ablation.confirmed
+    if confirmed is not None:
+        comment = [f"The best config of {name} on one machine, found by ptfast ablate"]
+        names = ", ".join(technique.name for technique in ablation.picked)
+        if ablation.best_is_pick:
+            comment.append(f"On: {names}; {described(confirmed.over_plain)} plain's speed.")
+        else:
+            comment.append(
+                f"As it was given: {names or 'plain'} came to {described(confirmed.over_given)} of it."
+            )
+        words = ablation.pick_words if ablation.best_is_pick else []
+        write_recipe(folder / BEST, merge(arguments, words), {}, comment)
+    say(f"figures: {folder}")
 
 
 @contextlib.contextmanager
@@ -164,11 +161,7 @@ def _live_line() -> Iterator[Callable[[str], None]]:
 def choose(
     meets: Collection[Need], machine: ThisMachine, *, only: Sequence[Technique] = (), compiles: bool = False
 ) -> tuple[list[Technique], dict[str, str]]:
-    """The techniques to measure, the most promising first, and why each of the others is left out.
-
-    Those that the preset `fast` decides about come first, then others that leave the result nearly as it is,
-    then those that change the training and may make its steps cheaper; within each of these one technique of
-    every family, then a second one, so that a short budget reaches all families.
+    """The techniques to measure, and why each of the others is left out.
 
     Args:
         meets: needs on the model and the data that the run meets.
@@ -186,14 +179,7 @@ def choose(
         else:
             switches[technique.on] = technique.name
             chosen.append(technique)
-    preset = content("fast").data.keys()
-    turns: Counter[tuple[int, str]] = Counter()
-    keys: dict[str, tuple[int, int]] = {}
-    for technique in chosen:
-        rank = _rank(technique, preset)
-        keys[technique.name] = rank, turns[rank, technique.family]
-        turns[rank, technique.family] += 1
-    return sorted(chosen, key=lambda technique: keys[technique.name]), left_out
+    return chosen, left_out
 
 
 def _unfit(
@@ -216,10 +202,3 @@ def _unfit(
     if technique.kind == "training" and technique.family not in CHEAPER_STEPS and not is_named:
         return WHOLE_RUN
     return ""
-
-
-def _rank(technique: Technique, preset: Collection[str]) -> int:
-    if technique.kind == "training":
-        return 2 if technique.family == "batching" else 3
-    keys = [word.partition("=")[0] for word in technique.on]
-    return 0 if any(key in preset or key.partition(".")[0] in preset for key in keys) else 1

@@ -1,152 +1,292 @@
-"""The plan of an ablation: each technique added to plain, a stack built of them, each taken out."""
+"""An ablation: every switch looked at alone, all of them in one designed experiment, the pick run again."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ptfast.config.catalogue import CATALOGUE, Technique
 from ptfast.config.overrides import merge
-from ptfast.measure.trials.comparison import Arm, Comparison
-from ptfast.measure.trials.session import Session
-from ptfast.measure.trials.verdicts import Effect, shrink
+from ptfast.config.read import read_config
+from ptfast.core.errors import EXIT_BUG, PtfastError, ReportedError
+from ptfast.core.machine import usable_cores
+from ptfast.measure.experiment.effects import Fit, fit
+from ptfast.measure.experiment.laboratory import Laboratory, Measured
+from ptfast.measure.experiment.plan import Block, Factor, Run, columns, draw_blocks
+from ptfast.measure.trials.verdicts import Effect, Word, judge
 
-PLAIN, START = Arm("plain", ("preset=plain",)), Arm("as given")
-ADDING, CHECKING = 0.6, 0.2
-"""Parts of the budget: of what is left for adding to plain, and of all for measuring the stack afresh."""
-AT_ONCE = 2
-"""Processes that are started together."""
+PLAIN = ("preset=plain",)
+CONFIRM, APART = 0.3, 0.15
+"""Parts of the time after looking that confirm the pick, and that measure what stays out of the plan."""
+GAIN = 0.005
+"""A switch is picked if it is expected to gain this part."""
+LEAST_BLOCKS = 3
+OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
+OUTSIDE_KEYS = ("dataloader=workers", "gradients.accumulate=", "optimizer=", "backend.threads=")
+"""Families and words of techniques that stay out of the plan: they start processes, compile, or change what a
+step is by so much that the others could not be told apart beside them."""
 NOT_REACHED = "not reached"
+NOTHING = "it changes nothing here"
+SEED = 0
 
 
 @dataclass
-class Step:
-    """A technique tried on the stack.
+class Finding:
+    """What was found of one technique.
 
     Args:
-        comparison: of the stack with it against the stack without it.
-        replaces: an alternative that it takes the place of.
-        is_kept: it is in the stack from here on.
+        effect: on the speed, with the others around it; None where it was not measured.
+        expected: log ratio to expect, less what it owes to luck.
+        why: why it was not measured.
+        memory_bytes: change of the peak.
+        loss_drift: change of the mean loss over the first steps, as a part.
+        is_apart: measured beside the pick, not in the plan.
     """
 
     technique: Technique
-    comparison: Comparison
-    replaces: Technique | None = None
-    is_kept: bool = False
+    effect: Effect | None = None
+    expected: float = 0.0
+    verdict: Word = "cannot tell"
+    why: str = ""
+    memory_bytes: float | None = None
+    loss_drift: float | None = None
+    is_apart: bool = False
+
+    def receipt(self) -> dict[str, Any]:
+        """Its figures as plain values."""
+        plain = {name: value for name, value in vars(self).items() if name not in ("technique", "effect")}
+        return {"technique": self.technique.name, **plain, "effect": _effect_receipt(self.effect)}
+
+
+@dataclass
+class Confirmed:
+    """The pick, run again in fresh processes."""
+
+    over_plain: Effect
+    over_given: Effect
+    same: list[float] = field(default_factory=list)
+    """Log ratios of two processes of the pick, block by block."""
+
+    def receipt(self) -> dict[str, Any]:
+        """Its figures as plain values."""
+        effects = {"over_plain": self.over_plain, "over_given": self.over_given}
+        return {name: _effect_receipt(effect) for name, effect in effects.items()} | {"same": self.same}
 
 
 class Ablation:
-    """Measures techniques, the most telling figures first, within what is left of a session's budget.
+    """Measures techniques within the budget of a laboratory.
 
     Args:
-        session: calibrated.
-        techniques: to measure, in this order.
-        on_done: called after each comparison with its heading.
+        arguments: the user's words, which hold in every trial.
+        on_stage: called with a line as something is done.
     """
 
     def __init__(
         self,
-        session: Session,
-        techniques: Sequence[Technique],
-        on_done: Callable[[str, Comparison], None] = lambda *_: None,
+        laboratory: Laboratory,
+        arguments: Sequence[str],
+        on_stage: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.session, self.techniques, self._on_done = session, techniques, on_done
-        self.added: dict[str, Comparison] = {}
-        """Against plain, by technique."""
-        self.steps: list[Step] = []
-        """Of building the stack, in order."""
-        self.stack: list[Technique] = []
-        self.removed: dict[str, Comparison] = {}
-        """The stack against itself without a technique."""
-        self.over_plain: Comparison | None = None
-        """The stack in new processes, against plain."""
-        self.over_start: Comparison | None = None
-        """The same against the config as it was given."""
-        self._reserve_s = CHECKING * session.left_s
+        self.laboratory, self.arguments, self._on_stage = laboratory, list(arguments), on_stage
+        self.findings: list[Finding] = []
+        self.factors: list[Factor] = []
+        self.blocks: list[Block] = []
+        self.times: list[list[float]] = []
+        self.fitted: Fit | None = None
+        self.picked: list[Technique] = []
+        self.confirmed: Confirmed | None = None
+        self.plain: Measured | None = None
+        self.look_s = 0.0
+        """Seconds to build a trial and to train its first steps."""
+        self._members: list[list[Finding]] = []
+        """The techniques of each factor, those of level 1 first."""
+        self._allowed: dict[Run, bool] = {}
+
+    def begin(self) -> Measured:
+        """Build plain and the config as given, as one trial each, whose errors are the user's.
+
+        Raises:
+            PtfastError, ReportedError: whatever stops them in their first steps.
+        """
+        for words in (self._words([]), self.arguments):
+            read_config(words)
+        plain, given = self.laboratory.look([self._words([]), self.arguments])
+        start_s = self.laboratory.left_s
+        self.laboratory.look([self._words([])])
+        self.look_s = start_s - self.laboratory.left_s
+        for each in (plain, given):
+            if each.why:
+                raise ReportedError(f"ptfast: {each.why}", EXIT_BUG)
+        self.plain = plain
+        return plain
+
+    def look(self, techniques: Sequence[Technique]) -> None:
+        """Build each technique alone over plain, and sort out what fails or changes nothing."""
+        self.findings = [Finding(technique) for technique in techniques]
+        plain = _tree(self._words([]))
+        waiting = []
+        for finding in self.findings:
+            try:
+                if _tree(self._words([finding.technique])) == plain:
+                    finding.why = NOTHING
+            except PtfastError as error:
+                finding.why = str(error.what)
+            if not finding.why:
+                waiting.append(finding)
+        for start in range(0, len(waiting), 4):
+            chunk = waiting[start : start + 4]
+            found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
+            for finding, measured in zip(chunk, found, strict=True):
+                self._note_look(finding, measured)
+            self._on_stage(f"looked at {min(start + 4, len(waiting))} of {len(waiting)} switches alone")
+        for finding in self.findings:
+            finding.is_apart = not finding.why and _is_outside(finding.technique)
+        self._group()
+
+    def needed_s(self, num_techniques: int) -> float:
+        """Seconds for looking at so many techniques, and for the fewest blocks after that."""
+        block_s = 4 * (self.look_s + self.laboratory.turn_s * self.laboratory.passes)
+        return num_techniques * self.look_s + 2 * LEAST_BLOCKS * block_s
 
     def run(self) -> None:
-        """Measure all of it, as far as the budget goes."""
-        num_added = -1
-        # What is left over by a stack that was built soon goes to techniques that were not reached.
-        while len(self.added) > num_added:
-            num_added = len(self.added)
-            self.add_each()
-            self.build_stack()
-        self.check_stack()
-        self.remove_each()
+        """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""
+        start_s = self.laboratory.left_s
+        self.measure_plan((CONFIRM + (APART if self.apart else 0.0)) * start_s)
+        self.measure_apart(CONFIRM * start_s)
+        self.confirm()
 
-    def add_each(self) -> None:
-        """Measure each technique that has not been yet, added to plain."""
-        end_s = self._reserve_s + (1 - ADDING) * (self.session.left_s - self._reserve_s)
-        arms = {t.name: self._arm([t], f"plain + {t.name}") for t in self.techniques}
-        waiting = self.not_reached
-        while waiting:
-            technique, seconds = waiting[0], self._share(len(waiting), end_s)
-            if seconds is None:
+    def conclude(self) -> None:
+        """Estimate what there is, after an interruption."""
+        if self.blocks and self.fitted is None:
+            self._estimate()
+
+    def receipt(self) -> dict[str, Any]:
+        """Every run, its figures and how far it is trusted, as plain values."""
+        fitted, confirmed, laboratory = self.fitted, self.confirmed, self.laboratory
+        weights = iter(fitted.weights if fitted is not None else ())
+        environment = (self.plain.facts if self.plain else {}).get("environment", {})
+        return {
+            "environment": environment | {"usable_cores": usable_cores()},
+            "budget_s": laboratory.budget_s,
+            "took_s": laboratory.budget_s - laboratory.left_s,
+            "turn_s": laboratory.turn_s,
+            "passes": laboratory.passes,
+            "seed": SEED,
+            "factors": [asdict(factor) for factor in self.factors],
+            "plan": [[list(run) for run in block] for block in self.blocks],
+            "weights": list(weights),
+            "process_sd": self.process_sd,
+            "findings": [finding.receipt() for finding in self.findings],
+            "pick": [technique.name for technique in self.picked],
+            "predicted_speedup": self.predicted,
+            "confirmed": None if confirmed is None else confirmed.receipt(),
+            "best": self.pick_words if self.best_is_pick else [],
+            "blocks": [[measured.receipt() for measured in block] for block in laboratory.blocks],
+        }
+
+    @property
+    def apart(self) -> list[Finding]:
+        """What is measured beside the pick."""
+        return [finding for finding in self.findings if finding.is_apart]
+
+    def measure_plan(self, reserve_s: float) -> None:
+        """Measure blocks of the plan until `reserve_s` are left, and estimate every effect."""
+        if not self.factors:
+            return
+        for block in draw_blocks(self.factors, SEED, is_allowed=self._is_allowed):
+            if (
+                self.laboratory.left_s - self.laboratory.block_s < reserve_s
+                and len(self.blocks) >= LEAST_BLOCKS
+            ):
                 break
-            if arms[technique.name] not in self.session.pool.alive:
-                self.session.prepare(PLAIN, *(arms[t.name] for t in waiting[:AT_ONCE]))
-            comparison = self.session.compare(PLAIN, arms[technique.name], seconds=seconds)
-            self.added[technique.name] = comparison
-            self._on_done(f"plain + {technique.name}", comparison)
-            waiting.pop(0)
+            found = self.laboratory.measure([self._words(self._techniques(run)) for run in block])
+            self.blocks.append(block)
+            self.times.append([math.nan if each.time is None else each.time for each in found])
+            memory = [each.facts.get("peak_memory_bytes", math.nan) for each in found]
+            self._memory.append([float(value) for value in memory])
+            self._on_stage(
+                f"block {len(self.blocks)}: {4 * len(self.blocks)} runs of {len(self.factors)} factors"
+            )
+        self._estimate()
 
-    def build_stack(self) -> None:
-        """Add to the stack, the best first, what makes it faster; alternatives take each other's place."""
-        tried = [step.technique for step in self.steps]
-        waiting = [t for t in self._best_first() if t not in tried and self.is_allowed(t)]
-        while waiting:
-            technique = waiting.pop(0)
-            kin = technique.alternatives
-            rival = next((t for t in self.stack if kin is not None and t.alternatives == kin), None)
-            if rival is not None and not self._may_beat(technique, rival):
+    def measure_apart(self, reserve_s: float) -> None:
+        """Measure each technique outside the plan in a block with the pick; pick it if it is a clear gain."""
+        for finding in self.apart:
+            if self.laboratory.left_s - 1.5 * self.laboratory.block_s < reserve_s:
+                finding.why = NOT_REACHED
                 continue
-            if not self.stack:
-                step = Step(technique, self.added[technique.name])
-            else:
-                seconds = self._share(len(waiting) + 1, self._reserve_s)
-                if seconds is None:
-                    break
-                grown = [t for t in self.stack if t is not rival] + [technique]
-                over = f" for {rival.name}" if rival else ""
-                comparison = self.session.compare(
-                    self._arm(self.stack),
-                    self._arm(grown, f"stack + {technique.name}{over}"),
-                    seconds=seconds,
-                )
-                self._on_done(f"stack + {technique.name}{over}", comparison)
-                step = Step(technique, comparison, rival)
-            step.is_kept = self._is_confirmed(step.comparison, len(waiting) + 1)
-            self.steps.append(step)
-            if step.is_kept:
-                self.stack = [t for t in self.stack if t is not rival] + [technique]
+            base, other = self._words(self.picked), self._words([*self.picked, finding.technique])
+            try:
+                read_config(other)
+            except PtfastError as error:
+                finding.why = str(error.what)
+                continue
+            found = self.laboratory.measure([base, other, other, base])
+            finding.effect = self._paired(found)
+            if finding.effect is None:
+                finding.why = next((each.why for each in found if each.why), "it gave no time")
+            elif finding.effect.interval()[0] > 1 and self.is_allowed(finding.technique):
+                self.picked.append(finding.technique)
+            self._on_stage(f"{finding.technique.name} beside the pick")
+        self._judge()
 
-    def check_stack(self) -> None:
-        """Measure the stack in new processes, against plain and against the config as it was given."""
-        winner = self._arm(self.stack)
-        seconds = max(self._reserve_s, CHECKING * self.session.left_s) / 2
-        if self.stack:
-            self.over_plain = self.session.compare(PLAIN, winner, seconds=seconds, fresh=True)
-            self._on_done(f"{winner.name} again, over plain", self.over_plain)
-        self.over_start = self.session.compare(START, winner, seconds=seconds)
-        self._on_done(f"{winner.name} over the config as given", self.over_start)
-        self._reserve_s = 0.0
+    def confirm(self) -> None:
+        """Run the pick again in fresh processes, against plain and the config as given."""
+        factor = Factor("config", ("plain", "given", "pick"))
+        pick = self._words(self.picked)
+        words = {0: self._words([]), 1: self.arguments, 2: pick}
+        blocks: list[Block] = []
+        times: list[list[float]] = []
+        same: list[float] = []
+        order = (2, 0, 1, 2)
+        while len(blocks) < LEAST_BLOCKS or self.laboratory.left_s > self.laboratory.block_s:
+            found = self.laboratory.measure([words[level] for level in order])
+            blocks.append(((order[0],), (order[1],), (order[2],), (order[3],)))
+            values = [math.nan if each.time is None else each.time for each in found]
+            times.append(values)
+            mine = [value for value, level in zip(values, order, strict=True) if level == 2]
+            same.append(mine[0] - mine[1])
+            order = (order[1], order[2], order[3], order[0])
+            self._on_stage(f"confirming: block {len(blocks)}")
+            if not all(math.isfinite(value) for value in values) and len(blocks) >= LEAST_BLOCKS:
+                break
+        fitted = fit([factor], blocks, times, spare_dof=2)
+        given, picked = fitted.effects
+        if given is None or picked is None:
+            return
+        over_given = Effect(picked.log_ratio - given.log_ratio, picked.se, picked.dof)
+        self.confirmed = Confirmed(picked, over_given, [value for value in same if math.isfinite(value)])
 
-    def remove_each(self) -> None:
-        """Measure what each technique is worth in the stack, but for one that was just added to it."""
-        whole = self._arm(self.stack)
-        known: dict[str, Comparison] = {}
-        if len(self.stack) > 1 and self.steps[-1].is_kept:
-            known[self.stack[-1].name] = self.steps[-1].comparison
-        self.removed |= known
-        waiting = [t for t in self.stack if t.name not in known] if len(self.stack) > 1 else []
-        while waiting and (seconds := self._share(len(waiting), 0.0)) is not None:
-            technique = waiting.pop(0)
-            rest = self._arm([t for t in self.stack if t is not technique], f"stack - {technique.name}")
-            comparison = self.session.compare(rest, whole, seconds=seconds)
-            self.removed[technique.name] = comparison
-            self._on_done(f"stack - {technique.name}", comparison)
+    @property
+    def promised(self) -> float | None:
+        """The speed-up over plain that the pick was confirmed at; None where it was not."""
+        return self.confirmed.over_plain.ratio if self.confirmed is not None else None
+
+    @property
+    def predicted(self) -> float:
+        """The speed-up over plain that the plan predicts of the pick."""
+        return math.exp(sum(f.expected for f in self.findings if f.technique in self.picked))
+
+    @property
+    def best_is_pick(self) -> bool:
+        """Return True if the pick is not slower than the config as given."""
+        return self.confirmed is not None and self.confirmed.over_given.log_ratio >= 0 and bool(self.picked)
+
+    @property
+    def pick_words(self) -> list[str]:
+        """Overrides of the pick over the user's words."""
+        words: list[str] = [*PLAIN]
+        for technique in self.picked:
+            words = merge(words, technique.on)
+        return words
+
+    @property
+    def process_sd(self) -> float | None:
+        """By how much two processes of one config differ, as a part."""
+        return math.sqrt(2) * self.fitted.residual_sd if self.fitted is not None else None
 
     def is_allowed(self, technique: Technique) -> bool:
         """Return True if a technique may be in the best config without being asked for.
@@ -158,68 +298,105 @@ class Ablation:
             return True
         reduced = [each for each in CATALOGUE if each.kind == "reduced" and each.on]
         kin = reduced if technique.kind == "reduced" else [technique]
-        return any(self.session.is_same(START, Arm(START.name, each.on)) for each in kin)
+        given = _tree(self.arguments)
+        return any(_tree_or_none(merge(self.arguments, each.on)) == given for each in kin)
 
-    @property
-    def not_reached(self) -> list[Technique]:
-        """Techniques that the budget has had no time for."""
-        return [technique for technique in self.techniques if technique.name not in self.added]
+    def _note_look(self, finding: Finding, measured: Measured) -> None:
+        finding.why = measured.why
+        loss, plain = measured.facts.get("loss"), self.plain and self.plain.facts.get("loss")
+        if loss is None or not plain:
+            return
+        finding.loss_drift = loss / plain - 1
+        if not math.isfinite(loss):
+            finding.why = "it diverges"
 
-    @property
-    def promised(self) -> float:
-        """The speed-up over plain to expect of the stack, less what the choice of its steps owes to luck."""
-        allowed = [t.name for t in self.techniques if self.is_allowed(t)]
-        tried = [c.effect for name, c in self.added.items() if name in allowed and c.effect is not None]
-        gains = [step.comparison.effect for step in self.steps if step.is_kept]
-        return math.exp(sum(shrink(effect, tried) for effect in gains if effect is not None))
+    def _group(self) -> None:
+        """The factors of the plan: a switch each, or the alternatives of a group."""
+        self._members, self._memory = [], list[list[float]]()
+        groups: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            if finding.why or finding.is_apart:
+                continue
+            name = finding.technique.alternatives or finding.technique.name
+            groups.setdefault(name, []).append(finding)
+        self._members = list(groups.values())
+        self.factors = [
+            Factor(name, ("plain", *(finding.technique.name for finding in members)))
+            for name, members in groups.items()
+        ]
 
-    @property
-    def best(self) -> Arm:
-        """The faster of the stack and the config as given; plain where nothing is known to be faster."""
-        if self.over_start is not None and (effect := self.over_start.effect) is not None:
-            return START if effect.log_ratio < 0 else self._arm(self.stack)
-        return self._arm(self.stack)
+    def _techniques(self, run: Run) -> list[Technique]:
+        return [
+            members[level - 1].technique for members, level in zip(self._members, run, strict=True) if level
+        ]
 
-    def _arm(self, techniques: Iterable[Technique], name: str = "") -> Arm:
-        """Plain with techniques on."""
-        words: list[str] = []
+    def _is_allowed(self, run: Run) -> bool:
+        """Return True if a combination makes a config that is valid."""
+        if run not in self._allowed:
+            self._allowed[run] = _tree_or_none(self._words(self._techniques(run))) is not None
+        return self._allowed[run]
+
+    def _words(self, techniques: Sequence[Technique]) -> list[str]:
+        words = merge(self.arguments, PLAIN)
         for technique in techniques:
             words = merge(words, technique.on)
-        return Arm(name or ("stack" if words else PLAIN.name), tuple(merge(PLAIN.overrides, words)))
+        return words
 
-    def _is_confirmed(self, comparison: Comparison, num_left: int) -> bool:
-        """Return True if a gain is one in a further pair of processes, too, where there is time for that."""
-        if not _is_gain(comparison.effect):
-            return False
-        seconds = self._share(num_left, self._reserve_s)
-        if seconds is not None and self.session.confirm(comparison, seconds=seconds):
-            self._on_done(f"{comparison.other.name} again", comparison)
-        return not comparison.why and _is_gain(comparison.effect)
+    def _estimate(self) -> None:
+        """Effects, what to expect of each, and the pick."""
+        self.fitted = fitted = fit(self.factors, self.blocks, self.times)
+        memory = fit(self.factors, self.blocks, self._memory)
+        for place, (factor, level) in enumerate(columns(self.factors)):
+            finding = self._members[factor][level - 1]
+            finding.effect, finding.expected = fitted.effects[place], fitted.shrunk[place]
+            if finding.effect is None:
+                finding.why = "no combination with it could be run"
+            if (change := memory.effects[place]) is not None:
+                finding.memory_bytes = -change.log_ratio
+        for members in self._members:
+            best = max(members, key=lambda finding: finding.expected)
+            if best.expected > GAIN and self.is_allowed(best.technique):
+                self.picked.append(best.technique)
+        self._judge()
 
-    def _best_first(self) -> list[Technique]:
-        """Techniques that may be gains, by what they were worth to plain at least: the surest first."""
-        found: list[tuple[float, int, Technique]] = []
-        for number, technique in enumerate(self.techniques):
-            comparison = self.added.get(technique.name)
-            effect = None if comparison is None else comparison.effect
-            if comparison and effect and comparison.verdict in ("faster", "cannot tell") and effect.ratio > 1:
-                found.append((-effect.interval()[0], number, technique))
-        return [technique for *_, technique in sorted(found, key=lambda each: each[:2])]
+    def _paired(self, found: Sequence[Measured]) -> Effect | None:
+        """The effect of the second and third trial of a block over the first and last."""
+        times = [each.time for each in found]
+        if any(time is None for time in times):
+            return None
+        first, second, third, last = (float(time or 0.0) for time in times)
+        difference = (first + last - second - third) / 2
+        if self.fitted is not None:
+            known = next(effect for effect in self.fitted.effects if effect is not None)
+            return Effect(difference, self.fitted.residual_sd, known.dof)
+        spread = statistics.pstdev([first - last, second - third]) or abs(first - last)
+        return Effect(difference, max(spread, 1e-6), 1)
 
-    def _may_beat(self, technique: Technique, rival: Technique) -> bool:
-        """Return True if an alternative is a gain, and not clearly a smaller one than `rival` is."""
-        own, other = (self.added[each.name].effect for each in (technique, rival))
-        if own is None or other is None or not _is_gain(own):
-            return False
-        return own.interval()[1] > other.interval()[0]
-
-    def _share(self, num_left: int, until_s: float) -> float | None:
-        """Seconds for the next of so many comparisons; None where not even one is left before `until_s`."""
-        left_s = self.session.left_s - until_s
-        least_s = self.session.least_s
-        return None if left_s < least_s else max(left_s / num_left, least_s)
+    def _judge(self) -> None:
+        words = judge([finding.effect for finding in self.findings])
+        for finding, word in zip(self.findings, words, strict=True):
+            finding.verdict = "not applicable" if finding.why else word
 
 
-def _is_gain(effect: Effect | None) -> bool:
-    """Return True if the interval by itself is above 1: what is added wrongly shows in measuring afresh."""
-    return effect is not None and effect.interval()[0] > 1
+def _effect_receipt(effect: Effect | None) -> dict[str, Any] | None:
+    return (
+        None if effect is None else {**asdict(effect), "ratio": effect.ratio, "interval": effect.interval()}
+    )
+
+
+def _is_outside(technique: Technique) -> bool:
+    if technique.family in OUTSIDE_FAMILIES or "compiler" in technique.needs:
+        return True
+    return any(word.startswith(OUTSIDE_KEYS) for word in technique.on)
+
+
+def _tree(words: Sequence[str]) -> dict[str, object]:
+    composed, _ = read_config(words)
+    return {**composed.tree, "preset": None}
+
+
+def _tree_or_none(words: Sequence[str]) -> dict[str, object] | None:
+    try:
+        return _tree(words)
+    except PtfastError:
+        return None

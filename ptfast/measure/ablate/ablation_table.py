@@ -3,154 +3,145 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from ptfast.config.catalogue import Technique
 from ptfast.core.errors import name_some
 from ptfast.core.units import num_bytes
-from ptfast.measure.ablate.ablation import NOT_REACHED, Ablation
-from ptfast.measure.trials.comparison import Comparison
+from ptfast.measure.ablate.ablation import Ablation, Finding
+from ptfast.measure.trials.verdicts import Effect
 from ptfast.report.terminal.display import say, standard_output, table
 
-HEADERS = ("technique", "class", "alone", "95 %", "verdict", "stack", "memory", "loss")
+HEADERS = ("technique", "class", "worth", "95 %", "verdict", "expect", "memory", "loss")
 PER_STEP = ("reduced", "training")
 """Classes of which a faster step is not yet the same loss sooner."""
 
 
 def show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
-    """Print the techniques by worth, what was not measured, and the stack with what it came to."""
-    measured = [t for t in ablation.techniques if t.name in ablation.added]
-    rows = [_row(technique, ablation) for technique in sorted(measured, key=lambda t: _worth(t, ablation))]
+    """Print the techniques by worth, what was not measured, and the pick with what it came to."""
+    measured = sorted(measured_findings(ablation), key=lambda finding: -_log_ratio(finding))
     say()
-    if rows:
-        table(HEADERS, rows, stream=standard_output())
-    for line in [*_remarks(ablation), *_unmeasured(ablation, left_out), "", *stack_lines(ablation)]:
+    if measured:
+        table(HEADERS, [_row(finding) for finding in measured], stream=standard_output())
+    for line in [*_remarks(ablation, measured), *_unmeasured(ablation, left_out), "", *pick_lines(ablation)]:
         say(line)
 
 
-def verdict(comparison: Comparison, technique: Technique) -> str:
+def measured_findings(ablation: Ablation) -> list[Finding]:
+    """What has a figure."""
+    return [finding for finding in ablation.findings if finding.effect is not None and not finding.why]
+
+
+def verdict(finding: Finding) -> str:
     """The verdict in words; of what changes the result, on the step alone."""
-    word = comparison.verdict
-    return f"{word} per step" if word == "faster" and technique.kind in PER_STEP else word
+    word = finding.verdict
+    return f"{word} per step" if word == "faster" and finding.technique.kind in PER_STEP else word
 
 
-def ratio(comparison: Comparison | None) -> str:
-    """A speed-up: `1.20x`."""
-    effect = comparison.effect if comparison is not None else None
-    return "-" if effect is None else f"{effect.ratio:.2f}x"
+def described(effect: Effect) -> str:
+    """A speed-up with its interval: `1.20x [1.15-1.25]`."""
+    return "{:.2f}x [{:.2f}-{:.2f}]".format(effect.ratio, *effect.interval())
 
 
-def bounds(comparison: Comparison) -> str:
-    """The interval of a speed-up: `1.15-1.25`."""
-    effect = comparison.effect
-    return "-" if effect is None else "{:.2f}-{:.2f}".format(*effect.interval())
+def _log_ratio(finding: Finding) -> float:
+    return finding.effect.log_ratio if finding.effect is not None else -math.inf
 
 
-def _row(technique: Technique, ablation: Ablation) -> list[str]:
-    comparison = ablation.added[technique.name]
-    changes = ["-", "-"]
-    if comparison.rounds:
-        memory, drift = comparison.memory_change_bytes, comparison.loss_drift
-        changes[0] = f"{'-' if memory < 0 else '+'}{num_bytes(abs(memory))}"
-        changes[1] = "-" if drift is None else f"{drift:+.1%}"
-    in_stack = ratio(ablation.removed.get(technique.name))
-    words = verdict(comparison, technique)
-    return [technique.name, technique.kind, ratio(comparison), bounds(comparison), words, in_stack, *changes]
+def _row(finding: Finding) -> list[str]:
+    effect, memory, drift = finding.effect, finding.memory_bytes, finding.loss_drift
+    assert effect is not None
+    return [
+        finding.technique.name,
+        finding.technique.kind,
+        f"{effect.ratio:.2f}x",
+        "{:.2f}-{:.2f}".format(*effect.interval()),
+        verdict(finding),
+        "beside" if finding.is_apart else f"{math.exp(finding.expected):.2f}x",
+        "-" if memory is None else f"{'-' if memory < 0 else '+'}{num_bytes(abs(memory))}",
+        "-" if drift is None else f"{drift:+.1%}",
+    ]
 
 
-def _worth(technique: Technique, ablation: Ablation) -> float:
-    effect = ablation.added[technique.name].effect
-    return -effect.log_ratio if effect is not None else float("inf")
-
-
-def _remarks(ablation: Ablation) -> Iterator[str]:
+def _remarks(ablation: Ablation, measured: list[Finding]) -> Iterator[str]:
     """What the figures mean, and what speaks against them."""
-    measured = [(t, ablation.added[t.name]) for t in ablation.techniques if t.name in ablation.added]
-    for technique, comparison in measured:
-        if comparison.why:
-            yield f"{technique.name}: {comparison.why}"
-        elif (steps := comparison.pays_after_steps) is not None and comparison.warm[1]["compiles"]:
-            yield f"{technique.name}: has paid for compiling after {steps:,} steps"
-    if any(verdict(comparison, technique).endswith("per step") for technique, comparison in measured):
+    fitted, laboratory = ablation.fitted, ablation.laboratory
+    if fitted is not None:
+        runs = sum(math.isfinite(time) for times in ablation.times for time in times)
+        half = statistics.median(
+            math.expm1(math.log(effect.interval()[1] / effect.ratio)) for effect in fitted.effects if effect
+        )
+        yield (
+            f"{runs} runs of {len(ablation.factors)} switches at once; processes of one config differ by "
+            f"{ablation.process_sd:.1%} here, and intervals reach {half:.1%} to either side"
+        )
+        doubted = sum(weight < 0.5 for weight in fitted.weights)
+        if doubted:
+            noun = "run lies" if doubted == 1 else "runs lie"
+            yield f"{doubted} {noun} far from the rest; all count (their weights are in measure.json)"
+    if any(finding.is_apart for finding in measured):
+        yield "beside: measured in a block with the pick, not in the plan"
+    if any(verdict(finding).endswith("per step") for finding in measured):
         yield "faster per step: ptfast race measures if the same loss is reached sooner"
-    if any(comparison.unit == "tokens" and comparison.rounds for _, comparison in measured):
-        yield "speed is that of tokens without padding"
-    every = ablation.session.comparisons
-    disturbed, count = sum(len(each.disturbed()) for each in every), sum(len(each.rounds) for each in every)
-    if disturbed:
-        example = next(words for each in every for words in each.disturbed().values())
-        yield f"interference in {disturbed} of {count} rounds, none left out: {example}"
+    if laboratory.num_again:
+        yield f"{laboratory.num_again} blocks were measured again: other processes took a core meanwhile"
 
 
 def _unmeasured(ablation: Ablation, left_out: Mapping[str, str]) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
-    for name, why in {**{t.name: NOT_REACHED for t in ablation.not_reached}, **left_out}.items():
-        reasons.setdefault(why, []).append(name)
+    failed = {finding.technique.name: finding.why for finding in ablation.findings if finding.why}
+    for name, why in {**failed, **left_out}.items():
+        reasons.setdefault(why.rstrip("."), []).append(name)
     for why, names in reasons.items():
         yield f"not measured ({why}): {name_some(names)}"
 
 
-def stack_lines(ablation: Ablation) -> Iterator[str]:
-    """The stack step by step, and the promise against what was measured afresh."""
-    if not any(comparison.effect for comparison in ablation.added.values()):
+def pick_lines(ablation: Ablation) -> Iterator[str]:
+    """The pick, what the plan predicts of it, and what fresh processes confirm."""
+    if not measured_findings(ablation):
         yield "no technique was measured: give a longer --budget"
         return
-    yield "the stack, from plain:" if ablation.stack else "nothing is known to be faster than plain"
-    for step in ablation.steps:
-        name = f"{step.technique.name}{f', for {step.replaces.name}' if step.replaces else ''}"
-        kept = "kept" if step.is_kept else "not kept"
-        yield f"  + {name:<36} {ratio(step.comparison):>6} [{bounds(step.comparison)}]  {kept}"
-    if (again := ablation.over_plain) is not None:
-        measured = f"{ratio(again)} [{bounds(again)}]" if again.effect else "not measured (too few rounds)"
-        yield f"promised {ablation.promised:.2f}x over plain, measured again in new processes: {measured}"
-        kept = [step.comparison.effect for step in ablation.steps if step.is_kept]
-        product = math.exp(sum(effect.log_ratio for effect in kept if effect is not None))
-        if product > 1.005 * ablation.promised:
-            yield f"(the steps multiply to {product:.2f}x: what was picked for its size is partly luck)"
-    if (start := ablation.over_start) is not None and (start.why or start.effect):
-        name = "the stack" if ablation.stack else "plain"
-        found = start.why or f"{ratio(start)} [{bounds(start)}], {start.verdict}"
-        yield f"{name} over the config as given: {found}"
+    names = ", ".join(technique.name for technique in ablation.picked)
+    yield f"the pick: {names}" if names else "the pick: plain, as nothing is expected to be faster"
+    confirmed = ablation.confirmed
+    if confirmed is None:
+        yield "it was not confirmed: give a longer --budget"
+        return
+    yield (
+        f"over plain: predicted {ablation.predicted:.2f}x, confirmed in fresh processes "
+        f"{described(confirmed.over_plain)}"
+    )
+    yield f"over the config as given: {described(confirmed.over_given)}"
+    if not ablation.best_is_pick:
+        yield "the config as given is no slower, so best.yaml holds that"
 
 
 def draw(path: Path, ablation: Ablation, title: str) -> None:
-    """Write a PNG of what each technique of the stack adds to the speed of plain, and of the stack again.
-
-    Each bar goes from the speed before to the speed with the technique; the line at its end is the interval
-    of that step. The last bar is the stack measured in new processes.
-    """
+    """Write a PNG of every effect with its interval, the pick's confirmed speed below them."""
     from matplotlib.figure import Figure
 
-    kept = [step for step in ablation.steps if step.is_kept]
-    picture = Figure(figsize=(8, 1.6 + 0.5 * (len(kept) + 2)), layout="constrained")
+    found = sorted(measured_findings(ablation), key=_log_ratio)
+    picture = Figure(figsize=(8, 1.4 + 0.26 * (len(found) + 2)), layout="constrained")
     axes = picture.add_subplot()
-    beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-    labels, total = ["plain"], 1.0
-    axes.barh(0, 1.0, color="0.6")
-    for place, step in enumerate(kept, 1):
-        effect = step.comparison.effect
-        assert effect is not None
-        low, high = (total * bound for bound in effect.interval())
-        after = total * effect.ratio
-        axes.barh(place, after - total, left=total, color="C0")
-        axes.plot([low, high], [place, place], color="k", lw=1.2)
-        axes.annotate(f"{effect.ratio:.2f}x", (max(after, high), place), **beside)
-        labels.append(f"+ {step.technique.name}")
-        total = after
-    again = ablation.over_plain.effect if ablation.over_plain is not None else None
-    if again is not None:
-        axes.barh(len(labels), again.ratio, color="C2")
-        axes.plot(again.interval(), [len(labels)] * 2, color="k", lw=1.2)
-        axes.annotate(f"{again.ratio:.2f}x", (again.interval()[1], len(labels)), **beside)
-        labels.append("measured again")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="0.6", lw=0.8)
-    axes.set_xlabel("speed, plain = 1")
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
+    rows: list[tuple[str, Effect, str]] = []
+    if ablation.confirmed is not None:
+        rows.append(("the pick, confirmed", ablation.confirmed.over_plain, "C2"))
+    for finding in found:
+        assert finding.effect is not None
+        clear = finding.verdict in ("faster", "slower")
+        rows.append((finding.technique.name, finding.effect, "C0" if clear else "0.6"))
+    for place, (_, effect, color) in enumerate(rows):
+        axes.plot(effect.interval(), [place, place], color=color, lw=2, solid_capstyle="butt")
+        axes.plot(effect.ratio, place, "o", color=color, ms=5)
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    axes.axvline(1.0, color="0.4", lw=0.8)
+    axes.set_xscale("log")
+    ticks = [0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0]
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], minor=False)
+    axes.minorticks_off()
+    bounds = [bound for _, effect, _ in rows for bound in effect.interval()] or [1.0]
+    axes.set_xlim(max(min(bounds) * 0.97, 0.3), min(max(bounds) * 1.03, 4.0))
+    axes.set_xlabel("speed with it over speed without it, 95 % interval; grey: not told apart from 1")
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)

@@ -67,7 +67,13 @@ class Stretches:
 
     def __init__(self, trial: TrialRank) -> None:
         start_s = time.perf_counter()
-        self.run = run = build(trial.config, ranks=trial.ranks, folder=trial.folder, display=Display())
+        self.run = run = build(
+            trial.config,
+            ranks=trial.ranks,
+            folder=trial.folder,
+            display=Display(),
+            data=trial.kept.get("data"),
+        )
         run.callbacks = []
         run.settings.total_steps = ENDLESS
         self.trainer = Trainer(run)

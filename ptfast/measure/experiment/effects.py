@@ -1,0 +1,191 @@
+"""What the runs of a plan say: the effect of each switch, with its interval, shrunk for every promise.
+
+Times are logarithms of seconds per token or sample. Blocks, turns within them and main effects are fitted by
+least squares; errors are those between processes, which a process's own turns cannot show.
+
+Sources: Box, Hunter and Hunter, Statistics for Experimenters; Kalibera and Jones 2013; Efron and Morris 1975
+(https://doi.org/10.1080/01621459.1975.10479864) for the shrinkage; Huber 1981 for the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptfast.measure.experiment.plan import Block, Factor, indicators
+from ptfast.measure.trials.verdicts import Effect, t_quantile
+
+Floats = NDArray[np.float64]
+SPARE_DOF = 6
+"""Degrees of freedom that must be left for the error, or each effect is estimated by itself."""
+HUBER_K = 1.345
+_ITERATIONS = 10
+ENTERS = 0.05
+"""Chance that an effect is taken for clear where none is."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The effects of a plan.
+
+    Args:
+        effects: of each level, in the order of `plan.columns`; above 0 where it is faster. None where no two
+            runs of a block differ in it.
+        shrunk: log ratios to expect, less what large estimates owe to luck.
+        residual_sd: between processes of one block, as a logarithm.
+        weights: of each run, block by block: below 1 where Huber's fit trusts it less.
+        robust: log ratios by Huber's fit.
+    """
+
+    effects: list[Effect | None]
+    shrunk: list[float]
+    residual_sd: float
+    weights: list[float]
+    robust: list[float]
+
+
+def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
+    """The time of each of some processes that were measured in turns, what a round slowed taken out.
+
+    Args:
+        times: of each round, the logarithm of the time of every process.
+    """
+    values = np.asarray(times, np.float64)
+    rounds, processes = np.indices(values.shape)
+    design = np.hstack([_dummies(rounds.ravel())[:, 1:], _dummies(processes.ravel())])
+    found, _ = _huber(design, values.ravel())
+    return [float(mean) for mean in found[len(values) - 1 :] + found[: len(values) - 1].sum() / len(values)]
+
+
+def fit(
+    factors: Sequence[Factor],
+    blocks: Sequence[Block],
+    times: Sequence[Sequence[float]],
+    spare_dof: int = SPARE_DOF,
+) -> Fit:
+    """Estimate the effect of each level of each factor.
+
+    With too few runs to tell all effects apart, the clear ones are estimated together and each other one
+    beside these, the rest counted as noise: a wide interval rather than none.
+
+    Args:
+        times: of the four runs of each block, logarithms; `nan` for one that gave none.
+    """
+    levels = np.array([[indicators(factors, run) for run in block] for block in blocks])
+    values = np.asarray(times, np.float64)
+    there = np.isfinite(values)
+    rows, values = _centred(levels, values, there)
+    seen = np.abs(rows).sum(axis=0) > 0
+    full = rows[:, seen]
+    num_blocks = int((there.sum(axis=1) > 1).sum())
+    dof = len(rows) - num_blocks - int(np.linalg.matrix_rank(full)) if full.size else 0
+    if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
+        slopes, residual = _least_squares(full, values)
+        sd = math.sqrt(float(residual @ residual) / dof)
+        errors = sd * np.sqrt(np.diag(np.linalg.inv(full.T @ full)))
+        dofs = np.full(len(slopes), float(dof))
+    else:
+        slopes, errors, dofs, sd = _step_by_step(full, values, num_blocks)
+    robust, weights = _huber(full, values) if full.size else (slopes, np.ones(len(values)))
+    effects: list[Effect | None] = [None] * len(seen)
+    for place, slope, error, degrees in zip(np.flatnonzero(seen), slopes, errors, dofs, strict=True):
+        effects[place] = Effect(-float(slope), float(error), float(degrees))
+    by_huber = np.zeros(len(seen))
+    by_huber[seen] = -robust
+    known = np.ones(values.shape if not there.size else there.shape)
+    known[there] = weights
+    return Fit(effects, shrink(effects), sd, known.ravel().tolist(), by_huber.tolist())
+
+
+def shrink(effects: Sequence[Effect | None]) -> list[float]:
+    """Log ratios to expect of effects, the best of which owe a part of their lead to luck.
+
+    True log ratios are taken as normal around 0, with the variance by which the estimates exceed their
+    errors: the expectation is then that of empirical Bayes.
+    """
+    known = [effect for effect in effects if effect is not None]
+    if not known:
+        return [0.0] * len(effects)
+    true = max(0.0, float(np.mean([effect.log_ratio**2 - effect.se**2 for effect in known])))
+    return [
+        0.0 if effect is None or not true else effect.log_ratio * true / (true + effect.se**2)
+        for effect in effects
+    ]
+
+
+def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Levels and times of the runs that gave one, each less the mean of its block."""
+    rows, times = [], []
+    for block in range(len(values)):
+        known = there[block]
+        rows.append(levels[block][known] - levels[block][known].mean(axis=0, keepdims=True).clip(0.0))
+        times.append(values[block][known] - (values[block][known].mean() if known.any() else 0.0))
+    return np.concatenate(rows), np.concatenate(times)
+
+
+def _step_by_step(rows: Floats, values: Floats, num_blocks: int) -> tuple[Floats, Floats, Floats, float]:
+    """Effects where there are more of them than pairs: the clear ones together, each other one beside these.
+
+    What is not clear counts as noise of the others.
+    """
+    most = (len(values) - num_blocks) // 3
+    chosen: list[int] = []
+    while True:
+        slopes, errors, dof, sd = _beside(rows, values, num_blocks, chosen)
+        ratios = np.abs(slopes) / np.maximum(errors, 1e-300)
+        ratios[chosen] = 0.0
+        best = int(ratios.argmax())
+        if len(chosen) >= most or ratios[best] < t_quantile(1 - ENTERS / 2 / len(ratios), dof):
+            return slopes, errors, np.full(len(slopes), dof), sd
+        chosen.append(best)
+
+
+def _beside(
+    rows: Floats, values: Floats, num_blocks: int, chosen: list[int]
+) -> tuple[Floats, Floats, float, float]:
+    """The slope of each column in a fit together with the chosen ones; errors from what is left."""
+    kept = rows[:, chosen]
+    basis = np.linalg.qr(kept)[0] if chosen else np.zeros((len(rows), 0))
+    others = rows - basis @ (basis.T @ rows)
+    residual = values - basis @ (basis.T @ values)
+    squares = (others**2).sum(axis=0)
+    dof = max(len(values) - num_blocks - len(chosen) - 1, 1)
+    slopes = np.divide(others.T @ residual, squares, out=np.zeros_like(squares), where=squares > 1e-9)
+    variances = ((residual[:, None] - others * slopes) ** 2).sum(axis=0) / dof
+    errors = np.sqrt(np.divide(variances, squares, out=np.ones_like(squares), where=squares > 1e-9))
+    sd = math.sqrt(float(residual @ residual) / dof)
+    if chosen:
+        slopes[chosen] = _least_squares(kept, values)[0]
+        errors[chosen] = sd * np.sqrt(np.diag(np.linalg.inv(kept.T @ kept)))
+    return slopes, errors, float(dof), sd
+
+
+def _huber(design: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Slopes by Huber's estimate, and how far each value is trusted, 1 where fully."""
+    weights = np.ones(len(values))
+    slopes, residual = _least_squares(design, values)
+    for _ in range(_ITERATIONS):
+        scale = 1.4826 * float(np.median(np.abs(residual)))
+        if scale <= 1e-12:
+            break
+        weights = np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residual), 1e-300))
+        root = np.sqrt(weights)
+        before = slopes
+        slopes, _ = _least_squares(design * root[:, None], values * root)
+        residual = values - design @ slopes
+        if np.allclose(slopes, before, rtol=0, atol=1e-9):
+            break
+    return slopes, weights
+
+
+def _least_squares(design: Floats, values: Floats) -> tuple[Floats, Floats]:
+    slopes: Floats = np.asarray(np.linalg.lstsq(design, values, rcond=None)[0], np.float64)
+    return slopes, values - design @ slopes
+
+
+def _dummies(codes: NDArray[np.int64]) -> Floats:
+    return (codes[:, None] == np.arange(codes.max() + 1)).astype(np.float64)

@@ -1,0 +1,150 @@
+"""A session of trials: the warm parent, what is left of the budget, and blocks measured one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ptfast.config.files.frozen import redact
+from ptfast.core.errors import MachineError
+from ptfast.measure.experiment.effects import turn_means
+from ptfast.measure.experiment.warm_parent import Request
+
+END_S = 5.0
+LOST_CORES, MOST_AGAIN = 0.5, 0.25
+"""Cores that others may take before a block is measured again; the part of all blocks that may be."""
+
+
+@dataclass
+class Measured:
+    """What a trial came to.
+
+    Args:
+        words: its arguments.
+        time: logarithm of seconds per token or sample, less what the rounds of its block differed by; None
+            where it gave none.
+        why: why it gave none.
+        facts: of the run: `loss`, `peak_memory_bytes`, `resolved`, `times` of each turn, ...
+    """
+
+    words: tuple[str, ...]
+    time: float | None
+    why: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def receipt(self) -> dict[str, Any]:
+        """Its figures as plain values."""
+        facts = {name: value for name, value in self.facts.items() if name not in ("environment", "resolved")}
+        return {"words": redact(self.words), "time": self.time, "why": self.why, **facts}
+
+
+class Laboratory:
+    """Measures blocks of trials within a budget.
+
+    Args:
+        arguments: the user's words, over which those of a trial are laid.
+        budget_s: seconds from now on.
+        turn_s, passes: of every trial.
+    """
+
+    def __init__(self, *, budget_s: float, turn_s: float = 0.35, passes: int = 4) -> None:
+        self.budget_s, self.turn_s, self.passes = budget_s, turn_s, passes
+        self.blocks: list[list[Measured]] = []
+        self.num_again = 0
+        """Blocks that others disturbed, which were measured again."""
+        self.block_s = 0.0
+        """Seconds of the last block."""
+        self._start_s = time.monotonic()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def __enter__(self) -> Laboratory:
+        self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget_s - (time.monotonic() - self._start_s)
+
+    def look(self, configs: Sequence[Sequence[str]]) -> list[Measured]:
+        """Build each config once and train its first steps, without measuring its time."""
+        return self._request(Request([list(words) for words in configs], passes=0, warm_s=0.0))
+
+    def measure(self, configs: Sequence[Sequence[str]]) -> list[Measured]:
+        """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare."""
+        start_s = time.monotonic()
+        request = Request(
+            [list(words) for words in configs],
+            self.turn_s,
+            self.passes,
+            seed=len(self.blocks) + self.num_again,
+        )
+        found = self._request(request)
+        self.block_s = time.monotonic() - start_s
+        if _is_disturbed(found) and self.num_again < MOST_AGAIN * (len(self.blocks) + 4):
+            self.num_again += 1
+            if self.left_s > 2 * self.block_s:
+                found = self._request(request)
+        self.blocks.append(found)
+        return found
+
+    def _request(self, request: Request) -> list[Measured]:
+        assert self._connection is not None
+        try:
+            self._connection.send(request)
+            answer = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            self._end()
+            self._begin()
+            what = "the process that trials are forked from has ended"
+            raise MachineError("E002", what, suggestion="Try a smaller batch_size") from error
+        if isinstance(answer, Exception):
+            raise answer
+        found = [
+            Measured(tuple(words), None, facts.pop("error", ""), facts)
+            for words, facts in zip(request.configs, answer, strict=True)
+        ]
+        whole = [each for each in found if not each.why and each.facts.get("times")]
+        if whole:
+            rounds = list(zip(*(each.facts["times"] for each in whole), strict=True))
+            for each, mean in zip(whole, turn_means(rounds), strict=True):
+                each.time = mean
+        return found
+
+    def _begin(self) -> None:
+        here, there = socket.socketpair()
+        command = [sys.executable, "-m", "ptfast.measure.experiment.warm_parent"]
+        # In a session of its own, Ctrl-C reaches it through this process alone.
+        command += [str(there.fileno()), str(os.getpid())]
+        self._process = subprocess.Popen(command, pass_fds=[there.fileno()], start_new_session=True)
+        there.close()
+        self._connection = Connection(here.detach())
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+            self._process.kill()
+            self._process.wait()
+
+
+def _is_disturbed(found: Sequence[Measured]) -> bool:
+    """Return True if others took half a core or more in one turn of four."""
+    turns = [system for each in found for system in each.facts.get("system", ())]
+    lost = [max(turn.get("others_cores") or 0.0, turn.get("steal_cores") or 0.0) for turn in turns]
+    return len(lost) > 0 and sum(cores >= LOST_CORES for cores in lost) >= math.ceil(len(lost) / 4)

@@ -1,0 +1,112 @@
+"""The designed experiment: its plan, what is estimated from it, and trials in forked processes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+from ptfast.measure.experiment.effects import fit, turn_means
+from ptfast.measure.experiment.laboratory import Laboratory
+from ptfast.measure.experiment.plan import Block, Factor, draw_blocks, hadamard, indicators
+
+
+@pytest.mark.parametrize("least", [2, 4, 5, 12, 13, 20, 36, 45])
+def test_columns_are_orthogonal(least: int) -> None:
+    matrix = hadamard(least)
+    assert len(matrix) >= least
+    assert (matrix @ matrix.T == len(matrix) * np.eye(len(matrix))).all()
+    assert (matrix[:, 0] == 1).all()
+
+
+def test_a_plan_is_balanced_and_its_pairs_are_fold_overs() -> None:
+    factors = [Factor(str(number)) for number in range(11)]
+    blocks = list(itertools.islice(draw_blocks(factors, seed=1), 6))
+    runs = np.array([indicators(factors, run) for block in blocks for run in block])
+    assert (runs.mean(axis=0) == 0.5).all()
+    signs = 2 * runs - 1
+    assert (signs.T @ signs == len(runs) * np.eye(11)).all()
+    assert blocks == list(itertools.islice(draw_blocks(factors, seed=1), 6))
+    for block in blocks:
+        inverses = {tuple(1 - level for level in run) for run in block}
+        assert inverses == set(block)
+
+
+def test_what_needs_another_switch_or_is_forbidden_is_not_drawn() -> None:
+    factors = [Factor("a"), Factor("b", ("plain", "one", "two", "three")), Factor("c", needs=(0, 1))]
+    blocks = list(itertools.islice(draw_blocks(factors, 0, lambda run: run[:2] != (1, 2)), 30))
+    runs = [run for block in blocks for run in block]
+    assert {run[1] for run in runs} == {0, 1, 2, 3}
+    assert all(run[0] == 1 for run in runs if run[2])
+    assert not any(run[:2] == (1, 2) for run in runs)
+
+
+def simulate(
+    effects: dict[int, float], factors: list[Factor], num_blocks: int, seed: int, process_sd: float = 0.02
+) -> tuple[list[Block], list[list[float]]]:
+    """Times of a plan: a block drifts as a whole, a process is as slow as it is dealt, a round is noisy."""
+    draws = random.Random(seed)
+    blocks = list(itertools.islice(draw_blocks(factors, seed), num_blocks))
+    times = []
+    for block in blocks:
+        drift = draws.gauss(0, 0.1)
+        own = [
+            drift + draws.gauss(0, process_sd) - sum(effects.get(i, 0) * level for i, level in enumerate(run))
+            for run in block
+        ]
+        times.append(turn_means([[time + draws.gauss(0, 0.01) for time in own] for _ in range(4)]))
+    return blocks, times
+
+
+@pytest.mark.parametrize("num_blocks", [16, 7])
+def test_effects_are_found_and_their_intervals_hold_them(num_blocks: int) -> None:
+    """With 20 switches, 16 blocks tell all apart, and of 7 the clear ones are taken first."""
+    factors = [Factor(str(number)) for number in range(20)]
+    truth = {0: 0.2, 1: 0.1, 2: -0.1}
+    covered = found = 0
+    for seed in range(20):
+        fitted = fit(factors, *simulate(truth, factors, num_blocks, seed))
+        for index, effect in enumerate(fitted.effects):
+            assert effect is not None
+            low, high = effect.interval()
+            covered += low <= math.exp(truth.get(index, 0.0)) <= high
+        found += all(fitted.shrunk[index] > 0.05 for index in (0, 1))
+        assert abs(fitted.shrunk[0]) < abs(fitted.effects[0].log_ratio)
+    assert covered >= 0.93 * 20 * 20
+    assert found >= 18
+
+
+def test_a_lost_run_and_a_wild_one_leave_the_rest_as_it_is() -> None:
+    factors = [Factor(str(number)) for number in range(4)]
+    blocks, times = simulate({0: 0.2}, factors, 10, seed=3)
+    times[2][1], times[5][0] = math.nan, times[5][0] + 1.0
+    fitted = fit(factors, blocks, times)
+    assert fitted.weights[4 * 5] < 0.2
+    assert fitted.robust[0] == pytest.approx(0.2, abs=0.05)
+    assert fitted.effects[0] is not None
+    assert fitted.effects[0].dof == 3 * 10 - 1 - 4
+
+
+def test_a_failing_trial_costs_itself_alone() -> None:
+    words = ["data=digits", "model=mlp", "model.hidden=[16]", "device=cpu", "preset=plain"]
+    configs = [
+        words,
+        [*words, "batch_size=100000", "dataloader.last=drop"],
+        [*words, "optimizer=lamb"],
+        words,
+    ]
+    with Laboratory(budget_s=300, turn_s=0.05, passes=2) as laboratory:
+        first, failed, other, again = laboratory.measure(configs)
+        process = laboratory._process
+    assert process is not None
+    assert process.poll() is not None
+    assert failed.time is None
+    assert failed.why
+    for trial in (first, other, again):
+        assert trial.time is not None
+        assert len(trial.facts["times"]) == 2
+    # The same batches and weights in every process.
+    assert first.facts["loss"] == again.facts["loss"] != other.facts["loss"]
