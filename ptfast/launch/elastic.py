@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptfast.core.distributed import THREADS_VARIABLE
 from ptfast.core.errors import ParallelError
 
+if TYPE_CHECKING:
+    from ptfast.launch.agent import Ended
+
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that the launcher passes on to the ranks."""
-SHUTDOWN_S = 600
-"""How long ranks that were sent a signal may take to end their step and save, where torchrun takes it."""
 
 
 def on_this_machine(num_ranks: int) -> list[str]:
@@ -50,30 +53,24 @@ def on_several_machines(num_ranks: int, num_nodes: int, rdzv: str | None, timeou
     return options
 
 
-def run_elastic(
-    module: str, arguments: Sequence[str], options: Sequence[str]
-) -> tuple[dict[int, Any], int | None]:
+def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -> Ended:
     """Run `python -m MODULE ARGUMENTS...` as ranks, until all of this machine have ended.
 
     Args:
         options: of torchrun.
 
-    Returns:
-        What torchrun knows of ranks that failed, and the signal that ended the launcher, if one did.
-
     Raises:
-        ParallelError: P002 where the machines do not find each other.
+        ParallelError: P002 where the machines do not find each other, P001 where they lose each other.
     """
     # torchrun would leave one thread to each rank; the ranks share the cores themselves and record it,
     # or take the number that the user has given.
     os.environ.setdefault(THREADS_VARIABLE, os.environ.get("OMP_NUM_THREADS", ""))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
+
+    from ptfast.launch.agent import watch
 
     # The failure of a rank is said once, by us.
     elastic_log = logging.getLogger("torch.distributed.elastic")
@@ -81,39 +78,86 @@ def run_elastic(
     elastic_log.propagate = False
     # Under nohup, which ignores SIGHUP, the run continues when the terminal is closed.
     names = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals = ",".join(names)
     launch, _, _ = config_from_args(parse_args([*options, "-m", module]))
-    for name, value in {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}.items():
-        # Older versions lack them.
-        if hasattr(launch, name):
-            setattr(launch, name, value)
-    if launch.max_nodes > 1 and launch.rdzv_configs.get("rank") != 0:
-        _await(launch.rdzv_endpoint, int(launch.rdzv_configs["timeout"]))
-    try:
+
+    def act() -> None:
+        if launch.max_nodes > 1 and launch.rdzv_configs.get("rank") != 0:
+            address = _await(launch.rdzv_endpoint, int(launch.rdzv_configs["timeout"]))
+            _find_place(launch, address)
         elastic_launch(launch, sys.executable)("-u", "-m", module, *arguments)
-    except ChildFailedError as error:
-        return dict(error.failures), None
-    except SignalException as error:
-        return {}, int(error.sigval)
-    except KeyboardInterrupt:
-        return {}, int(signal.SIGINT)
-    except (RendezvousError, DistError) as error:
+
+    ended = watch(act, names)
+    if ended.received is None and not ended.codes and not ended.hung and ended.error is not None:
+        if not isinstance(ended.error, (RuntimeError, RendezvousError)):
+            raise ended.error
+        if ended.started and not isinstance(ended.error, RendezvousTimeoutError):
+            raise ParallelError("P001", "the other machines cannot be reached", key=launch.rdzv_endpoint)
         what = f"not all of {launch.max_nodes} machines have met there"
-        raise _not_met(launch.rdzv_endpoint, what) from error
-    return {}, None
+        raise _not_met(launch.rdzv_endpoint, what) from ended.error
+    return ended
 
 
-def _await(endpoint: str, timeout_s: float) -> None:
+def _find_place(launch: Any, address: tuple[Any, ...] | None) -> None:
+    """Tell torchrun, and gloo, by which address the others reach this machine: its name may mislead.
+
+    Two machines may share a name, which many give to their loopback, too.
+
+    Args:
+        address: of the place where the machines meet; None where that is known by this machine's name.
+    """
+    if address is None or ipaddress.ip_address(address[0]).is_loopback:
+        return
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Sends nothing, and finds the way.
+        probe.connect(address[:2])
+        own = probe.getsockname()[0]
+    named = _addresses(socket.gethostname())
+    launch.local_addr = launch.local_addr or own
+    if own == address[0] and own not in named:
+        # torch compares with the name's alone.
+        launch.rdzv_configs.setdefault("is_host", True)
+    if named and all(ipaddress.ip_address(one).is_loopback for one in named) and (name := _interface(own)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()
+
+
+def _interface(address: str) -> str | None:
+    """The name of the network interface with an IPv4 address; None where that is not known."""
+    if sys.platform != "linux" or ":" in address:
+        return None
+    import fcntl
+
+    get_address = 0x8915
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(asked, get_address, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def _await(endpoint: str, timeout_s: float) -> tuple[Any, ...] | None:
     """Wait until somebody answers where the machines meet, which this machine may have to be itself.
 
     torch waits, too, but writes pages of warnings about it.
+
+    Returns:
+        The address of that place; None where it is known by this machine's name.
 
     Raises:
         ParallelError: P002.
     """
     host, _, port = endpoint.rpartition(":")
     if host in (socket.gethostname(), socket.getfqdn()):
-        return
+        return None
     end = time.monotonic() + timeout_s
     while True:
         try:
@@ -121,9 +165,9 @@ def _await(endpoint: str, timeout_s: float) -> None:
             with contextlib.suppress(OSError), socket.socket(family) as own:
                 # Only an address of this machine can be taken.
                 own.bind((address[0], 0))
-                return
+                return address
             with socket.create_connection((host, int(port)), timeout=5):
-                return
+                return address
         except OSError as error:
             if time.monotonic() > end:
                 what = f"nobody answers there ({error.strerror or error})"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptfast.config.checks.rules import check_batch
 from ptfast.config.checks.trust import remember
@@ -51,6 +51,9 @@ from ptfast.core.machine import die_with_parent
 from ptfast.launch.elastic import on_several_machines, on_this_machine, run_elastic
 from ptfast.launch.resume import Place, find_place
 from ptfast.launch.several_nodes import Node, check_nodes, check_shared, sees
+
+if TYPE_CHECKING:
+    from ptfast.launch.agent import Ended
 
 NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
 """Exit codes of what is wrong before training begins, if it is wrong at all."""
@@ -281,13 +284,13 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
     os.environ.pop(STARTED_VARIABLE, None)
     num_ranks, timeout_s = _resolve_local_ranks(config), parallel.timeout.seconds
     options = on_several_machines(num_ranks, parallel.nnodes, parallel.rdzv, timeout_s)
-    failures, received = run_elastic("ptfast", ["train", *words], options)
-    if received is not None:
-        return EXIT_INTERRUPTED if received == signal.SIGINT else EXIT_PREEMPTED
-    if error := killed_rank(failures, socket.gethostname()):
+    ended = run_elastic("ptfast", ["train", *words], options)
+    if ended.received is not None:
+        return EXIT_INTERRUPTED if ended.received == signal.SIGINT else EXIT_PREEMPTED
+    if error := killed_rank(ended, socket.gethostname()) or hung_rank(ended, socket.gethostname()):
         raise error
     # The rank that failed first has said why, here or on another machine.
-    codes = [failure.exitcode for failure in sorted(failures.values(), key=lambda each: each.timestamp)]
+    codes = ended.codes.values()
     return next((code for code in codes if code > 0), ParallelError.exit_code) if codes else EXIT_OK
 
 
@@ -300,18 +303,14 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
     state = str(place.state_folder) if place.state_folder is not None else ""
     start_s = time.time()
     arguments = [str(place.folder), state, str(os.getpid())]
-    failures, received = run_elastic("ptfast.launch.rank_main", arguments, on_this_machine(num_ranks))
-    return _outcome(place.folder, composed, failures, received, start_s)
+    ended = run_elastic("ptfast.launch.rank_main", arguments, on_this_machine(num_ranks))
+    return _outcome(place.folder, composed, ended, start_s)
 
 
-def _outcome(
-    folder: Path, composed: Composed, failures: dict[int, Any], received: int | None, start_s: float
-) -> int:
+def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> int:
     """The exit code of ranks that have ended.
 
     Args:
-        failures: what torchrun knows of ranks that failed.
-        received: the signal that ended the launcher.
         start_s: when the ranks were started, in seconds since the epoch.
 
     Raises:
@@ -320,11 +319,11 @@ def _outcome(
     """
     from ptfast.launch.rank_main import EXIT_CODES
 
-    _raise_failure(folder, composed, failures)
+    _raise_failure(folder, composed, ended)
     status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
     if status in EXIT_CODES:
         return EXIT_CODES[status]
-    if received is not None:
+    if (received := ended.received) is not None:
         # They were killed before they could write a summary; that is harmless if nothing was trained yet.
         if _newer(folder / run_directory.RESOLVED, start_s) and not _newer(
             folder / "saved" / "last", start_s
@@ -332,35 +331,43 @@ def _outcome(
             what = f"the ranks were killed after {signal.Signals(received).name}, before they had saved"
             raise ParallelError("P001", what, key=str(folder))
         return EXIT_INTERRUPTED if received == signal.SIGINT else EXIT_PREEMPTED
-    rank, failure = next(iter(failures.items()), (0, None))
-    what = f"rank {rank} exited with {failure.exitcode}" if failure else "the ranks left without a summary"
+    rank, code = next(iter(ended.codes.items()), (0, None))
+    what = f"rank {rank} exited with {code}" if code else "the ranks left without a summary"
     raise ParallelError("P001", what, key=str(folder))
 
 
-def _raise_failure(folder: Path, composed: Composed, failures: dict[int, Any]) -> None:
-    """Raise what a rank has said of its failure, or that it was killed."""
-    # A rank that was killed is the cause of what the others say.
-    if error := killed_rank(failures, str(folder)):
+def _raise_failure(folder: Path, composed: Composed, ended: Ended) -> None:
+    """Raise what a rank has said of its failure, or that it was killed or hangs."""
+    reported = reported_failure(folder, composed)
+    # A rank that was killed is the cause of what the others say; one that hangs, of their losing it.
+    error = killed_rank(ended, str(folder))
+    if error is None and (reported is None or reported.exit_code == ParallelError.exit_code):
+        error = hung_rank(ended, str(folder))
+    if error:
         _note_failure(folder, str(error), error.exit_code)
         raise error
-    if reported := reported_failure(folder, composed):
+    if reported:
         _note_failure(folder, str(reported).split(": ", 2)[-1], reported.exit_code)
         raise reported
 
 
-def killed_rank(failures: dict[int, Any], key: str | None) -> ParallelError | None:
-    """The error that names the first rank that was killed; SIGTERM is how torchrun ends the others."""
-    ended = -signal.SIGTERM
-    killed = [
-        rank for rank, failure in failures.items() if failure.exitcode < 0 and failure.exitcode != ended
-    ]
-    if not killed:
+def killed_rank(ended: Ended, key: str | None) -> ParallelError | None:
+    """The error that names the first rank that was killed, by somebody else than the launcher."""
+    if (rank := ended.killed()) is None:
         return None
-    rank = min(killed, key=lambda rank: failures[rank].timestamp)
-    number = -failures[rank].exitcode
+    number = -ended.codes[rank]
     hint = "The system's memory may have run out" if number == signal.SIGKILL else None
     what = f"rank {rank} was killed by {signal.Signals(number).name}"
     return ParallelError("P001", what, key=key, suggestion=hint)
+
+
+def hung_rank(ended: Ended, key: str) -> ParallelError | None:
+    """The error that names the ranks that stayed when the others had left; None after a signal."""
+    if not ended.hung or ended.received is not None:
+        return None
+    who = ", ".join(map(str, ended.hung))
+    what = f"rank {who} hangs" if len(ended.hung) == 1 else f"ranks {who} hang"
+    return ParallelError("P001", f"{what}: killed when the others had left", key=key)
 
 
 def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:

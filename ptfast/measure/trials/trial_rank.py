@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -121,13 +120,10 @@ def main() -> None:
 def _launch(num_ranks: int, arguments: list[str]) -> None:
     """Run ranks of this module, and end as the first of them does that fails."""
     arguments = [*arguments, str(os.getpid())]
-    failures, _ = run_elastic("ptfast.measure.trials.trial_rank", arguments, on_this_machine(num_ranks))
-    codes = [failure.exitcode for failure in failures.values()]
-    # torchrun ends the ranks that are left by SIGTERM.
-    killed = next((-code for code in codes if code < 0 and code != -signal.SIGTERM), None)
-    if killed is not None:
-        os.kill(os.getpid(), killed)
-    leave(max(next(iter(codes), EXIT_OK), EXIT_OK))
+    ended = run_elastic("ptfast.measure.trials.trial_rank", arguments, on_this_machine(num_ranks))
+    if (rank := ended.killed()) is not None:
+        os.kill(os.getpid(), -ended.codes[rank])
+    leave(max(next(iter(ended.codes.values()), EXIT_OK), EXIT_OK))
 
 
 def _serve(path: str, folder: Path) -> None:

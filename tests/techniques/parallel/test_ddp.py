@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, DataError, MachineError, ParallelError, ReportedError
 from ptfast.core.run_directory import write_json
+from ptfast.launch.agent import Ended
 from ptfast.launch.launcher import _check_started, _outcome
 from ptfast.launch.rank_main import report_failure
 from ptfast.techniques.parallel.running_statistics import RunningStatistics
@@ -240,15 +241,8 @@ def test_a_killed_launcher_leaves_no_rank(in_tmp: Path) -> None:
         assert_no_rank_lives()
 
 
-class Failed(NamedTuple):
-    """Torchrun's record of a rank that failed."""
-
-    exitcode: int
-    timestamp: int
-
-
-def outcome(folder: Path, failures: dict[int, Any] | None = None, received: int | None = None) -> int:
-    return _outcome(folder, compose(), failures or {}, received, time.time() - 60)
+def outcome(folder: Path, codes: dict[int, int] | None = None, **ended: Any) -> int:
+    return _outcome(folder, compose(), Ended(codes or {}, **ended), time.time() - 60)
 
 
 def test_the_status_of_the_run_is_the_exit_code(in_tmp: Path) -> None:
@@ -305,7 +299,7 @@ def test_what_a_rank_said_is_said_again(in_tmp: Path) -> None:
     assert report_failure(in_tmp, DataError("D005", "is no image", key="x.png"))
     assert not report_failure(in_tmp, RuntimeError("connection closed by peer"))
     with pytest.raises(ReportedError, match=r"error\[D005\]: x\.png: is no image") as caught:
-        outcome(in_tmp, {1: Failed(3, 5)})
+        outcome(in_tmp, {1: 3})
     assert caught.value.exit_code == 3
     assert summary(in_tmp) == {"status": "failed", "exit_code": 3, "error": "x.png: is no image."}
 
@@ -314,13 +308,13 @@ def test_a_killed_rank_explains_what_the_others_say(in_tmp: Path) -> None:
     report_failure(in_tmp, RuntimeError("connection closed by peer"))
     write_json(in_tmp / "summary.json", {"status": "failed", "error": "another rank died", "steps": 3})
     with pytest.raises(ParallelError, match="rank 2 was killed by SIGSEGV"):
-        outcome(in_tmp, {0: Failed(1, 5), 1: Failed(-15, 5), 3: Failed(-9, 7), 2: Failed(-11, 6)})
+        outcome(in_tmp, {0: 1, 1: -15, 2: -11, 3: -9}, hung=[3])
     assert (summary(in_tmp)["steps"], summary(in_tmp)["exit_code"]) == (3, 7)
     assert "rank 2 was killed" in summary(in_tmp)["error"]
 
 
 def test_a_rank_that_left_without_a_word_is_named(in_tmp: Path) -> None:
     with pytest.raises(ParallelError, match="rank 1 exited with 3"):
-        outcome(in_tmp, {1: Failed(3, 5)})
+        outcome(in_tmp, {1: 3})
     with pytest.raises(ParallelError, match="without a summary"):
         outcome(in_tmp)

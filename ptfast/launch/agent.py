@@ -1,0 +1,206 @@
+"""torchrun's agent in a thread of its own; the main thread, which signals always reach, watches its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from subprocess import Popen
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.launcher import api
+
+POLL_S = 0.1
+SHUTDOWN_S = 600.0
+"""How long ranks that were sent a signal may take to end their step and save."""
+LEAVE_S = 20.0
+"""How long ranks may stay after one has failed, or has left because of a signal: less than torchrun's 30."""
+LAST_S = 10.0
+"""How long they may stay after a second signal."""
+REPEATED_S = 1.0
+"""Signals within this time are one."""
+AGENT_S = 5.0
+"""How long the agent, which may wait for machines that do not answer, may outlast its ranks."""
+EXIT_BARRIER_S = 30.0
+"""How long it waits for the other machines' agents where all has gone well."""
+
+
+@dataclass
+class Ended:
+    """How this machine's ranks have ended."""
+
+    codes: dict[int, int] = field(default_factory=dict)
+    """Exit codes of those that failed, by rank, in the order in which they left."""
+    hung: list[int] = field(default_factory=list)
+    """Those that had to be killed."""
+    started: bool = False
+    """Whether there were any."""
+    received: int | None = None
+    """The first signal that the launcher was sent."""
+    error: BaseException | None = None
+    """What has ended the agent itself."""
+
+    def killed(self) -> int | None:
+        """Return the first rank that a signal has killed; SIGTERM is how torchrun ends the others."""
+        killed = (r for r, code in self.codes.items() if code < 0 and code != -signal.SIGTERM)
+        return next((rank for rank in killed if rank not in self.hung), None)
+
+
+_Base: Any = api.LocalElasticAgent
+
+
+class Agent(_Base):
+    """Starts this machine's ranks; none any more once the run is being ended."""
+
+    latest: Agent | None = None
+    """The last that was made: torch hands out none."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.processes: dict[int, Popen[bytes]] = {}
+        self.lock, self.ending = threading.Lock(), False
+        Agent.latest = self
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        with self.lock:
+            self._leave_if_ending()
+            ids = super()._start_workers(worker_group)
+            handlers = self._pcontext.subprocess_handlers
+            self.processes = {
+                each.global_rank: handlers[each.local_rank].proc for each in worker_group.workers
+            }
+        return ids
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        self._leave_if_ending()
+        return super()._monitor_workers(worker_group)
+
+    def _shutdown(self, *given: Any, **options: Any) -> None:
+        if not self.ending:
+            super()._shutdown(*given, **options)
+            return
+        # The main thread ends them. They would die with the thread that has started them.
+        for process in self.processes.values():
+            process.wait()
+
+    def _leave_if_ending(self) -> None:
+        if self.ending:
+            raise SignalException("the run is being ended", signal.SIGTERM)
+
+
+api.LocalElasticAgent = Agent
+
+
+def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
+    """Call `act`, which runs an agent, and return how its ranks have ended, within the limits above.
+
+    Args:
+        names: signals that end them.
+    """
+    return _Watch().run(act, [signal.Signals[name] for name in names])
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self.ended, self.processes = Ended(), dict[int, Popen[bytes]]()
+        self.waiting: list[int] = []
+        """Signals that are to be passed on."""
+        self.received_s = self.deadline_s = self.all_left_s = float("inf")
+        self.left: set[int] = set()
+        Agent.latest = None
+
+    def run(self, act: Callable[[], Any], numbers: Sequence[int]) -> Ended:
+        thread = threading.Thread(target=self._call, args=(act,), name="ptfast-agent", daemon=True)
+        with self._caught(numbers):
+            thread.start()
+            while thread.is_alive() and not self._all_over():
+                thread.join(POLL_S)
+                self._look()
+            self._look()
+        return self.ended
+
+    def _call(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            self.ended.error = error
+
+    @contextlib.contextmanager
+    def _caught(self, numbers: Sequence[int]) -> Iterator[None]:
+        previous = {number: signal.getsignal(number) for number in numbers}
+        for number in numbers:
+            signal.signal(number, lambda number, frame: self.waiting.append(number))
+        try:
+            yield
+        finally:
+            for number, before in previous.items():
+                signal.signal(number, before)
+
+    def _look(self) -> None:
+        """See which ranks have left, pass on signals, and kill whoever is late."""
+        agent, now, ended = Agent.latest, time.monotonic(), self.ended
+        while self.waiting:
+            self._pass_on(self.waiting.pop(0), now)
+        if agent is None:
+            return
+        if agent.processes is not self.processes:
+            # They were started again.
+            self.processes, ended.codes, ended.hung, self.left = agent.processes, {}, [], set()
+            self.all_left_s = float("inf")
+            ended.started = True
+            if ended.received is None:
+                self.deadline_s = float("inf")
+        codes = {rank: process.poll() for rank, process in self.processes.items() if rank not in self.left}
+        gone = {rank: code for rank, code in codes.items() if code is not None}
+        self.left |= gone.keys()
+        # Of those that left at once, one that was killed is the cause.
+        ended.codes |= {rank: code for rank, code in sorted(gone.items(), key=lambda each: each[1]) if code}
+        if ended.codes or (self.left and ended.received is not None):
+            self.deadline_s = min(self.deadline_s, now + LEAVE_S)
+        if self.processes and len(self.left) == len(self.processes):
+            self.all_left_s = min(self.all_left_s, now)
+        elif now > self.deadline_s and not ended.hung:
+            ended.hung = [rank for rank in self.processes if rank not in self.left]
+            self._send(signal.SIGKILL)
+            self.all_left_s = now
+
+    def _pass_on(self, number: int, now: float) -> None:
+        if self.ended.received is None:
+            self.ended.received, self.received_s = number, now
+            self.deadline_s = min(self.deadline_s, now + SHUTDOWN_S)
+        elif now - self.received_s > REPEATED_S:
+            self.deadline_s = min(self.deadline_s, now + LAST_S)
+        else:
+            return
+        agent = Agent.latest
+        if agent is None:
+            return
+        with agent.lock:
+            agent.ending, self.processes = True, agent.processes
+        self._send(number)
+        # One that was stopped hears it only when it goes on.
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def _all_over(self) -> bool:
+        """Whether nothing is left to wait for, though the agent may still wait for other machines."""
+        agent, now = Agent.latest, time.monotonic()
+        if self.ended.received is not None and not self.processes:
+            return True
+        if agent is None or agent.processes is not self.processes:
+            return False
+        fails = bool(self.ended.codes or self.ended.hung)
+        if fails and self.ended.received is None and agent._remaining_restarts > 0:
+            return False
+        waits_s = AGENT_S if fails or self.ended.received is not None else EXIT_BARRIER_S
+        return now > self.all_left_s + waits_s
