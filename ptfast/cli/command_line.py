@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -11,14 +10,11 @@ from ptfast.cli.arguments import COMMON, Command, help_of, parse, search_in
 from ptfast.cli.commands import COMMANDS, KINDS
 from ptfast.core.errors import (
     COMMAND_LINE,
-    EXIT_BUG,
-    EXIT_INTERRUPTED,
     EXIT_OK,
     ConfigError,
-    PtfastError,
-    ReportedError,
-    bug_line,
-    render,
+    error_line,
+    exit_code_of,
+    traceback_of,
 )
 from ptfast.report.terminal.command_output import flush, print_error, say_starting
 
@@ -34,21 +30,12 @@ def _run(words: list[str]) -> int:
     show_traceback = "--traceback" in words
     try:
         return _dispatch(words)
-    except PtfastError as error:
-        print_error(render(error), traceback.format_exc() if show_traceback else "")
-        return error.exit_code
-    except KeyboardInterrupt:
-        print_error("ptfast: interrupted", traceback.format_exc() if show_traceback else "")
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left (`ptfast recipes | head`).
         return EXIT_OK
-    except ReportedError as error:
-        print_error(str(error), error.details if show_traceback else "")
-        return error.exit_code
-    except Exception as error:
-        print_error(bug_line(error), traceback.format_exc() if show_traceback else "")
-        return EXIT_BUG
+    except (Exception, KeyboardInterrupt) as error:
+        print_error(error_line(error), traceback_of(error) if show_traceback else "")
+        return exit_code_of(error)
 
 
 def _dispatch(words: list[str]) -> int:

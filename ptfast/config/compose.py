@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ptfast.config.checks.inherited import drop_inherited
-from ptfast.config.checks.interpolations import resolve
+from ptfast.config.checks.interpolations import check_grammar, resolve
 from ptfast.config.checks.variables import check_used, variable_sections
 from ptfast.config.files import paths, presets
 from ptfast.config.files.lineage import chosen_groups, lineage
@@ -359,6 +359,8 @@ def translate(error: BaseException) -> ConfigError:
     message = re.sub(r"\s+", " ", lines[0] if lines else type(error).__name__).rstrip(".")
     override = re.search(r"override '?(\S+?)=(\S*)", str(error))
     key = override.group(1).lstrip("+~") if override else None
+    if key and override:
+        check_grammar(key, override[2], COMMAND_LINE)
     deleted = re.search(r"Could not delete (?:from config\. )?'([^']+)'", message)
     if deleted:
         return ConfigError("C002", "there is nothing to delete", key=f"~{deleted[1]}", place=COMMAND_LINE)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from ptfast.core.errors import ConfigError, ParallelError
+from ptfast.core.errors import ConfigError, ParallelError, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -441,4 +441,4 @@ def is_connection_lost(error: BaseException) -> bool:
     """Return True if `error` says that another rank has left."""
     import torch.distributed as dist
 
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in text_of(error))

@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -64,11 +65,16 @@ CODES = {
 
 
 PACKAGE = str(Path(__file__).parents[1])
-INSTALLED = (PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+INSTALLED = (
+    *(PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}),
+    *(path for path in sys.path if path.endswith("-packages")),
+)
 """Folders of code that no user of ptfast has written."""
 COMMAND_LINE = "command line"
 """Place of what was typed."""
 SECRET = "<secret>"
+MOST_CHARS = 2000
+"""Characters of one error, or one line of a traceback, that are shown or written."""
 _SECRET_WORDS = {
     *("token", "key", "secret", "password", "passwd", "passphrase", "credential", "credentials", "auth"),
     *("authorization", "bearer", "cookie", "cookies", "header", "headers"),
@@ -112,7 +118,7 @@ class PtfastError(Exception):
         suggestion: str | None = None,
     ) -> None:
         assert code in CODES, f"unregistered error code {code}"
-        self.code, self.what, self.key, self.value = code, what, key, value
+        self.code, self.what, self.key, self.value = code, _cut(what), key, value
         self.place, self.suggestion = place, suggestion
         super().__init__(self._line())
 
@@ -249,24 +255,43 @@ def render(error: PtfastError) -> str:
     return "\n".join(f"ptfast: error[{one.code}]: {one}" for one in (error, *error.others))
 
 
-def bug_line(error: BaseException) -> str:
-    """Return an unforeseen error as it is printed."""
+def error_line(error: BaseException) -> str:
+    """The line a user sees for any error."""
+    if isinstance(error, PtfastError):
+        return render(error)
+    if isinstance(error, (ReportedError, KeyboardInterrupt)):
+        return str(error) if isinstance(error, ReportedError) else "ptfast: interrupted"
     place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
     where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
-    text = " ".join(str(error).split()) or "no message"
+    text = " ".join(_cut(text_of(error)).split()) or "no message"
     return (
         f"ptfast: error: {type(error).__name__}{where}: {text}. Add --traceback to see where it comes from."
     )
 
 
-def error_line(error: BaseException) -> str:
-    """The line a user sees for any error."""
-    return render(error) if isinstance(error, PtfastError) else bug_line(error)
-
-
 def exit_code_of(error: BaseException) -> int:
     """The exit code that an error stands for."""
-    return error.exit_code if isinstance(error, PtfastError) else EXIT_BUG
+    if isinstance(error, (PtfastError, ReportedError)):
+        return error.exit_code
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_BUG
+
+
+def traceback_of(error: BaseException) -> str:
+    """Where an error comes from, as Python prints it."""
+    if isinstance(error, ReportedError):
+        return error.details
+    return "\n".join(_cut(line.rstrip("\n")) for line in traceback.format_exception(error))
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error; none of a user's own class whose text cannot be had."""
+    with contextlib.suppress(Exception):
+        return str(error)
+    return ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARS else f"{hide_credentials(text)[:MOST_CHARS]} ..."
 
 
 def is_secret(key: str) -> bool:
@@ -313,9 +338,7 @@ def summary_of(error: BaseException, depth: int = 0) -> str:
     places = [
         f" ({Path(file).name}:{line})" for file, line in stack[depth:] if not file.startswith(INSTALLED)
     ]
-    text = ""
-    with contextlib.suppress(Exception):  # of a user's own class of error
-        text = one_line(str(error)).rstrip(". ")
+    text = one_line(_cut(text_of(error))).rstrip(". ")
     return type(error).__name__ + (places[-1] if places else "") + (f": {text}" if text else "")
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ptfast.core.errors import EXIT_BUG
+from ptfast.core.errors import EXIT_BUG, text_of
 
 ROOT = Path("/")
 """Root of the system's files."""
@@ -202,7 +202,7 @@ def _kilobytes(pid: int, name: str, row: str) -> int:
 
 def is_memory_error(error: BaseException) -> bool:
     """Return True if `error` says that no memory is left, on the host or on the device."""
-    says_so = any(words in str(error).lower() for words in _NO_MEMORY)
+    says_so = any(words in text_of(error).lower() for words in _NO_MEMORY)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +34,7 @@ from ptfast.core.errors import (
     error_line,
     exit_code_of,
     summary_of,
+    traceback_of,
 )
 from ptfast.core.run import Run
 from ptfast.core.units import num_bytes
@@ -192,7 +192,7 @@ class RankPart:
         if known is not None:
             return Outcome(exit_code=known.exit_code, error_line=str(known)), known
         if not is_lost:
-            return Outcome(error_line=f"{type(error).__name__}: {error}"), error
+            return Outcome(error_line=summary_of(error)), error
         # Another rank was sent the signal too, and has left its wait for data.
         line = f"stopped {where}: another rank has left"
         return Outcome(signalled, signals.exit_code, line, together=False), None
@@ -331,7 +331,7 @@ def report_failure(folder: Path, error: BaseException) -> bool:
     word: dict[str, Any] = {"line": error_line(error), "exit_code": exit_code_of(error)}
     if isinstance(error, PtfastError):
         word["parts"] = error.parts
-    word["traceback"] = "".join(traceback.format_exception(error))
+    word["traceback"] = traceback_of(error)
     try:
         with (folder / run_directory.FAILURE).open("x") as file:
             json.dump(word, file, default=str)

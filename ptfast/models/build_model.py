@@ -6,7 +6,7 @@ import inspect
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import ConfigError, name_some
 from ptfast.core.sections.targets import Target, keywords
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
 
     Raises:
         ConfigError: the data does not say what the constructor needs (C011), there are no published weights
-            (C012), or the target gives something that is no module (C009).
+            (C012), the target gives something that is no module (C009), or layers without sizes (C017).
     """
     from torch import nn
+    from torch.nn.parameter import is_lazy
 
     facts = {f.name: getattr(info, f.name) for f in fields(info) if getattr(info, f.name) is not None}
     if info.task == "regression":
@@ -44,6 +45,11 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
     if not isinstance(model, nn.Module):
         what = f"gives a {type(model).__name__}, not a torch.nn.Module"
         raise ConfigError("C009", what, key="model._target_", value=target.path)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
+        what = f"is built with layers that have no sizes yet: {name_some(lazy)}"
+        hint = "Give their sizes, or call the model once in its constructor, on zeros of input_shape"
+        raise ConfigError("C017", what, key="model._target_", value=target.path, suggestion=hint)
     return model
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptfast.core.errors import text_of
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.targets import Target, keywords, swallows_keywords
 from ptfast.models.build_model import build_model
@@ -44,7 +45,7 @@ def looks_unfit(model: nn.Module, info: DataInfo) -> bool:
             error = _error_of(twin, info.input_shape, time.perf_counter() + LOOK_S)
         except Exception:
             return False  # it cannot be copied
-    return error is not None and not isinstance(error, NotImplementedError) and "meta" not in str(error)
+    return error is not None and not isinstance(error, NotImplementedError) and "meta" not in text_of(error)
 
 
 def remedy(model: Target, data: Target, info: DataInfo) -> str | None:

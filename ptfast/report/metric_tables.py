@@ -41,4 +41,6 @@ def plain(value: Any) -> Any:
     """A table's value as lists of numbers."""
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor
 from ptfast.core.errors import ConfigError, PtfastError, described, name_of, shorten, summary_of
 from ptfast.core.protocols import DataInfo, Metrics, Task
 from ptfast.core.sections.targets import Target, built_with, is_metric_function
+from ptfast.core.tensors.trees import tree_leaves
 from ptfast.tasks.ratios import Parts, Ratios
 
 _TASKS = {"classification": "multiclass", "multilabel": "multilabel", "token_classification": "multiclass"}
@@ -67,8 +69,8 @@ class Added:
             except Exception as error:
                 raise _failure(name, metric, "compute", error) from error
             for figure, key, kind in self._figures(name):
-                value = given[key] if isinstance(given, dict) else given
-                values[figure] = value if _is_number(value) else Table(kind, value)
+                value = given.get(key, given) if isinstance(given, dict) else given
+                values[figure] = _number_or_table(value, kind, f"metrics.{name}._target_", name_of(metric))
         return values
 
     def _figures(self, only: str | None = None) -> Iterator[tuple[str, str, str]]:
@@ -83,17 +85,35 @@ class Added:
 
 
 def with_tables(metrics: Metrics) -> dict[str, Any]:
-    """What `metrics` give: numbers, and a `Table` for what is none."""
-    given = dict(metrics.compute())
+    """What `metrics` give: numbers, and a `Table` for what is none.
+
+    Raises:
+        ConfigError: C017 for what holds no numbers.
+    """
+    given, kinds = dict(metrics.compute()), dict(getattr(metrics, "items", dict)())
     for name, value in given.items():
-        if not _is_number(value) and not isinstance(value, Table):
-            kinds = dict(getattr(metrics, "items", dict)())
-            given[name] = Table(type(kinds.get(name, metrics)).__name__, value)
+        kind = type(kinds.get(name, metrics)).__name__
+        given[name] = _number_or_table(value, kind, "task.metrics", name_of(metrics))
     return given
 
 
-def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else not isinstance(value, (tuple, list))
+def _number_or_table(value: Any, kind: str, key: str, path: str) -> Any:
+    if isinstance(value, Table) or is_number(value):
+        return value
+    if not all(is_number(leaf) or hasattr(leaf, "tolist") for leaf in tree_leaves(value)):
+        what = f"compute gives {described(value)}, where numbers are due"
+        raise ConfigError("C017", what, key=key, value=path)
+    return Table(kind, value)
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a single real number, of Python, NumPy or torch."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        float(value)
+        return not isinstance(value, str)
+    return False
 
 
 def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Task:
@@ -118,7 +138,7 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
     def added(name: str, target: Target) -> Any:
         try:
             if is_metric_function(target.resolve(), target.kwargs):
-                return Ratios(**{name: ratio_of(built_with(replace(target, partial=True), **facts))})
+                return _OfFunction(name, built_with(replace(target, partial=True), **facts))
             return built_with(target, **facts)
         except Exception as error:
             raise _failure(name, target.resolve(), "its constructor", error) from error
@@ -138,6 +158,14 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
     return task
 
 
+class _OfFunction(Ratios):
+    """A function of outputs and targets as a metric."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        super().__init__(**{name: ratio_of(function)})
+        self.func = getattr(function, "func", function)
+
+
 def ratio_of(function: Callable[..., Any]) -> Callable[[Tensor, Tensor], Parts]:
     """What a batch adds to the ratio that `function` of outputs and targets stands for.
 
@@ -151,6 +179,8 @@ def ratio_of(function: Callable[..., Any]) -> Callable[[Tensor, Tensor], Parts]:
             return given
         if isinstance(given, Tensor) and given.dim():
             return given.sum(), given.numel()
+        if not is_number(given):
+            raise TypeError(f"gives {described(given)}, where numbers are due")
         return given * len(targets), len(targets)
 
     return parts

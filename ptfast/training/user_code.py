@@ -6,17 +6,25 @@ import contextlib
 import functools
 import traceback
 from collections.abc import Iterator, Mapping
-from numbers import Real
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ptfast.core.distributed import is_connection_lost
-from ptfast.core.errors import INSTALLED, ConfigError, PtfastError, described, name_of, summary_of
+from ptfast.core.errors import (
+    INSTALLED,
+    ConfigError,
+    DataError,
+    PtfastError,
+    described,
+    name_of,
+    summary_of,
+)
 from ptfast.core.machine import is_memory_error
 from ptfast.core.run import Run
 from ptfast.core.tensors.dtensors import is_sharded
+from ptfast.tasks.added_metrics import is_number
 
 MODEL = "model._target_"
 NOT_THEIRS = ("ptfast.", "torch.optim.")
@@ -56,8 +64,11 @@ def parts_of(run: Any, *, ours: bool = False) -> list[Part]:
 
 def failure(
     error: BaseException, run: Any, *, ours: bool = False, given: Mapping[str, str] = MappingProxyType({})
-) -> ConfigError | None:
+) -> PtfastError | None:
     """The error to report for one that came out of a part of `run`; None where it came from elsewhere.
+
+    It came from the model, too, where our task could not compare its outputs with the targets, and from the
+    data where the outputs were right.
 
     Args:
         run: as `parts_of` takes it.
@@ -79,9 +90,35 @@ def failure(
         if learners and frame.f_code is Tensor.backward.__code__:
             found = learners[0], "the backward pass ", depth
     if found is None:
-        return None
+        frames = (frame.f_locals for frame, _ in stack if frame.f_locals.get("self") is run.task)
+        compared = next((names for names in frames if {"outputs", "targets"} <= names.keys()), None)
+        if compared is None:
+            return None
+        return misfit(run.model, run.task, compared["outputs"], (None, compared["targets"])) or DataError(
+            "D004",
+            f"targets of a batch are {described(compared['targets'])}: {summary_of(error)}",
+            key="data",
+            suggestion=f"Give {type(run.task).__name__} targets of one type and shape, or set task=...",
+        )
     part, method, depth = found
     return part.error(f"{method}raises {summary_of(error, depth)}{given.get(part.key, '')}", TRACEBACK)
+
+
+def misfit(model: Any, task: Any, outputs: Any, data: Any, where: str = "") -> ConfigError | None:
+    """The error of a model whose outputs a task cannot compare with the targets in `data`; None if it can.
+
+    Args:
+        where: a word on when this is.
+    """
+    try:
+        wanted = task.misfit(outputs, data)
+    except Exception:
+        return None  # targets that are none
+    if wanted is None:
+        return None
+    what = f"forward gives {described(outputs)}{where}, and {type(task).__name__} takes {wanted}"
+    hint = "Have it give that, or name a task that fits, by name or import path: task=..."
+    return Part(MODEL, model).error(what, hint)
 
 
 @contextlib.contextmanager
@@ -165,7 +202,7 @@ def check_figures(figures: dict[str, Any], run: Run) -> dict[str, float]:
         ConfigError: C017 for what is no number.
     """
     for name, value in figures.items():
-        if not isinstance(name, str) or not isinstance(value, Real):
+        if not isinstance(name, str) or not is_number(value):
             part = next(part for part in parts_of(run) if hasattr(part.made, "on_evaluation"))
             what = f"on_evaluation adds {described(value)} as the figure {name}, which is no number"
             raise part.error(what, "Add float(value)")

@@ -285,6 +285,12 @@ CASES: dict[str, Case] = {
         "batch_size=${seed} (mine.yaml:1)",
         "back to itself",
     ),
+    "26 an empty key": recipe(
+        "seed: ${..}\n", "C008", "seed=${..} (mine.yaml:1): an interpolation that cannot"
+    ),
+    "26 an empty key, typed": typed(
+        "seed=${..}", "C008", f"seed=${{..}} {TYPED} an interpolation that cannot"
+    ),
     "26 a missing key, typed": typed(
         "seed=${nope.key}", "C008", f"seed=${{nope.key}} {TYPED} there is no key nope.key"
     ),

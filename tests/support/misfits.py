@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,26 @@ from urllib.error import URLError
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from ptfast.core.protocols import Callback
 from ptfast.tasks.ratios import Ratios
 
 
 class Net(nn.Module):
-    """A layer whose outputs are spoilt."""
+    """A layer whose outputs are spoilt, from a training step on."""
 
-    def __init__(self, how: str = "", num_classes: int = 10) -> None:
+    def __init__(self, how: str = "", num_classes: int = 10, at: int = 0) -> None:
         super().__init__()
+        self.at = at
         self.how, self.layer, self.kept = how, nn.Linear(64, num_classes), torch.zeros(())
         self.passes = 0
         if how == "constructor":
             raise OSError("no such file")
         if how == "exits":
             raise SystemExit(0)
+        if how == "lazy":
+            self.layer = nn.LazyLinear(num_classes)
         if how == "detects":
             torch.autograd.set_detect_anomaly(True)
 
@@ -42,12 +46,27 @@ class Net(nn.Module):
             outputs = self.kept = outputs + self.kept.sum()
         if self.how == "evaluates otherwise":
             return outputs if self.training else (outputs, outputs)
-        spoil = MODELS.get(self.how)
+        spoil = MODELS.get(self.how) if self.passes >= self.at else None
         return outputs if spoil is None else spoil(outputs)
 
 
 def leave(outputs: Tensor) -> None:
     raise SystemExit(0)
+
+
+def talk(outputs: Tensor) -> None:
+    raise ValueError("word " * 1_000_000)
+
+
+class SpeechlessError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise LookupError
+
+
+def stay_silent(outputs: Tensor) -> None:
+    raise SpeechlessError
 
 
 MODELS: dict[str, Any] = {
@@ -69,6 +88,8 @@ MODELS: dict[str, Any] = {
     "wrong shape": lambda outputs: F.linear(outputs, torch.ones(3, 4)),
     "changed": lambda outputs: outputs.exp().add_(1).mul_(outputs.exp()).exp_().add_(1),
     "leaves": leave,
+    "talks": talk,
+    "silent": stay_silent,
 }
 
 
@@ -150,6 +171,35 @@ def unknown() -> TensorDataset:
     return TensorDataset(inputs, torch.arange(20) % 2)
 
 
+class LateFloat(Dataset[Any]):
+    """Labels of which a late one is no whole number."""
+
+    num_classes = 2
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4,), float(index % 2)), index % 2 + (0.5 if index == 70 else 0)
+
+
+class Measured(Ratios):
+    """A metric that gives anything, or lacks a package."""
+
+    def __init__(self, what: Any = None) -> None:
+        super().__init__()
+        self.what = what
+
+    def compute(self) -> Any:
+        if self.what == "import":
+            importlib.import_module("no_such_package")
+        return self.what
+
+
+def measure(outputs: Tensor, targets: Tensor) -> Any:
+    return None
+
+
 class Hooked(Callback):
     """Fails in one of its methods."""
 
@@ -164,8 +214,8 @@ class Hooked(Callback):
 
     def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, Any]) -> None:
         self._fail("on_evaluation")
-        if self.how == "figure":
-            figures["mine"] = torch.ones(2)
+        if self.how in ("figure", "huge"):
+            figures["mine"] = torch.ones(2) if self.how == "figure" else 10**400
 
     def state_dict(self) -> dict[str, Any]:
         return {"path": [Path()]} if self.how == "state_dict" else {}

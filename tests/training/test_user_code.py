@@ -31,7 +31,7 @@ HOW = {
     "classes": "gives a Tensor of int64 (64)",
     "string": "gives the str 'logits'",
 }
-IN_STEPS = ("nan", "changed", "leaves")
+IN_STEPS = ("nan", "changed", "leaves", "talks", "silent")
 """Faults that no forward pass alone shows."""
 
 
@@ -204,6 +204,39 @@ def test_a_run_that_fails_later_keeps_what_it_saved(
     result = summary(Path("a"))
     assert (result["status"], result["exit_code"]) == ("failed", 2)
     assert "misfits." in result["error"]
+
+
+LATER = {
+    "lazy": ((*NET, "model.how=lazy"), "model._target_=misfits.Net (command line): is built with layers"),
+    "None": (
+        (*NET, "model.how='None'", "model.at=3"),
+        "gives None, and Classification takes floats of shape",
+    ),
+    "shape": ((*NET, "model.how=fewer classes", "model.at=3"), "(64, 5), and Classification takes floats of"),
+    "text": ((*NET, "model.how=talks", "model.at=3"), "raises ValueError (misfits.py:", "word word"),
+    "no text": ((*NET, "model.how=silent"), "raises SpeechlessError (misfits.py:"),
+    "label": (("data=custom", "data._target_=misfits.LateFloat"), "D004", "of float32 (64): RuntimeError"),
+    "figure": (("callbacks=[{_target_: misfits.Hooked, how: huge}]",), "adds the int 1000000"),
+    "metric": (("metrics.own._target_=misfits.Measured",), "metrics.own._target_=misfits.Measured", "None"),
+    "word": (
+        ("metrics.own._target_=misfits.Measured", "metrics.own.what=good"),
+        "gives the str 'good', where",
+    ),
+    "package": (("metrics.own._target_=misfits.Measured", "metrics.own.what=import"), "ModuleNotFoundError"),
+    "function": (("metrics.own._target_=misfits.measure",), "misfits.measure (command line): update raises"),
+}
+
+
+@pytest.mark.parametrize(("words", "says"), [(each[0], each[1:]) for each in LATER.values()], ids=LATER)
+def test_no_fault_of_a_users_part_is_a_bug(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: tuple[str, ...]
+) -> None:
+    words = ("steps=4", "eval.every=4steps", "saving.every=1steps", "run.dir=a", *words)
+    assert train(*words) == (3 if "D004" in says else 2)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "error[C017]: " in line or "error[D004]: " in line
+    assert all(text in line for text in says), line
+    assert sum(file.stat().st_size for file in Path().glob("a/*.[jh]*")) + len(line) < 100_000
 
 
 def test_an_evaluation_that_fails_names_the_model(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.grammar_parser import parse
 from omegaconf.resolvers import oc
 
 from ptfast.config.schema import flatten
@@ -40,12 +41,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
             or variable, a cyclic one, or one that cannot be read. Each names the key and its place, and all
             are found at once.
     """
-    try:
-        config = OmegaConf.create(tree)
-    except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", None) or "") or None
-        what = f"cannot be read: {_first_line(error)}"
-        raise ConfigError("C008", what, key=key, place=place(key) if key else None) from error
+    config = OmegaConf.create(tree)
     if (key := _too_large(tree)) is not None:
         what = f"its interpolations come to more than {MOST_CHARS:,} characters"
         raise ConfigError("C008", what, key=key, place=place(key))
@@ -68,6 +64,21 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def check_grammar(key: str, text: str, place: str) -> None:
+    """Refuse a value whose `${...}` is no interpolation.
+
+    Raises:
+        ConfigError: C008.
+    """
+    try:
+        if "${" in text:
+            parse(text)
+    except GrammarParseError as error:
+        what = f"an interpolation that cannot be read: {_first_line(error)}"
+        hint = "Write \\${ for the text itself"
+        raise ConfigError("C008", what, key=key, value=text, place=place, suggestion=hint) from error
 
 
 def _env(*arguments: Any) -> Any:

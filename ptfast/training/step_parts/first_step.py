@@ -21,7 +21,7 @@ from ptfast.core.protocols import Metrics, Mixed
 from ptfast.core.run import Run
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.tasks.added_metrics import Table, with_tables
-from ptfast.training.user_code import MODEL, Part, failure, naming_user_code, parts_of
+from ptfast.training.user_code import MODEL, failure, misfit, naming_user_code, parts_of
 
 
 class Switch(NamedTuple):
@@ -69,11 +69,8 @@ class Fitting:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         self.outputs = outputs = self.forward(*args, **keywords)
-        if (wanted := self._task.misfit(outputs, self._data)) is not None:
-            task = type(self._task).__name__
-            what = f"forward gives {described(outputs)}{self._where}, and {task} takes {wanted}"
-            hint = "Have it give that, or name a task that fits, by name or import path: task=..."
-            raise Part(MODEL, self._model).error(what, hint)
+        if error := misfit(self._model, self._task, outputs, self._data, self._where):
+            raise error
         return outputs
 
     def __getattr__(self, name: str) -> Any:
