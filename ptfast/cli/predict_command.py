@@ -43,10 +43,12 @@ def predict(args: Namespace) -> int:
     with composed.naming_places():
         if args.prompt is not None:
             return continue_prompt(config, state_folder, args.prompt, args.out, **sampling)
-        return predict_files(config, state_folder, paths, args.out)
+        return predict_files(config, state_folder, paths, args.out, args.masks)
 
 
-def predict_files(config: Config, state_folder: Path, paths: list[str], out: str | None = None) -> int:
+def predict_files(
+    config: Config, state_folder: Path, paths: list[str], out: str | None = None, masks: Path | None = None
+) -> int:
     """Write one record per input: where it came from, and what the task predicts; in words on a terminal.
 
     Inputs are read as in training: the same size, statistics and vocabulary, which the state carries.
@@ -54,6 +56,7 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
     Args:
         paths: image files or folders of them, `.npy`/`.npz` arrays, or text files with one input a line.
         out: file to write; standard output if not given.
+        masks: folder to write predicted masks to, whose files then stand in the records.
 
     Raises:
         DataError: D001, D005 for what cannot be read; an image is left out with a warning, unless all are.
@@ -90,6 +93,8 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
             records = saved.task.predict(model, inputs)
             names = name if isinstance(name, list) else [name]
             for source, record in zip(names, records, strict=True):
+                if masks is not None:
+                    record["mask"] = _write_mask(masks, source, record)
                 if out is None and is_terminal(standard_output()):
                     say(f"{source}: {_told(record)}")
                     continue
@@ -102,6 +107,29 @@ def predict_files(config: Config, state_folder: Path, paths: list[str], out: str
         _write("".join(line + "\n" for line in lines), out)
         print(f"wrote {len(lines):,} predictions to {out}", file=sys.stderr)
     return EXIT_OK
+
+
+def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
+    """Write a record's mask, and return its file.
+
+    Raises:
+        ConfigError: C011 for a task without masks.
+        MachineError: E004 where it cannot be written.
+    """
+    from ptfast.tasks.semantic_segmentation import mask_picture
+
+    if "mask" not in record:
+        raise ConfigError("C011", "this run predicts no masks", key="--masks", place=COMMAND_LINE)
+    path = Path(source)
+    name = path.stem if path.is_file() else path.name
+    # Files of one name in several folders keep their folders.
+    file = folder / Path(*(part for part in path.parent.parts if part not in ("/", ".."))) / f"{name}.png"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        mask_picture(record["mask"]).save(file)
+    except OSError as error:
+        raise cannot_write(error, str(file)) from error
+    return str(file)
 
 
 def continue_prompt(
@@ -165,4 +193,6 @@ def _told(record: Mapping[str, Any]) -> str:
     """A prediction in words: the likeliest classes with their probabilities, or every entry by name."""
     if isinstance(top := record.get("top"), dict):
         return ", ".join(f"{name} {share:.1%}" for name, share in top.items())
-    return "  ".join(labelled(name, value) for name, value in record.items())
+    return "  ".join(
+        labelled(name, value) for name, value in record.items() if name != "mask" or isinstance(value, str)
+    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from ptfast.core import devices
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
 from ptfast.tasks.classification import known_classes, names_of_classes
 from ptfast.tasks.supervised import LossFunction, SupervisedTask
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 AUXILIARY_WEIGHT = 0.5
 """Weight of the loss of an auxiliary head in training, as in torchvision's references/segmentation."""
@@ -90,6 +94,18 @@ class SemanticSegmentation(SupervisedTask):
             {"shares": {name: share for name, share in zip(names, row, strict=True) if share}, "mask": mask}
             for row, mask in zip(shares.tolist(), masks.tolist(), strict=True)
         ]
+
+
+def mask_picture(mask: Any) -> Image:
+    """A mask, (height, width) of class numbers below 256, as a picture of them in the colours of VOC."""
+    from PIL import Image
+
+    picture = Image.fromarray(np.asarray(mask, np.uint8), "P")
+    bits = np.arange(256)[:, None] >> np.arange(0, 24, 3)[None]
+    # Three bits of a number after another are the highest bits left of its red, green and blue.
+    colors = [((bits >> channel & 1) << np.arange(7, -1, -1)).sum(axis=1) for channel in range(3)]
+    picture.putpalette(np.stack(colors, axis=1).astype(np.uint8).tobytes())
+    return picture
 
 
 class Overlaps:

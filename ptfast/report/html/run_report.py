@@ -184,6 +184,9 @@ def _sample(sample: dict[str, Any]) -> str:
     shown = f'<img alt="" src="{escape(image)}">' if image.startswith("data:image/") else ""
     text = f"<q>{escape(str(sample['text']))}</q>" if "text" in sample else ""
     told = f"<b>{escape(words[0])}</b><span>predicted {escape(words[1])}{sure}</span>"
+    if is_finite(sample.get("pixels")):
+        told = f"<b>{sample['pixels']:.1%}</b><span>of the pixels right: image, mask, prediction</span>"
+        verdict = ""
     return f'<div class="card sample {verdict}">{shown}{text}<div>{told}</div></div>'
 
 

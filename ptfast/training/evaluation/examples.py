@@ -6,8 +6,9 @@ import base64
 import io
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,11 @@ from ptfast.core.errors import shorten
 from ptfast.core.run import Run
 from ptfast.data.decoding.text_tokenizer import tokenizer_of
 from ptfast.tasks.classification import names_of_classes
+from ptfast.tasks.semantic_segmentation import mask_picture
 from ptfast.training.evaluation.test_time_views import averaged_over_views
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 SHARE, MOST_S = 0.02, 30.0
 """Part of the time of the run so far, and seconds, that this may take beyond a first batch."""
@@ -29,12 +34,13 @@ PIXELS = 64
 def examples(run: Run) -> dict[str, Any]:
     """Predictions for `val`, or `test` where there is no `val`, as plain values for JSON.
 
-    Of single labels and figures only; of other tasks there is nothing. This rank's share of the split is
-    gone through for as long as `SHARE` says.
+    Of single labels, figures and masks only; of other tasks there is nothing. This rank's share of the split
+    is gone through for as long as `SHARE` says.
 
     Returns:
         `split`, `num_samples`, `classes` (rows of name, samples, hits, and what else they were taken for most
-        often) and `samples` (`target`, `prediction`, `probability`, and `image` or `text`).
+        often) and `samples` (`target`, `prediction`, `probability`, and `image` or `text`; of masks
+        `pixels`, the part of them that is right).
     """
     split = next((name for name in ("val", "test") if name in run.eval_loaders), None)
     if split is None or run.sharded:
@@ -52,7 +58,7 @@ def examples(run: Run) -> dict[str, Any]:
                 break
             seen.update((pair["target"], pair["prediction"]) for pair in pairs)
             if not samples:
-                samples = [pair | _shown(run, inputs[pair.pop("place")]) for pair in _chosen(pairs)]
+                samples = [_shown(run, pair, inputs[pair.pop("place")]) for pair in _chosen(pairs)]
             if time.monotonic() > end_s or run.status.stop_signal is not None:
                 break
     classes = _by_class(seen) if samples and "probability" in samples[0] else []
@@ -60,7 +66,9 @@ def examples(run: Run) -> dict[str, Any]:
 
 
 def _pairs(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dict[str, Any]]:
-    """Target and prediction of each sample of a batch; none where they are no single values."""
+    """Target and prediction of each sample of a batch; none where they are neither values nor masks."""
+    if records and "mask" in records[0]:
+        return _masks(run, records, targets.long().cpu())
     if targets.dim() != 1 or not records:
         return []
     values = targets.tolist()
@@ -84,8 +92,21 @@ def _pairs(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dic
     return []
 
 
+def _masks(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dict[str, Any]]:
+    """Target and predicted mask of each image of a batch, and the part of the pixels that are right."""
+    predicted = torch.tensor([record["mask"] for record in records])
+    counts = (targets >= 0) & (targets < (run.info.num_classes or 0))
+    hits = ((predicted == targets) & counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)
+    return [
+        {"place": place, "target": None, "prediction": None, "pixels": right, "masks": (target, mask)}
+        for place, (right, target, mask) in enumerate(zip(hits.tolist(), targets, predicted, strict=True))
+    ]
+
+
 def _chosen(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The surest mistakes, or largest errors, and the least sure hits."""
+    if "pixels" in pairs[0]:
+        return sorted(pairs, key=lambda pair: pair["pixels"])[:MOST_SAMPLES]
     if "probability" not in pairs[0]:
         return sorted(pairs, key=lambda pair: -abs(pair["target"] - pair["prediction"]))[:MOST_SAMPLES]
     sure = sorted(pairs, key=lambda pair: -pair["probability"])
@@ -94,17 +115,20 @@ def _chosen(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return mistakes + hits[::-1][: MOST_SAMPLES - len(mistakes)]
 
 
-def _shown(run: Run, sample: Tensor) -> dict[str, str]:
-    """An input as a picture or a text; nothing of what is neither."""
+def _shown(run: Run, pair: dict[str, Any], sample: Tensor) -> dict[str, Any]:
+    """A pair with its input as a picture, its masks below it, or as a text; alone where it is neither."""
     if run.info.kind == "image" and sample.dim() == 3 and sample.shape[0] in (1, 3):
-        return {"image": _picture(sample)}
+        masks = [
+            mask_picture(torch.where(mask < 0, 255, mask)).convert("RGB") for mask in pair.pop("masks", ())
+        ]
+        return pair | {"image": _picture(sample, masks)}
     if run.info.kind == "text" and "tokenizer" in run.info.extra:
         tokens = [token for token in sample.tolist() if token != run.info.pad_id]
-        return {"text": shorten(tokenizer_of(run.info).decode(tokens), 160)}
-    return {}
+        return pair | {"text": shorten(tokenizer_of(run.info).decode(tokens), 160)}
+    return pair
 
 
-def _picture(image: Tensor) -> str:
+def _picture(image: Tensor, masks: Sequence[Image]) -> str:
     """A PNG, or a JPEG of what is larger than icons are, as a data URI; from darkest to brightest."""
     from PIL import Image
 
@@ -112,10 +136,15 @@ def _picture(image: Tensor) -> str:
     pixels = (image.float() - low) / (high - low).clamp(min=1e-9) * 255
     array = pixels.round().byte().permute(1, 2, 0).cpu().numpy()
     picture = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
-    kind = "PNG" if max(picture.size) <= PIXELS // 2 else "JPEG"
+    kind = "PNG" if masks or max(picture.size) <= PIXELS // 2 else "JPEG"
     picture.thumbnail((PIXELS, PIXELS))
+    width, height = picture.size
+    column = Image.new("RGB" if masks else picture.mode, (width, (1 + len(masks)) * height))
+    column.paste(picture)
+    for place, mask in enumerate(masks, 1):
+        column.paste(mask.resize((width, height), Image.Resampling.NEAREST), (0, place * height))
     buffer = io.BytesIO()
-    picture.save(buffer, kind)
+    column.save(buffer, kind)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from running import build_run, summary, train
 from test_custom_dataset import NO_VAL, loader
 from torch import Tensor, nn
@@ -390,3 +391,12 @@ def test_a_network_learns_shapes(in_tmp: Path, capsys: pytest.CaptureFixture[str
     predicted = torch.tensor([record["mask"] for record in records])
     assert float((predicted == masks)[masks != 255].double().mean()) > 0.95
     assert set(records[0]["shares"]) == {"0", "1", "2"}
+    assert cli(["predict", "r", "new.npy", "--masks", "found"]) == 0
+    files = [json.loads(line)["mask"] for line in capsys.readouterr().out.splitlines()]
+    assert len({*files}) == len(predicted)
+    for file, mask in zip(files, predicted, strict=True):
+        with Image.open(file) as picture:
+            assert np.array_equal(np.asarray(picture), mask.numpy())
+    shown = json.loads(Path("r/examples.json").read_text())["samples"]
+    assert [each["pixels"] for each in shown] == sorted(each["pixels"] for each in shown)
+    assert "of the pixels right: image, mask, prediction" in Path("r/report.html").read_text()
