@@ -16,7 +16,7 @@ from ptfast.core.errors import (
     exit_code_of,
     traceback_of,
 )
-from ptfast.report.terminal.command_output import flush, print_error, say_starting
+from ptfast.report.terminal.command_output import drop_unread, flush, print_error, say_starting
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,6 +34,8 @@ def _run(words: list[str]) -> int:
         # The reader of our output has left (`ptfast recipes | head`).
         return EXIT_OK
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt):
+            drop_unread(sys.stdout, sys.stderr)
         print_error(error_line(error), traceback_of(error) if show_traceback else "")
         return exit_code_of(error)
 

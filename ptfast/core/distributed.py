@@ -196,6 +196,14 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
+def abort_process_group() -> None:
+    """End what waits for other ranks, in whichever thread: of GPUs, whose collectives nothing else ends."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(Exception):
+        dist.distributed_c10d._abort_process_group()
+
+
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     """`tensor` summed over all ranks, in place; on one rank, itself."""
     if ranks.distributed:

@@ -197,6 +197,8 @@ class Status:
     """Why training ended before its last step."""
     stop_signal: int | None = None
     """Set by a signal handler; the loop ends after the step it is in."""
+    batches: int = 0
+    """Batches that came, of training and evaluation: what a run that hangs adds nothing to."""
     waits: Literal["alone", "together"] | None = None
     """In a wait for data that a signal may end: by this rank's own decision, or by that of all."""
 

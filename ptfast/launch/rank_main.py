@@ -42,7 +42,7 @@ from ptfast.launch.resume import resume_command
 from ptfast.report.loggers import NoLogger
 from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal.display import Display, build_display
-from ptfast.training.stopping import Preempted, Signals, caught_signals
+from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
 
 SKIPPED_NAMES = 5
 """Files that could not be read and are named; the others are counted."""
@@ -170,7 +170,9 @@ class RankPart:
         where = f"at step {run.progress.step}, without saving" if run else "before the first step"
         signalled = "interrupted" if signals.exit_code == EXIT_INTERRUPTED else "preempted"
         if isinstance(error, Preempted):
-            return Outcome(signalled, signals.exit_code, str(error), together=False), None
+            return Outcome(
+                signalled, signals.exit_code, str(error) or f"stopped {where}", together=False
+            ), None
         if isinstance(error, KeyboardInterrupt):
             return Outcome("interrupted", EXIT_INTERRUPTED, f"interrupted {where}"), error
         is_lost = ranks.distributed and is_connection_lost(error)
@@ -213,24 +215,22 @@ class RankPart:
             self._write(outcome)
 
     def _write(self, outcome: Outcome) -> None:
-        """Write figures, summary and report; a failure to write hides no failure of the run itself."""
+        """Write summary, figures and report; a failure to write hides no failure of the run itself."""
         from ptfast.report.html.run_report import write_report
 
         run, display, failure = self.run, self.display, None
+        light, path = self._speed_of_light(outcome), self.folder / run_directory.SUMMARY
+        # Loggers may take long, and the system may end the run meanwhile.
+        with contextlib.suppress(PtfastError):
+            run_directory.write_json(path, self._summary(outcome, light))
         try:
             self.logger.close()
         except PtfastError as error:
             if outcome.error_line is None:
                 failure, outcome = error, Outcome(exit_code=error.exit_code, error_line=str(error))
-        light = self._speed_of_light(outcome)
-        summary = summarise(run, self.clock, outcome)
-        if light is not None:
-            summary["speed_of_light"] = light
-        summary |= {"recipe": self.config.recipe, "run_dir": str(self.folder)}
-        if outcome.status in CUT_SHORT and summary.get("steps"):
-            summary["resume"] = resume_command(self.folder)
+        summary = self._summary(outcome, light)
         try:
-            run_directory.write_json(self.folder / run_directory.SUMMARY, summary)
+            run_directory.write_json(path, summary)
             if run is not None and run.progress.step:
                 write_report(self.folder)
         except PtfastError as error:
@@ -246,6 +246,15 @@ class RankPart:
         display.close()
         if failure is not None:
             raise failure
+
+    def _summary(self, outcome: Outcome, light: dict[str, Any] | None) -> dict[str, Any]:
+        summary = summarise(self.run, self.clock, outcome)
+        if light is not None:
+            summary["speed_of_light"] = light
+        summary |= {"recipe": self.config.recipe, "run_dir": str(self.folder)}
+        if outcome.status in CUT_SHORT and summary.get("steps"):
+            summary["resume"] = resume_command(self.folder)
+        return summary
 
     def _speed_of_light(self, outcome: Outcome) -> dict[str, Any] | None:
         """The machine's limits beside the run's speed; None where the run has failed."""
@@ -287,7 +296,7 @@ def _note_examples(run: Run) -> None:
 
     run.clock.to("evaluation")
     # The task of a user may predict nothing, or something else, and its data be no pairs.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, Stopped):
         if found := examples(run):
             run_directory.write_json(run.folder / run_directory.EXAMPLES, found)
 

@@ -45,6 +45,16 @@ def fit(run: Run) -> str:
         NumericsError: N001 when the loss is no longer finite.
         DataError: D006 when iterable data ends before the last step.
     """
+    try:
+        return _fit(run)
+    except Stopped:
+        # It hung outside of a step.
+        status, _ = _look_up(run)
+        _save(run, False, settles=False)
+        return status
+
+
+def _fit(run: Run) -> str:
     progress, cadence = run.progress, run.settings.cadence
     run.call_back("on_start")
     callback_states(run)
@@ -178,7 +188,8 @@ def _save(run: Run, is_best: bool, *, settles: bool) -> None:
     run.clock.to(None)
     if run.ranks.is_first:
         step = run.progress.step
-        run.call_back("on_save", step, run.folder / "saved" / f"step-{step}")
+        with suppress(Stopped):
+            run.call_back("on_save", step, run.folder / "saved" / f"step-{step}")
 
 
 def try_out(run: Run) -> None:

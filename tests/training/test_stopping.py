@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from resuming import train_in_child
 from running import build_run, records, same_bits, summary, train, weights
 from stuck import STUCK_S
@@ -197,6 +202,89 @@ def test_a_second_signal_ends_what_swallows_every_exception(
     start_s = time.monotonic()
     assert train_in_child(*STUCK, PLAIN, "+data.at=36", "+data.deaf=true", "data.val=0") == 75
     assert time.monotonic() - start_s < STUCK_S
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "saved"),
+    [
+        (("model=custom", "model._target_=stuck.HangingNet"), 3, 3),
+        (("callbacks=[{_target_: stuck.Hangs, how: on_step}]",), 3, 3),
+        (("callbacks=[{_target_: stuck.Hangs, how: on_evaluation}]",), 2, 2),
+        (("callbacks=[{_target_: stuck.Hangs, how: on_save}]",), 2, 2),
+        (("metrics.own._target_=stuck.HangingMetric",), 2, 2),
+        (("optimizer._target_=stuck.HangingSgd",), 3, 2),
+    ],
+    ids=["forward", "step", "evaluation", "save", "metric", "optimizer"],
+)
+def test_one_signal_ends_what_hangs(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], steps: int, saved: int
+) -> None:
+    for name in ("LATE_S", "HUNG_S"):
+        monkeypatch.setattr(stopping, name, 0.1)
+    rhythm = (*SMALL[1:], "steps=8", "eval.every=2steps", "saving.every=2steps")
+    start_s = time.monotonic()
+    assert train(*rhythm, "run.dir=a", *words) == 75
+    assert time.monotonic() - start_s < STUCK_S
+    assert summary(Path("a"))["steps"] == steps
+    assert Path("a/saved/last").resolve().name == f"step-{saved}"
+    assert ("error" in summary(Path("a"))) == (steps > saved)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_pipe_that_nobody_reads_holds_no_run(in_tmp: Path) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as full, contextlib.redirect_stdout(full):
+        words = (*SMALL, "steps=8", "run.dir=a", "callbacks=[{_target_: stuck.Talks}]")
+        assert train_in_child(*words) == 130
+    os.close(reader)
+    assert Path("a/saved/last").resolve().name == "step-3"
+
+
+def test_the_summary_is_there_before_loggers_are_closed(in_tmp: Path) -> None:
+    assert train(*SMALL, "steps=2", "run.dir=a", "logger._target_=stuck.Late") == 0
+    assert Path("closed").read_text() == "finished"
+
+
+@pytest.fixture
+def aborts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each time that a process group is aborted, which ranks do at once."""
+    found: list[int] = []
+    monkeypatch.setattr(stopping, "abort_process_group", lambda: found.append(1))
+    monkeypatch.setattr(stopping, "DEAF_S", 0.1)
+    return found
+
+
+@contextlib.contextmanager
+def on_two_gpus(run: Any) -> Iterator[None]:
+    with stopping.caught_signals(Display(), Ranks(num_ranks=2)) as signals:
+        run.device, signals.run = torch.device("cuda"), run
+        yield
+
+
+def test_a_rank_that_no_signal_reaches_aborts_the_process_group(
+    tmp_path: Path, aborts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    abort = stopping.abort_process_group
+    monkeypatch.setattr(stopping, "abort_process_group", lambda: (abort(), os.write(writer, b"x")))
+    with on_two_gpus(build_run(tmp_path, *SMALL, "steps=1")):
+        # The call goes on after a signal, and lets other threads run: so do those of CUDA.
+        signal.siginterrupt(signal.SIGTERM, False)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(stopping.Preempted, match="at step 0, without saving"):
+            ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+    assert aborts == [1]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("forked", [False, True])
+def test_signals_that_are_heard_abort_nothing(tmp_path: Path, aborts: list[int], forked: bool) -> None:
+    with on_two_gpus(build_run(tmp_path, *SMALL, "steps=1")):
+        pid = os.fork() if forked else os.getpid()
+        os.kill(pid or os.getpid(), signal.SIGTERM)
+        assert not forked or os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        time.sleep(0.5)
+    assert aborts == []
 
 
 def test_a_process_that_a_data_set_has_forked_ends_as_any_other(in_tmp: Path) -> None:

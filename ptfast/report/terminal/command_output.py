@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 from typing import TextIO
+
+UNREAD_S = 0.5
+"""How long a reader may take for what was written."""
 
 
 def say_starting() -> None:
@@ -26,6 +30,14 @@ def print_error(line: str, details: str) -> None:
         say(line, sys.stderr)
 
 
+def drop_unread(*streams: TextIO | None) -> None:
+    """Have streams whose reader does not read, such as a full pipe, write nowhere from now on."""
+    for stream in filter(None, streams):
+        with contextlib.suppress(OSError, ValueError):  # of one that is no file
+            if not select.select([], [stream.fileno()], [], UNREAD_S)[1]:
+                _drop(stream)
+
+
 def flush(*streams: TextIO | None) -> None:
     """Write what streams hold back; one whose reader has left writes nowhere from now on.
 
@@ -35,4 +47,8 @@ def flush(*streams: TextIO | None) -> None:
         try:
             stream.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            _drop(stream)
+
+
+def _drop(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -34,11 +34,13 @@ def rehearse(trainer: Trainer, batches: Iterator[StepBatch]) -> Iterator[StepBat
     buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
     sums = window.sums()
     run.forward.train()
-    with run.forward.rehearsing() if averaged else contextlib.nullcontext():
-        trainer.accumulate(first, run.progress.step)
-    for parameter in trainer.parameters:
-        parameter.grad = None
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    window.put_back(sums)
+    try:
+        with run.forward.rehearsing() if averaged else contextlib.nullcontext():
+            trainer.accumulate(first, run.progress.step)
+    finally:
+        for parameter in trainer.parameters:
+            parameter.grad = None
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        window.put_back(sums)
     return chain([first], batches)
