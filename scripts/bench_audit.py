@@ -110,8 +110,8 @@ def main() -> None:
     from ptfast.measure.audit.audit_run import run_checks
     from ptfast.measure.audit.examined import examining
     from ptfast.measure.audit.prices import price_here
-    from ptfast.measure.trials.comparison import Arm
-    from ptfast.measure.trials.session import Session
+    from ptfast.measure.experiment.laboratory import Laboratory
+    from ptfast.measure.experiment.pairs import Pair, judge_pairs, measure_pairs
     from ptfast.report.terminal.display import Display, table
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -123,26 +123,25 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(Path(__file__).parent))
     rows: list[list[str]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with examining(read_config(WORDS)[1], folder, Display()) as examined:
-            findings = [*run_checks(examined, ("model", "data", "loop"))]
-            price_here(findings, budget_s, examined.device_type)
-        count = len(asked.defects) + 1
-        with Session(WORDS, budget_s=count * budget_s, folder=folder) as session:
-            base = Arm("as it is")
-            session.calibrate(base)
-            for defect in asked.defects:
-                check, mended = DEFECTS[defect]
-                prices = [found.price for found in findings if found.check == check and found.price]
-                price = f"{sum(each.seconds for each in prices) * 1e3:.3g} ms" if prices else "not found"
-                comparison = session.compare(base, Arm(defect, (mended,)), seconds=budget_s)
-                gain = comparison.why or "too little time"
-                if (effect := comparison.effect) is not None:
-                    step_s = comparison.median(0, "wall_s") / comparison.median(0, "steps")
-                    saved = (1e3 * step_s * (1 - 1 / ratio) for ratio in (effect.ratio, *effect.interval()))
-                    gain = "{:.3g} ms [{:.3g} to {:.3g}]".format(*saved)
-                rows.append([defect, check, price, gain, comparison.verdict])
+    with (
+        tempfile.TemporaryDirectory() as name,
+        examining(read_config(WORDS)[1], Path(name), Display()) as examined,
+    ):
+        findings = [*run_checks(examined, ("model", "data", "loop"))]
+        price_here(findings, budget_s, examined.device_type)
+    pairs = [Pair(defect, WORDS, (*WORDS, DEFECTS[defect][1])) for defect in asked.defects]
+    with Laboratory(budget_s=len(pairs) * budget_s) as laboratory:
+        measure_pairs(laboratory, pairs)
+    for pair, effect, verdict in zip(pairs, *judge_pairs(pairs), strict=True):
+        check, _ = DEFECTS[pair.name]
+        prices = [found.price for found in findings if found.check == check and found.price]
+        price = f"{sum(each.seconds for each in prices) * 1e3:.3g} ms" if prices else "not found"
+        gain = pair.why or "too little time"
+        if effect is not None:
+            step_s = pair.median("step_s")
+            saved = (1e3 * step_s * (1 - 1 / ratio) for ratio in (effect.ratio, *effect.interval()))
+            gain = "{:.3g} ms [{:.3g} to {:.3g}]".format(*saved)
+        rows.append([pair.name, check, price, gain, verdict])
     table(["defect", "found by", "price", "gain by hand", "verdict"], rows)
 
 

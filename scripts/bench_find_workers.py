@@ -136,7 +136,8 @@ def compare(data: str, arguments: argparse.Namespace) -> None:
         chosen = chosen._replace(prefetch=chosen.prefetch or 2, threads=chosen.threads or 1)
         grid = [Row("workers" if count else "plain", count, 2) for count in arguments.workers]
         grid = list(dict.fromkeys([*grid, chosen]))
-        seen = {trial["workers"]: trial["samples_per_s"] for trial in found["trials"]}
+        trials = (trial for block in found["blocks"] for trial in block if not trial["why"])
+        seen = {trial["workers"]: trial["samples_per_s"] for trial in trials}
         rates: dict[Row, list[float]] = {row: [] for row in grid}
         for _ in range(arguments.rounds):
             for row in grid:

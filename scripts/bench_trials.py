@@ -1,247 +1,229 @@
-"""How honest paired trials are: sessions in which the right answer is known, counted by verdict.
+"""What the plan of `ptfast ablate` finds, with a synthetic clock and with switches planted in real trials.
 
-    python scripts/bench_trials.py aa                 two equal arms: 40 sessions, at most 4 other verdicts
-    python scripts/bench_trials.py nothing            a switch that does nothing: 17 of 20 intervals contain 1
-    python scripts/bench_trials.py slow10             a planted slow-down of 10 %: found in 17 of 20
-    python scripts/bench_trials.py slow3 --budget 60  one of 3 %: how often, in what budget
-    python scripts/bench_trials.py neighbour          aa and slow10 beside a process that takes a core half of
-                                                      the time: how often right then
+    python scripts/bench_trials.py clock [--sessions 200]   35 switches in 4 minutes, by kind of noise
+    python scripts/bench_trials.py equal [--sessions 10]    12 switches that do nothing, in sessions of 60 s
+    python scripts/bench_trials.py planted [--sessions 10]  one of 12 sleeps for 3, 5 and 10 % of a step
 
-To be run on a quiet machine, one at a time. Sessions are added to a file, and those that are in it count:
-what was interrupted is resumed by the same command, and --sessions 5 runs no more than five now.
+Of the switches of the clock six have an effect: 22, 11, 11, 6 and 3 % faster, 10 % slower.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+from ptfast.measure.experiment.effects import Fit, fit, turn_means
+from ptfast.measure.experiment.laboratory import Laboratory
+from ptfast.measure.experiment.plan import Block, Factor, columns, draw_blocks
+from ptfast.measure.experiment.verdicts import Word, judge
+from ptfast.report.terminal.display import say, table
 
-from bench_tools import add_result, machine, read_results, version_of  # noqa: E402
-
-from ptfast.core.errors import PtfastError, ReportedError  # noqa: E402
-from ptfast.measure.trials.comparison import Arm  # noqa: E402
-from ptfast.measure.trials.session import Session  # noqa: E402
-from ptfast.models.resnet_cifar import ResNetCifar  # noqa: E402
-
-WORDS = ("+recipe=resnet_digits", "model.width=16", "device=cpu")
-CALIBRATION_STEPS = 30
-UNDECIDED = ("no difference", "cannot tell")
-
-
-class Slowed(ResNetCifar):
-    """The model of the recipe, which computes for nothing for a part of the time that a step takes.
-
-    Args:
-        num_classes, in_channels, depth, width: as those of the model.
-        slower: the part, of the median step of the first steps.
-    """
-
-    def __init__(
-        self,
-        num_classes: int = 10,
-        in_channels: int = 3,
-        depth: int = 8,
-        width: int = 16,
-        slower: float = 0.1,
-    ) -> None:
-        super().__init__(num_classes=num_classes, in_channels=in_channels, depth=depth, width=width)
-        self.slower, self._steps_s, self._last_s = slower, list[float](), 0.0
-        self._matrix = torch.rand(64, 64)
-
-    def forward(self, images: Tensor) -> Tensor:
-        now = time.perf_counter()
-        if len(self._steps_s) < CALIBRATION_STEPS:
-            self._steps_s.append(now - self._last_s)
-            self._last_s = now
-        else:
-            # The first gap began with the process.
-            end_s = now + self.slower * statistics.median(self._steps_s[1:])
-            while time.perf_counter() < end_s:
-                self._matrix @ self._matrix
-        return super().forward(images)
-
-
-@dataclass(frozen=True)
-class Check:
-    """Sessions of one kind.
-
-    Args:
-        other: what is measured against the recipe.
-        slower: how much slower it is, as a part of a step.
-        sessions: how many there are to be.
-        wanted: of those, what has to be right; None where it is only counted.
-    """
-
-    other: Arm
-    slower: float
-    sessions: int
-    wanted: int | None
-
-
-def _slowed(slower: float) -> Arm:
-    return Arm(f"slower by {slower:.0%}", ("model._target_=bench_trials.Slowed", f"model.slower={slower}"))
-
-
-CHECKS = {
-    "aa": Check(Arm("again", copy=2), 0.0, 40, 36),
-    # Trials log nothing.
-    "nothing": Check(Arm("logged seldom", ("log_every=977steps",)), 0.0, 20, 17),
-    "slow10": Check(_slowed(0.1), 0.1, 20, 17),
-    "slow3": Check(_slowed(0.03), 0.03, 20, None),
+TRUE = {0: 0.20, 1: 0.10, 2: 0.10, 3: 0.06, 4: 0.03, 5: -0.10}
+"""Logarithms of the speed-ups of the clock's switches."""
+NUM_SWITCHES, BUDGET_S, PARENT_S, LOOK_S, RUN_S, TURN_S, PLAN = 35, 240.0, 12.0, 0.7, 2.0, 0.35, 0.7
+CELLS: dict[str, dict[str, Any]] = {
+    "processes differ by 2 %": {},
+    "5 %": {"process": 0.05},
+    "10 %": {"process": 0.10},
+    "3 %, a drift of 15 %": {"process": 0.03, "drift": 0.15},
+    "2 %, spikes": {"spikes": 0.05},
+    "2 %, heavy tails": {"tails": True},
+    "5 %, heavy tails": {"tails": True, "process": 0.05},
+    "2 %, three in ten 5 % slower": {"bimodal": 0.05},
+    "5 %, three in ten 5 % slower": {"bimodal": 0.05, "process": 0.05},
+    "2 %, AR(1) of 0.7": {"correlation": 0.7},
+    "2 %, two interactions": {"interactions": ((0, 1, -0.04), (2, 7, 0.04))},
+    "2 %, 5 not applicable, 2 fail": {"gone": (25, 26, 27, 28, 29, 33, 34)},
 }
-NEIGHBOUR = ("aa", "slow10")
-"""What is run in turns beside the neighbour."""
 
 
-def run_session(check: Check, words: tuple[str, ...], budget_s: float) -> dict[str, Any]:
-    """One session; returns its verdict and figures."""
-    base = Arm("recipe")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Session(words, budget_s=budget_s, folder=Path(folder)) as session,
-    ):
-        aa = session.calibrate(base, check.other)
-        comparison = session.compare(base, check.other)
-        took_s = budget_s - session.left_s
-    effect = comparison.effect
-    low, high = effect.interval() if effect else (math.nan, math.nan)
+def clock_session(
+    seed: int,
+    *,
+    process: float = 0.02,
+    turn: float = 0.03,
+    drift: float = 0.0,
+    spikes: float = 0.0,
+    tails: bool = False,
+    bimodal: float = 0.0,
+    correlation: float = 0.0,
+    interactions: tuple[tuple[int, int, float], ...] = (),
+    gone: tuple[int, ...] = (),
+) -> dict[str, float]:
+    """Figures of one session, whose times are drawn.
+
+    Args:
+        process, turn: deviations of processes, and of turns within them.
+        drift: of the machine, there and back in 100 s.
+        spikes: part of the turns that take a third longer.
+        bimodal: by how much three processes in ten are slower.
+        interactions: pairs of switches, and what both together gain besides.
+        gone: switches that cannot be had.
+    """
+    draws = np.random.default_rng(seed)
+    switches = [each for each in range(NUM_SWITCHES) if each not in gone]
+    factors = [Factor(str(each)) for each in switches]
+    gains = np.array([TRUE.get(each, 0.0) for each in switches])
+    left_s = PLAN * (BUDGET_S - PARENT_S - LOOK_S * NUM_SWITCHES)
+    blocks = list(itertools.islice(draw_blocks(factors, seed), max(3, int(left_s / RUN_S / 4))))
+    times: list[list[float]] = []
+    now_s = noise = 0.0
+    for block in blocks:
+        means = -np.array(block) @ gains
+        for first, second, gain in interactions:
+            both = np.array(block)[:, [switches.index(first), switches.index(second)]].prod(axis=1)
+            means = means - gain * both
+        means = means + (draws.standard_t(2.5, 4) / 2.2 if tails else draws.normal(0, 1, 4)) * process
+        means = means + bimodal * (draws.random(4) < 0.3)
+        rounds = []
+        for number in range(4):
+            row = [0.0] * 4
+            for place in sorted(range(4), reverse=number % 2 == 1):
+                now_s += TURN_S
+                noise = correlation * noise + draws.normal(0, turn) * math.sqrt(1 - correlation**2)
+                spike = 0.3 * (draws.random() < spikes)
+                row[place] = float(means[place]) + drift * math.sin(now_s / 17) + noise + spike
+            rounds.append(row)
+        times.append(turn_means(rounds))
+    for first, second, gain in interactions:
+        # With the partner on in half of all runs.
+        gains[[switches.index(first), switches.index(second)]] += gain / 2
+    return _judged(factors, blocks, times, gains, dict(enumerate(switches)))
+
+
+def _judged(
+    factors: list[Factor],
+    blocks: list[Block],
+    times: list[list[float]],
+    gains: np.ndarray,
+    names: dict[int, int],
+) -> dict[str, float]:
+    fitted = fit(factors, blocks, times)
+    words = judge(fitted.effects)
+    intervals = [effect.interval() for effect in fitted.effects if effect is not None]
+    faster = [names[index] for index, word in enumerate(words) if word == "faster"]
+    picked = np.array(fitted.shrunk) > 0.005
+    best = gains.clip(0).sum()
     return {
-        "verdict": comparison.verdict,
-        "why": comparison.why,
-        "speedup": effect.ratio if effect else math.nan,
-        "low": low,
-        "high": high,
-        "aa": aa.process_effect.ratio if aa.process_effect else math.nan,
-        "rounds": len(comparison.rounds),
-        "disturbed": len(comparison.disturbed()),
-        "took_s": took_s,
+        "switches": len(factors),
+        "runs": 4 * len(blocks),
+        "half-width": statistics.median(math.sqrt(high / low) - 1 for low, high in intervals),
+        "coverage": statistics.fmean(
+            low <= math.exp(gain) <= high for (low, high), gain in zip(intervals, gains, strict=True)
+        ),
+        "false": float(any(map(_is_false, words, gains))),
+        "finds 10 %": statistics.fmean(each in faster for each in (1, 2)),
+        "finds 3 %": float(4 in faster),
+        "of the best": math.exp(float(gains[picked].sum()) - best),
     }
 
 
-def is_right(name: str, check: Check, result: dict[str, Any]) -> bool:
-    """Return True if a session has found what there is."""
-    if name == "nothing":
-        return result["low"] <= 1 <= result["high"]
-    return result["verdict"] == "slower" if check.slower else result["verdict"] in UNDECIDED
+def _is_false(word: Word, gain: float) -> bool:
+    wrong = {"faster": gain <= 0, "slower": gain >= 0, "no difference": abs(gain) > 0.021}
+    return bool(wrong.get(word, False))
 
 
-@contextmanager
-def neighbour(is_there: bool) -> Iterator[None]:
-    """A process that takes a core half of the time."""
-    process = multiprocessing.get_context("spawn").Process(target=_bother, daemon=True)
-    if is_there:
-        process.start()
-    try:
-        yield
-    finally:
-        if is_there:
-            process.kill()
+def run_clock(sessions: int) -> None:
+    """Print a row for each kind of noise."""
+    rows: list[list[str]] = []
+    headers: list[str] = []
+    for name, how in CELLS.items():
+        found = [clock_session(seed, **how) for seed in range(sessions)]
+        means = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
+        headers = ["noise", *means]
+        rows.append([name, *(f"{mean:.0f}" if mean >= 2 else f"{mean:.3f}" for mean in means.values())])
+    table(headers, rows)
 
 
-def _bother() -> None:
-    while True:
-        end_s = time.perf_counter() + 0.1
-        while time.perf_counter() < end_s:
-            pass
-        time.sleep(0.1)
+WORDS = (
+    *("data=digits", "model=custom", "model._target_=bench_trials.Switched", "batch_size=64"),
+    *("preset=plain", "epochs=1000", "device=cpu"),
+)
+NUM_PLANTED, PLANTED_S = 12, 60.0
 
 
-def show(name: str, check: Check, results: list[dict[str, Any]]) -> None:
-    """Print the row of a check."""
-    words = Counter(result["verdict"] for result in results)
-    right = sum(is_right(name, check, result) for result in results)
-    truth = 1 / (1 + check.slower)
-    covered = sum(result["low"] <= truth <= result["high"] for result in results)
-    known = [result for result in results if not math.isnan(result["speedup"])]
-    middle = (
-        "{:.3f} [{:.3f}-{:.3f}]".format(
-            *(statistics.median(result[key] for result in known) for key in ("speedup", "low", "high"))
-        )
-        if known
-        else "-"
-    )
-    wanted = "" if check.wanted is None else f" (wanted {check.wanted} of {check.sessions})"
-    verdicts = ", ".join(f"{count} {word}" for word, count in words.most_common())
-    took_s = statistics.median(result["took_s"] for result in results)
-    rounds = statistics.median(result["rounds"] for result in results)
-    cells = (
-        name,
-        len(results),
-        f"{right}{wanted}",
-        verdicts,
-        covered,
-        middle,
-        f"{rounds:g}",
-        f"{took_s:.0f}",
-    )
-    print(f"| {' | '.join(map(str, cells))} |")
+class Switched(nn.Module):
+    """A network with switches, of which the first may sleep in each forward pass."""
+
+    def __init__(self, num_classes: int = 10, switches: int = 0, sleep_s: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(256), nn.ReLU(), nn.Linear(256, num_classes))
+        self.sleep_s = sleep_s if switches & 1 else 0.0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map a batch of images to logits."""
+        if self.sleep_s:
+            end_s = time.perf_counter() + self.sleep_s
+            while time.perf_counter() < end_s:
+                pass
+        return self.layers(images)
 
 
-def main() -> int:
-    """Run the sessions that are missing, and print what all of them came to."""
+def real_session(seed: int, sleep_s: float) -> tuple[Fit, list[Word]]:
+    """Measure 12 switches for 60 s, of which the first sleeps."""
+    factors = [Factor(str(each)) for each in range(NUM_PLANTED)]
+    blocks: list[Block] = []
+    times: list[list[float]] = []
+    with Laboratory(budget_s=PLANTED_S) as laboratory:
+        laboratory.look([WORDS])
+        for block in draw_blocks(factors, seed):
+            if laboratory.left_s < laboratory.block_s:
+                break
+            bits = [sum(level << place for place, level in enumerate(run)) for run in block]
+            words = [[*WORDS, f"model.switches={each}", f"model.sleep_s={sleep_s}"] for each in bits]
+            found = laboratory.measure(words)
+            blocks.append(block)
+            times.append([math.nan if each.time is None else each.time for each in found])
+    fitted = fit(factors, blocks, times)
+    assert len(fitted.effects) == len(columns(factors))
+    return fitted, judge(fitted.effects)
+
+
+def run_real(sessions: int, sizes: tuple[float, ...]) -> None:
+    """Print a line for each session, and what they come to."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with Laboratory(budget_s=math.inf) as laboratory:
+        (plain,) = laboratory.measure([WORDS])
+        plain.raise_failure()
+        step_s = plain.facts["step_s"]
+    for size in sizes:
+        found = false = 0
+        for seed in range(sessions):
+            fitted, words = real_session(seed, size * step_s)
+            false += any(word in ("faster", "slower") for word in words[1 if size else 0 :])
+            found += size > 0 and words[0] == "slower"
+            effect = fitted.effects[0]
+            low, high = effect.interval() if effect is not None else (math.nan, math.nan)
+            figures = f"{words[0]} [{low:.3f}-{high:.3f}], processes differ by {fitted.residual_sd:.1%}"
+            say(f"planted {size:.0%}: {figures}")
+        say(f"planted {size:.0%}: found in {found}, false verdicts in {false} of {sessions} sessions")
+
+
+def main() -> None:
+    """Run what is asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("check", choices=[*CHECKS, "neighbour"])
-    parser.add_argument("--sessions", type=int, help="run no more than so many now")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds of a session")
-    parser.add_argument(
-        "--file", type=Path, default=Path("bench_trials.jsonl"), help="where results are kept"
-    )
-    parser.add_argument("words", nargs="*", help="a config to measure with, in place of the script's own")
-    args = parser.parse_intermixed_args()
-    words = tuple(args.words) or WORDS
-    os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
-    names = NEIGHBOUR if args.check == "neighbour" else (args.check,)
-    key = {"check": args.check, "budget_s": args.budget, "words": list(words)}
-
-    def found(name: str) -> list[dict[str, Any]]:
-        return read_results(args.file, key | {"name": name})
-
-    left = {name: CHECKS[name].sessions - len(found(name)) for name in names}
-    # In turns, so that what a machine goes through concerns both.
-    missing = [name for turn in range(max(left.values())) for name in names if turn < left[name]]
-    for number, name in enumerate(missing[: args.sessions], 1):
-        try:
-            with neighbour(args.check == "neighbour"):
-                result = run_session(CHECKS[name], words, args.budget)
-        except (PtfastError, ReportedError) as error:
-            print(error, file=sys.stderr)
-            return 1
-        add_result(args.file, key | {"name": name} | result)
-        print(
-            f"{name} {number}/{len(missing[: args.sessions])}: {result['verdict']} {result['speedup']:.3f}"
-            f" [{result['low']:.3f}-{result['high']:.3f}] in {result['took_s']:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
-    print("| check | sessions | right | verdicts | interval holds the truth | median speed-up | rounds | s |")
-    print("|---|--:|--:|---|--:|--:|--:|--:|")
-    for name in names:
-        if results := found(name):
-            show(name, CHECKS[name], results)
-    beside = ", beside a process that takes a core half of the time" if args.check == "neighbour" else ""
-    print(f"\n{' '.join(words)}{beside}; torch {version_of('torch')}, {machine()}")
-    return 0
+    parser.add_argument("what", choices=("clock", "equal", "planted"))
+    parser.add_argument("--sessions", type=int, default=0)
+    asked = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent))
+    if asked.what == "clock":
+        run_clock(asked.sessions or 200)
+    else:
+        run_real(asked.sessions or 10, (0.0,) if asked.what == "equal" else (0.03, 0.05, 0.10))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -181,7 +181,7 @@ COMMANDS: dict[str, Command] = {
         "measure what each technique is worth here; write the best recipe",
         "config_commands.ablate",
         (
-            Flag("--budget", "time to measure for, 10m by default", read=seconds, default=600.0),
+            Flag("--budget", "time to measure for, 4m by default", read=seconds, default=240.0),
             Flag("--only", "techniques to measure, by name: NAME,NAME"),
             switch("--compile", "also try compiling, which takes long to begin"),
             switch("--claims", "compare what guides and papers promise with this machine"),

@@ -108,7 +108,7 @@ def find(args: Namespace) -> int:
         if args.kind == "workers":
             from ptfast.measure.loader.loader_finder import find_workers
 
-            return find_workers(composed, config, args.words, **options)
+            return find_workers(config, args.words, **options)
         from ptfast.measure.batch.batch_finder import find_batch
 
         return find_batch(composed, config, args.words, **options)

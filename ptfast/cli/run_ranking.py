@@ -11,7 +11,7 @@ from typing import Any
 from ptfast.config.schema import flatten, with_defaults
 from ptfast.core.errors import shorten
 from ptfast.core.units import better_mode
-from ptfast.measure.trials.verdicts import t_quantile
+from ptfast.measure.experiment.verdicts import t_quantile
 from ptfast.report.html.run_files import RunFiles, is_finite, read_run
 from ptfast.report.html.run_report import headline
 

@@ -1,15 +1,20 @@
-"""The output of every `ptfast find`: a folder of figures, and a recipe with what was found."""
+"""What commands that measure write and show: figures, a recipe with what was found, a line of progress."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.report.terminal.display import say
+from ptfast.report.terminal.display import is_terminal, say, standard_output
+
+RECEIPT = "measure.json"
+"""File of all figures of a command, in its folder."""
 
 
 def check_outputs(out: Path | None, write: Path | None) -> None:
@@ -42,3 +47,21 @@ def write_recipe(file: Path, arguments: Sequence[str], found: dict[str, Any], co
     """Write a recipe of the arguments with what was found, and show how to train with it."""
     called = write_overlay(file, arguments, found, comment)
     say(f"wrote {file}; train with it: ptfast train +recipe={called}")
+
+
+@contextlib.contextmanager
+def live_line() -> Iterator[Callable[[str], None]]:
+    """A line that is written over again and again on a terminal; nothing elsewhere."""
+    stream = standard_output()
+    shows = is_terminal(stream)
+
+    def write(text: str) -> None:
+        if shows:
+            width = shutil.get_terminal_size().columns - 1
+            stream.write(f"\r{text[:width]}\x1b[K")
+            stream.flush()
+
+    try:
+        yield write
+    finally:
+        write("")

@@ -239,7 +239,7 @@ def test_overrides_are_measured_and_written(
 ) -> None:
     def priced(findings: list[Finding], *others: Any) -> dict[str, Any]:
         findings[:] = [replace(found, price=Price(0.002, 0.001, 0.003, "faster")) for found in findings]
-        return {"budget_s": 120.0}
+        return {"budget_s": others[1], "comparisons": []}
 
     monkeypatch.setattr(audit_run, "price_by_override", priced)
     file = in_tmp / "mended.yaml"

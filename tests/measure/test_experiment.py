@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from ptfast.measure.experiment.effects import fit, turn_means
+from ptfast.measure.experiment.effects import fit, fit_pairs, turn_means
 from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.experiment.plan import Block, Factor, draw_blocks, hadamard, indicators
 
@@ -88,6 +88,25 @@ def test_a_lost_run_and_a_wild_one_leave_the_rest_as_it_is() -> None:
     assert fitted.robust[0] == pytest.approx(0.2, abs=0.05)
     assert fitted.effects[0] is not None
     assert fitted.effects[0].dof == 3 * 10 - 1 - 4
+
+
+def test_pairs_of_one_workload_share_what_their_processes_differ_by() -> None:
+    draws, covered = np.random.default_rng(0), 0
+    for _ in range(100):
+        pairs = [
+            [
+                (draws.normal(0, 0.1) + draws.normal(0, 0.02, 4) - gain * np.array([0, 1, 1, 0]))
+                for _ in range(2)
+            ]
+            for gain in (0.1, 0.0)
+        ]
+        effects = fit_pairs(pairs)
+        assert all(effect is not None and effect.dof == 10 for effect in effects)
+        for effect, gain in zip(effects, (0.1, 0.0), strict=True):
+            low, high = effect.interval() if effect is not None else (0.0, 0.0)
+            covered += low <= math.exp(gain) <= high
+    assert covered >= 180
+    assert fit_pairs([[], []]) == [None, None]
 
 
 def test_a_failing_trial_costs_itself_alone() -> None:

@@ -15,10 +15,9 @@ from running import WITH_TESTS, train
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.errors import ReportedError
-from ptfast.measure.batch import batch_finder
+from ptfast.measure.batch import batch_finder, batch_search
+from ptfast.measure.batch.batch_finder import limit_of
 from ptfast.measure.batch.batch_search import BatchSearch
-from ptfast.measure.batch.batch_table import limit_of
-from ptfast.measure.trials import search as trial_search
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 
@@ -49,7 +48,7 @@ def search_among(
             results.append({"size": size, "samples_per_s": rate, **facts})
         return results, None
 
-    monkeypatch.setattr(trial_search, "measure_once", measure_once)
+    monkeypatch.setattr(batch_search, "measure_once", measure_once)
     composed, config = read_config([*SMALL])
     return BatchSearch(composed, config, folder, 0.1)
 

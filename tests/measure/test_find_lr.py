@@ -19,8 +19,7 @@ from ptfast.config.files.overlay import write_overlay
 from ptfast.config.read import read_config
 from ptfast.measure.lr.lr_finder import measure
 from ptfast.measure.lr.lr_suggestion import first_trial, smooth, suggestions
-from ptfast.measure.lr.lr_trials import descend, run_trials
-from ptfast.measure.lr.range_test import range_test
+from ptfast.measure.lr.range_test import descend, range_test, run_trials
 from ptfast.report.terminal.text_chart import chart
 
 LRS = [1e-6 * 10 ** (step / 20) for step in range(140)]

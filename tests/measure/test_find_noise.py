@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
+from ptfast.measure.batch import batch_search
 from ptfast.measure.batch.batch_search import BatchSearch
+from ptfast.measure.batch.batch_throughput import SPARE, memory_to_spare
 from ptfast.measure.batch.critical_batch import Critical, estimate
 from ptfast.measure.batch.gradient_noise import NoiseTrainer, moments, noise_of
 from ptfast.measure.batch.noise_forecast import NoiseForecast, forecast_noise
-from ptfast.measure.trials import search as trial_search
-from ptfast.measure.trials.memory_guard import SPARE, memory_to_spare
 from ptfast.training.step import Trainer
 
 SMALL = ("model=mlp", "model.hidden=[8]", "batch_size=32")
@@ -201,7 +201,7 @@ def child(monkeypatch: pytest.MonkeyPatch, *results: dict[str, Any], fails: Exce
             raise fails
         return list(results), None
 
-    monkeypatch.setattr(trial_search, "measure_once", measure_once)
+    monkeypatch.setattr(batch_search, "measure_once", measure_once)
 
 
 def stretch(signal: list[float], **facts: Any) -> dict[str, Any]:

@@ -11,27 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from running import WITH_TESTS, build_run, train
-from torch.utils.data import IterableDataset
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
-from ptfast.measure.trials.train_timing import time_steps
+from ptfast.measure.batch.batch_throughput import time_steps
 
 SMALL = ("model=mlp", "model.hidden=[8]")
-
-
-class Once(IterableDataset[Any]):
-    """A few points, one after another, and no second pass."""
-
-    num_classes = 2
-
-    def __init__(self) -> None:
-        self.left = iter([(torch.zeros(3), 0)] * 50)
-
-    def __iter__(self) -> Any:
-        return self.left
 
 
 POINTS = (*SMALL, "data=custom", "data._target_=toys.SlowPoints", "batch_size=4")
@@ -74,9 +60,9 @@ def test_the_command_picks_many_for_slow_data_and_none_for_fast(
     flags = ("--seconds", "0.3", "--to", "8")
     figures, out = find(tmp_path / "a", *POINTS, "data.read_s=0.02", *flags, "--write", "found.yaml")
     assert figures["chosen"]["workers"] >= 6
-    plain, *others = figures["trials"]
-    assert plain["kind"] == "plain"
-    assert all(trial["memory_bytes"] > plain["memory_bytes"] for trial in others if trial["workers"] == 8)
+    trials = [trial for block in figures["blocks"] for trial in block]
+    memory = {count: [each["memory"][0] for each in trials if each["workers"] == count] for count in (0, 8)}
+    assert min(memory[8]) > max(memory[0])
     assert f"dataloader.workers={figures['chosen']['workers']}" in out
     monkeypatch.chdir(tmp_path / "a")
     _, config = read_config(["+recipe=./found.yaml"])
@@ -112,15 +98,4 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "ptfast: interrupted\n")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_data_that_ends_too_soon(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = (*SMALL, "data=custom", "data._target_=test_find_workers_command.Once", "batch_size=4", "steps=5")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", WITH_TESTS["PYTHONPATH"])
-        patch.chdir(tmp_path)
-        assert command_line.run(["find", "workers", *words]) == 3
-    assert "before 2 s of them were measured" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

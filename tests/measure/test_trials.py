@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: asked again and again, and survived when they die."""
+"""Measurements in processes of their own, survived when they die."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from ptfast.config.compose import Composed
 from ptfast.config.read import read_config
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import ReportedError
-from ptfast.measure.trials.trial_process import TrialProcess, measure_once
+from ptfast.measure.trials.trial_process import measure_once
 from ptfast.measure.trials.trial_rank import TrialRank
 
 SMALL = ("model=mlp", "model.hidden=[8]", "device=cpu")
 
 
 def count(trial: TrialRank, *, by: int) -> None:
-    """Report a sum over ranks and requests, twice."""
-    trial.kept["sum"] = trial.kept.get("sum", 0) + by
-    total = float(sum_over_ranks(torch.tensor(float(trial.kept["sum"])), trial.ranks))
-    trial.report({"total": total, "process": os.getpid()})
+    """Report a sum over ranks, and the size of a batch."""
+    trial.report({"total": float(sum_over_ranks(torch.tensor(float(by)), trial.ranks))})
     trial.report({"batch_size": trial.config.batch_size})
 
 
@@ -50,27 +48,6 @@ def composed(*words: str) -> Composed:
     return read_config([*SMALL, *words])[0]
 
 
-@pytest.mark.slow
-def test_a_process_stays_between_requests(with_tests: None, tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-    processes = [
-        TrialProcess(composed(f"batch_size={size}"), tmp_path / str(size), None, "test_trials.count")
-        for size in (8, 16)
-    ]
-    with processes[0] as first, processes[1] as second:
-        for step in (1, 2):
-            for process in (first, second):
-                process.request({"by": step})
-                results, killed = process.results(seen.append)
-                assert killed is None
-                assert len(results) == 2
-    assert [result["total"] for result in seen[::2]] == [1, 1, 3, 3]
-    assert [result["batch_size"] for result in seen[1::2]] == [8, 16, 8, 16]
-    assert seen[0]["process"] == seen[4]["process"] != seen[2]["process"]
-    with pytest.raises(ProcessLookupError):
-        os.kill(seen[0]["process"], 0)
-
-
 def test_what_ends_it_is_told(with_tests: None, tmp_path: Path) -> None:
     measured = measure_once(composed(), tmp_path / "a", None, "test_trials.die", {"how": "memory"})
     assert measured == ([{"size": 8, "no_room": "no memory for a tensor"}], None)
@@ -83,11 +60,10 @@ def test_what_ends_it_is_told(with_tests: None, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_measure_together(with_tests: None, tmp_path: Path) -> None:
     two = composed("parallel=ddp", "parallel.nproc=2")
-    with TrialProcess(two, tmp_path / "a", 2, "test_trials.count") as process:
-        for step in (1, 2):
-            process.request({"by": step})
-        totals = [process.results()[0][0]["total"] for _ in range(2)]
-    assert totals == [2, 6]
+    seen: list[dict[str, Any]] = []
+    results, killed = measure_once(two, tmp_path / "a", 2, "test_trials.count", {"by": 3}, seen.append)
+    assert results == seen == [{"total": 6.0}, {"batch_size": two.tree["batch_size"]}]
+    assert killed is None
     results, _ = measure_once(two, tmp_path / "b", 2, "test_trials.die", {"how": "memory"})
     assert results[0]["no_room"] == "no memory for a tensor"
     assert measure_once(two, tmp_path / "c", 2, "test_trials.die", {"how": "signal"}) == ([], signal.SIGKILL)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ptfast.config.applicability import OF_THE_RUN, ThisMachine, verdict
@@ -19,11 +17,11 @@ from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from ptfast.core.units import clock, duration
 from ptfast.measure.ablate.ablation import Ablation
-from ptfast.measure.ablate.ablation_table import described, draw, measured_findings, show
+from ptfast.measure.ablate.ablation_table import draw, measured_findings, show
+from ptfast.measure.ablate.findings import described
 from ptfast.measure.experiment.laboratory import Laboratory
-from ptfast.measure.found import check_outputs, label, write_recipe
-from ptfast.measure.trials.session import RECEIPT
-from ptfast.report.terminal.display import is_terminal, say, standard_output
+from ptfast.measure.found import RECEIPT, check_outputs, label, live_line, write_recipe
+from ptfast.report.terminal.display import say
 
 LEAST_S = 30.0
 """A budget that never suffices."""
@@ -66,7 +64,7 @@ def ablate(
     if budget_s < LEAST_S:
         raise _too_short(budget_s, LEAST_S)
     code, left_out = EXIT_OK, dict[str, str]()
-    with _live_line() as live, Laboratory(budget_s=budget_s) as laboratory:
+    with live_line() as live, Laboratory(budget_s=budget_s) as laboratory:
 
         def on_stage(line: str) -> None:
             live(f"{line}  {clock(max(laboratory.left_s, 0.0))} left")
@@ -138,24 +136,6 @@ def _write(
         words = ablation.pick_words if ablation.best_is_pick else []
         write_recipe(folder / BEST, merge(arguments, words), {}, comment)
     say(f"figures: {folder}")
-
-
-@contextlib.contextmanager
-def _live_line() -> Iterator[Callable[[str], None]]:
-    """A line that is written over again and again on a terminal; nothing elsewhere."""
-    stream = standard_output()
-    shows = is_terminal(stream)
-
-    def write(text: str) -> None:
-        if shows:
-            width = shutil.get_terminal_size().columns - 1
-            stream.write(f"\r{text[:width]}\x1b[K")
-            stream.flush()
-
-    try:
-        yield write
-    finally:
-        write("")
 
 
 def choose(

@@ -5,75 +5,35 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from ptfast.config.catalogue import CATALOGUE, Technique
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
-from ptfast.core.errors import EXIT_BUG, PtfastError, ReportedError
+from ptfast.core.errors import PtfastError
 from ptfast.core.machine import usable_cores
+from ptfast.measure.ablate.findings import Confirmed, Finding
 from ptfast.measure.experiment.effects import Fit, fit
 from ptfast.measure.experiment.laboratory import Laboratory, Measured
 from ptfast.measure.experiment.plan import Block, Factor, Run, columns, draw_blocks
-from ptfast.measure.trials.verdicts import Effect, Word, judge
+from ptfast.measure.experiment.verdicts import Effect, judge
 
 PLAIN = ("preset=plain",)
-CONFIRM, APART = 0.3, 0.15
-"""Parts of the time after looking that confirm the pick, and that measure what stays out of the plan."""
+CONFIRM, APART = 0.3, 0.3
+"""Parts of the time after looking that confirm the pick, and at most for what stays out of the plan."""
+POOR_FIT = 2.0
+"""The plan fits poorly where it leaves so many times what two processes of one config differ by."""
 GAIN = 0.005
 """A switch is picked if it is expected to gain this part."""
 LEAST_BLOCKS = 3
 OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
 OUTSIDE_KEYS = ("dataloader=workers", "gradients.accumulate=", "optimizer=", "backend.threads=")
-"""Families and words of techniques that stay out of the plan: they start processes, compile, or change what a
-step is by so much that the others could not be told apart beside them."""
+"""Families and words of techniques that stay out of the plan, as those that change the training do: they
+start processes, compile, or change what a step is by so much that the others do other things beside them."""
 NOT_REACHED = "not reached"
 NOTHING = "it changes nothing here"
 SEED = 0
-
-
-@dataclass
-class Finding:
-    """What was found of one technique.
-
-    Args:
-        effect: on the speed, with the others around it; None where it was not measured.
-        expected: log ratio to expect, less what it owes to luck.
-        why: why it was not measured.
-        memory_bytes: change of the peak.
-        loss_drift: change of the mean loss over the first steps, as a part.
-        is_apart: measured beside the pick, not in the plan.
-    """
-
-    technique: Technique
-    effect: Effect | None = None
-    expected: float = 0.0
-    verdict: Word = "cannot tell"
-    why: str = ""
-    memory_bytes: float | None = None
-    loss_drift: float | None = None
-    is_apart: bool = False
-
-    def receipt(self) -> dict[str, Any]:
-        """Its figures as plain values."""
-        plain = {name: value for name, value in vars(self).items() if name not in ("technique", "effect")}
-        return {"technique": self.technique.name, **plain, "effect": _effect_receipt(self.effect)}
-
-
-@dataclass
-class Confirmed:
-    """The pick, run again in fresh processes."""
-
-    over_plain: Effect
-    over_given: Effect
-    same: list[float] = field(default_factory=list)
-    """Log ratios of two processes of the pick, block by block."""
-
-    def receipt(self) -> dict[str, Any]:
-        """Its figures as plain values."""
-        effects = {"over_plain": self.over_plain, "over_given": self.over_given}
-        return {name: _effect_receipt(effect) for name, effect in effects.items()} | {"same": self.same}
 
 
 class Ablation:
@@ -118,8 +78,7 @@ class Ablation:
         self.laboratory.look([self._words([])])
         self.look_s = start_s - self.laboratory.left_s
         for each in (plain, given):
-            if each.why:
-                raise ReportedError(f"ptfast: {each.why}", EXIT_BUG)
+            each.raise_failure()
         self.plain = plain
         return plain
 
@@ -154,9 +113,14 @@ class Ablation:
     def run(self) -> None:
         """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""
         start_s = self.laboratory.left_s
-        self.measure_plan((CONFIRM + (APART if self.apart else 0.0)) * start_s)
+        # Three of them take as long as four runs of the plan.
+        num_blocks = -(-len(self.apart) // 3)
+        block_s = 4 * (self.look_s + self.laboratory.turn_s * self.laboratory.passes)
+        apart_s = min(APART * start_s, 2 * num_blocks * block_s)
+        self.measure_plan(CONFIRM * start_s + apart_s)
         self.measure_apart(CONFIRM * start_s)
         self.confirm()
+        self._judge()
 
     def conclude(self) -> None:
         """Estimate what there is, after an interruption."""
@@ -213,25 +177,32 @@ class Ablation:
         self._estimate()
 
     def measure_apart(self, reserve_s: float) -> None:
-        """Measure each technique outside the plan in a block with the pick; pick it if it is a clear gain."""
+        """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain."""
+        rounds = [each for each in self.apart if self._is_valid([*self.picked, each.technique])]
+        while rounds and self.laboratory.left_s - 1.2 * self.laboratory.block_s > reserve_s:
+            chunk, rounds = rounds[:3], rounds[3:] + rounds[:3]
+            words = [
+                self._words([*self.picked, *([each.technique] if each else [])]) for each in (None, *chunk)
+            ]
+            found = self.laboratory.measure(words)
+            base = found[0].time
+            for finding, measured in zip(chunk, found[1:], strict=True):
+                if base is not None and measured.time is not None:
+                    finding.log_ratios.append(base - measured.time)
+                elif measured.why:
+                    finding.why = measured.why
+            rounds = [each for each in rounds if not each.why]
+            self._on_stage(f"beside the pick: {', '.join(each.technique.name for each in chunk)}")
         for finding in self.apart:
-            if self.laboratory.left_s - 1.5 * self.laboratory.block_s < reserve_s:
-                finding.why = NOT_REACHED
-                continue
-            base, other = self._words(self.picked), self._words([*self.picked, finding.technique])
-            try:
-                read_config(other)
-            except PtfastError as error:
-                finding.why = str(error.what)
-                continue
-            found = self.laboratory.measure([base, other, other, base])
-            finding.effect = self._paired(found)
-            if finding.effect is None:
-                finding.why = next((each.why for each in found if each.why), "it gave no time")
-            elif finding.effect.interval()[0] > 1 and self.is_allowed(finding.technique):
-                self.picked.append(finding.technique)
-            self._on_stage(f"{finding.technique.name} beside the pick")
+            finding.why = finding.why or ("" if finding.log_ratios else NOT_REACHED)
         self._judge()
+        gains = [each for each in self.apart if each.effect is not None and self.is_allowed(each.technique)]
+        best = max(gains, key=lambda each: each.effect.interval()[0] if each.effect else 0.0, default=None)
+        if best is not None and best.effect is not None and best.effect.interval()[0] > 1:
+            group = best.technique.alternatives
+            kept = [each for each in self.picked if group is None or each.alternatives != group]
+            self.picked = [*kept, best.technique]
+            best.expected = best.effect.log_ratio
 
     def confirm(self) -> None:
         """Run the pick again in fresh processes, against plain and the config as given."""
@@ -284,9 +255,31 @@ class Ablation:
         return words
 
     @property
+    def _noise(self) -> tuple[float, float]:
+        """The deviation of a process, and its degrees of freedom, by the plan and by the pick's own runs."""
+        known = [effect for effect in self.fitted.effects if effect] if self.fitted is not None else []
+        of_plan = (self.fitted.residual_sd, known[0].dof) if self.fitted is not None and known else (0.0, 0.0)
+        of_pick = self._noise_of_pick
+        dof = of_plan[1] + of_pick[1]
+        if self.fits_poorly or not dof:
+            return of_pick[0], max(of_pick[1], 1)
+        return math.sqrt(sum(sd**2 * each for sd, each in (of_plan, of_pick)) / dof), dof
+
+    @property
+    def _noise_of_pick(self) -> tuple[float, float]:
+        same = self.confirmed.same if self.confirmed is not None else []
+        return (math.sqrt(statistics.fmean(each**2 for each in same) / 2), len(same)) if same else (0.0, 0)
+
+    @property
     def process_sd(self) -> float | None:
         """By how much two processes of one config differ, as a part."""
-        return math.sqrt(2) * self.fitted.residual_sd if self.fitted is not None else None
+        return math.sqrt(2) * self._noise[0] or None
+
+    @property
+    def fits_poorly(self) -> bool:
+        """Return True if switches together do other than they do one by one, by more than chance explains."""
+        sd, dof = self._noise_of_pick
+        return self.fitted is not None and dof >= LEAST_BLOCKS and self.fitted.residual_sd > POOR_FIT * sd
 
     def is_allowed(self, technique: Technique) -> bool:
         """Return True if a technique may be in the best config without being asked for.
@@ -333,8 +326,11 @@ class Ablation:
     def _is_allowed(self, run: Run) -> bool:
         """Return True if a combination makes a config that is valid."""
         if run not in self._allowed:
-            self._allowed[run] = _tree_or_none(self._words(self._techniques(run))) is not None
+            self._allowed[run] = self._is_valid(self._techniques(run))
         return self._allowed[run]
+
+    def _is_valid(self, techniques: Sequence[Technique]) -> bool:
+        return _tree_or_none(self._words(techniques)) is not None
 
     def _words(self, techniques: Sequence[Technique]) -> list[str]:
         words = merge(self.arguments, PLAIN)
@@ -354,38 +350,25 @@ class Ablation:
             if (change := memory.effects[place]) is not None:
                 finding.memory_bytes = -change.log_ratio
         for members in self._members:
-            best = max(members, key=lambda finding: finding.expected)
-            if best.expected > GAIN and self.is_allowed(best.technique):
-                self.picked.append(best.technique)
+            allowed = [each for each in members if each.expected > GAIN and self.is_allowed(each.technique)]
+            if allowed:
+                self.picked.append(max(allowed, key=lambda finding: finding.expected).technique)
         self._judge()
 
-    def _paired(self, found: Sequence[Measured]) -> Effect | None:
-        """The effect of the second and third trial of a block over the first and last."""
-        times = [each.time for each in found]
-        if any(time is None for time in times):
-            return None
-        first, second, third, last = (float(time or 0.0) for time in times)
-        difference = (first + last - second - third) / 2
-        if self.fitted is not None:
-            known = next(effect for effect in self.fitted.effects if effect is not None)
-            return Effect(difference, self.fitted.residual_sd, known.dof)
-        spread = statistics.pstdev([first - last, second - third]) or abs(first - last)
-        return Effect(difference, max(spread, 1e-6), 1)
-
     def _judge(self) -> None:
+        """The verdicts of the whole table, with what two processes of one config are known to differ by."""
+        sd, dof = self._noise
+        for finding in self.apart:
+            if finding.log_ratios and sd:
+                se = sd * math.sqrt(2 / len(finding.log_ratios))
+                finding.effect = Effect(statistics.fmean(finding.log_ratios), se, dof)
         words = judge([finding.effect for finding in self.findings])
         for finding, word in zip(self.findings, words, strict=True):
             finding.verdict = "not applicable" if finding.why else word
 
 
-def _effect_receipt(effect: Effect | None) -> dict[str, Any] | None:
-    return (
-        None if effect is None else {**asdict(effect), "ratio": effect.ratio, "interval": effect.interval()}
-    )
-
-
 def _is_outside(technique: Technique) -> bool:
-    if technique.family in OUTSIDE_FAMILIES or "compiler" in technique.needs:
+    if technique.family in OUTSIDE_FAMILIES or technique.kind == "training" or "compiler" in technique.needs:
         return True
     return any(word.startswith(OUTSIDE_KEYS) for word in technique.on)
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from ptfast.core.errors import name_some
 from ptfast.core.units import num_bytes
-from ptfast.measure.ablate.ablation import Ablation, Finding
-from ptfast.measure.trials.verdicts import Effect
+from ptfast.measure.ablate.ablation import Ablation
+from ptfast.measure.ablate.findings import Finding, described
+from ptfast.measure.experiment.verdicts import Effect
 from ptfast.report.terminal.display import say, standard_output, table
 
 HEADERS = ("technique", "class", "worth", "95 %", "verdict", "expect", "memory", "loss")
-PER_STEP = ("reduced", "training")
-"""Classes of which a faster step is not yet the same loss sooner."""
 
 
 def show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
@@ -33,17 +32,6 @@ def measured_findings(ablation: Ablation) -> list[Finding]:
     return [finding for finding in ablation.findings if finding.effect is not None and not finding.why]
 
 
-def verdict(finding: Finding) -> str:
-    """The verdict in words; of what changes the result, on the step alone."""
-    word = finding.verdict
-    return f"{word} per step" if word == "faster" and finding.technique.kind in PER_STEP else word
-
-
-def described(effect: Effect) -> str:
-    """A speed-up with its interval: `1.20x [1.15-1.25]`."""
-    return "{:.2f}x [{:.2f}-{:.2f}]".format(effect.ratio, *effect.interval())
-
-
 def _log_ratio(finding: Finding) -> float:
     return finding.effect.log_ratio if finding.effect is not None else -math.inf
 
@@ -56,7 +44,7 @@ def _row(finding: Finding) -> list[str]:
         finding.technique.kind,
         f"{effect.ratio:.2f}x",
         "{:.2f}-{:.2f}".format(*effect.interval()),
-        verdict(finding),
+        finding.words,
         "beside" if finding.is_apart else f"{math.exp(finding.expected):.2f}x",
         "-" if memory is None else f"{'-' if memory < 0 else '+'}{num_bytes(abs(memory))}",
         "-" if drift is None else f"{drift:+.1%}",
@@ -73,15 +61,17 @@ def _remarks(ablation: Ablation, measured: list[Finding]) -> Iterator[str]:
         )
         yield (
             f"{runs} runs of {len(ablation.factors)} switches at once; processes of one config differ by "
-            f"{ablation.process_sd:.1%} here, and intervals reach {half:.1%} to either side"
+            f"{ablation.process_sd or 0.0:.1%} here, and intervals reach {half:.1%} to either side"
         )
+        if ablation.fits_poorly:
+            yield "some switches do other things together than alone, which widens the intervals: try --only"
         doubted = sum(weight < 0.5 for weight in fitted.weights)
         if doubted:
             noun = "run lies" if doubted == 1 else "runs lie"
             yield f"{doubted} {noun} far from the rest; all count (their weights are in measure.json)"
     if any(finding.is_apart for finding in measured):
         yield "beside: measured in a block with the pick, not in the plan"
-    if any(verdict(finding).endswith("per step") for finding in measured):
+    if any(finding.words.endswith("per step") for finding in measured):
         yield "faster per step: ptfast race measures if the same loss is reached sooner"
     if laboratory.num_again:
         yield f"{laboratory.num_again} blocks were measured again: other processes took a core meanwhile"

@@ -13,15 +13,15 @@ from ptfast.config.files.overlay import check_overlay, write_overlay
 from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
 from ptfast.launch.rank_main import out_of_memory
 from ptfast.measure.audit import data_checks, loop_checks, machine_checks, model_checks
 from ptfast.measure.audit.examined import Examined, examining
 from ptfast.measure.audit.finding import Finding
 from ptfast.measure.audit.prices import OnTrial, price_by_override, price_here
-from ptfast.measure.found import check_outputs, label, make_folder
-from ptfast.measure.trials.session import RECEIPT
+from ptfast.measure.experiment.pairs import NOT_REACHED
+from ptfast.measure.found import RECEIPT, check_outputs, label, make_folder
 from ptfast.report.terminal.display import Display, build_display, is_terminal, say, standard_output
 
 Check = Callable[[Examined], Iterator[Finding]]
@@ -68,7 +68,7 @@ def audit(
         with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
             folder = Path(name)
             result.examine(config, folder / "run", display, budget_s)
-            result.price_overrides(arguments, folder, display, budget_s)
+            result.price_overrides(arguments, display, budget_s)
     except KeyboardInterrupt:
         if result.findings:
             show(result.findings, [*result.notes, "interrupted: this is what was found so far"])
@@ -121,19 +121,12 @@ class Audit:
                 raise
             raise out_of_memory(config) from error
 
-    def price_overrides(
-        self, arguments: Sequence[str], folder: Path, display: Display, budget_s: float
-    ) -> None:
-        """Measure what the overrides of findings gain; a budget that is too small for that is noted."""
-        if not budget_s or not any(finding.overrides and not finding.handled for finding in self.findings):
-            return
-        try:
-            on_trial = _showing(display)
-            self.trials = price_by_override(self.findings, arguments, budget_s, folder, on_trial)
-        except ConfigError as error:
-            if error.key != "--budget":
-                raise
-            self.notes.append(f"overrides were not measured: {error}")
+    def price_overrides(self, arguments: Sequence[str], display: Display, budget_s: float) -> None:
+        """Measure what the overrides of findings gain."""
+        if budget_s and any(finding.overrides and not finding.handled for finding in self.findings):
+            self.trials = price_by_override(self.findings, arguments, budget_s, _showing(display))
+            missed = [each["name"] for each in self.trials["comparisons"] if each["why"] == NOT_REACHED]
+            self.notes += [f"{NOT_REACHED}, for the overrides of {', '.join(missed)}"] * bool(missed)
 
 
 def _showing(display: Display) -> OnTrial:

@@ -33,7 +33,7 @@ from ptfast.data.sources.image_files import ImageFiles
 from ptfast.measure.audit.call_trace import CallTrace, cuda_syncs
 from ptfast.measure.audit.finding import Trial, code_place
 from ptfast.measure.audit.operator_trace import OperatorTrace
-from ptfast.measure.trials.system_load import ProcessorTimes
+from ptfast.measure.experiment.stretches import ProcessorTimes
 from ptfast.profiling.debug_aids.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display
 from ptfast.techniques.backend.torch_settings import resolve_device

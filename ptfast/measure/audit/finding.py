@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptfast.core.sections.technique import Kind
-from ptfast.measure.trials.verdicts import Effect, Word
+from ptfast.measure.experiment.verdicts import Effect, Word
 
 Sides = tuple[Callable[[], object], Callable[[], object]]
 """What a step does as it is, and mended."""

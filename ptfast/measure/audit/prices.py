@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ptfast.config.overrides import merge
 from ptfast.measure.audit.finding import Finding, Price, Trial
-from ptfast.measure.trials.comparison import ORDER, Arm, Comparison
-from ptfast.measure.trials.session import Session
-from ptfast.measure.trials.verdicts import LEAST_ROUNDS, Effect, Word, estimate, judge
+from ptfast.measure.experiment.laboratory import Laboratory
+from ptfast.measure.experiment.pairs import Pair, judge_pairs, measure_pairs
+from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Word, estimate, judge
 
+ORDER = (0, 1, 1, 0)
+"""The sides of a round, in the order they are measured: what drifts evenly weighs on both alike."""
 STRETCH_S = 0.1
 """Least time of a stretch, next to which what begins and ends it counts for nothing."""
 SHARE = 0.2
@@ -50,35 +52,30 @@ def price_here(
 
 
 def price_by_override(
-    findings: list[Finding],
-    arguments: Sequence[str],
-    budget_s: float,
-    folder: Path,
-    on_trial: OnTrial = _silent,
+    findings: list[Finding], arguments: Sequence[str], budget_s: float, on_trial: OnTrial = _silent
 ) -> dict[str, Any]:
     """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt.
 
     Raises:
-        ConfigError: C005 for a budget that is too small for that.
-        PtfastError, ReportedError: whatever stops the run.
+        ReportedError: whatever stops the run.
     """
     tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
-    base = Arm("as it is")
-    with Session(arguments, budget_s=budget_s, folder=folder) as session:
-        with on_trial("the noise", session.left_s):
-            session.calibrate(base)
-        for position, number in enumerate(tried):
-            other = Arm(findings[number].check, findings[number].overrides)
-            with on_trial(" ".join(other.overrides), session.left_s):
-                session.compare(base, other, seconds=session.left_s / (len(tried) - position))
-            results = [(each.effect, _step_s(each)) for each in session.comparisons]
-            _put(findings, tried, results, [each.verdict for each in session.comparisons])
-        return session.receipt()
-
-
-def _step_s(comparison: Comparison) -> float:
-    """Seconds of a step of the base; 0 where nothing was measured."""
-    return comparison.median(0, "wall_s") / comparison.median(0, "steps") if comparison.rounds else 0.0
+    pairs = [Pair(findings[n].check, list(arguments), merge(arguments, findings[n].overrides)) for n in tried]
+    with (
+        Laboratory(budget_s=budget_s) as laboratory,
+        on_trial("what overrides gain", budget_s),
+    ):
+        measure_pairs(laboratory, pairs)
+    effects, verdicts = judge_pairs(pairs)
+    results = [
+        (effect, pair.median("step_s") if pair.blocks else 0.0)
+        for pair, effect in zip(pairs, effects, strict=True)
+    ]
+    _put(findings, tried, results, verdicts)
+    receipts = [
+        pair.receipt(effect, verdict) for pair, effect, verdict in zip(pairs, effects, verdicts, strict=True)
+    ]
+    return {"budget_s": budget_s, "comparisons": receipts}
 
 
 def _put(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,12 +12,13 @@ from typing import Any
 from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
+from ptfast.core.machine import memory_limit
+from ptfast.core.units import num_bytes
 from ptfast.measure.batch.batch_search import BatchSearch, multiple
-from ptfast.measure.batch.batch_table import limit_of, show_searches
+from ptfast.measure.batch.batch_throughput import LESS_MEMORY
 from ptfast.measure.batch.noise_forecast import NUM_STEPS, forecast_noise
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
-from ptfast.measure.trials.memory_guard import LESS_MEMORY
-from ptfast.report.terminal.display import say
+from ptfast.report.terminal.display import say, standard_output, table
 
 SMALLEST, LARGEST = 8, 65_536
 ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
@@ -202,3 +204,55 @@ def scaled_rate(config: Config, size: int, lr_ratio: float | None) -> tuple[dict
     rule = "sqrt" if adapts else "linear"
     scaling = {"optimizer.lr_scaling": rule, "optimizer.reference_batch": config.batch_size}
     return scaling, [f"The learning rate is scaled from that of batch {config.batch_size}."]
+
+
+def show_searches(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> None:
+    """Tables of what was measured, one for each mode of checkpointing, and what is best."""
+    most = best.median(chosen)
+    several = len(searches) > 1
+    for search in searches:
+        say(f"\ncheckpointing={search.mode}" if several else "")
+        if search.seen:
+            _show_sizes(search, chosen if search is best else None, most)
+        if search.too_large is not None:
+            spare = " with room to spare" if search.too_large.get("rehearsed") else ""
+            say(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search)}")
+    mode = f" checkpointing={best.mode}" if several else ""
+    say(f"\nbest: batch_size={chosen}{mode} at {most:,.0f} samples/s")
+    if chosen == max(best.seen) and best.too_large is None and not best.refused:
+        say("the largest that was tried: --to goes further")
+
+
+def _show_sizes(search: BatchSearch, chosen: int | None, most: float) -> None:
+    rows = []
+    for size in sorted(search.seen):
+        rate = search.median(size)
+        low, high = search.spread(size)
+        # Of a child that has tried larger sizes before, the peak is theirs.
+        memory = min(result["memory_bytes"] for result in search.seen[size])
+        rows.append(
+            [
+                f"{size:,}" + (" *" if size == chosen else ""),
+                f"{rate:,.0f}",
+                f"{low:,.0f} to {high:,.0f}",
+                f"{rate / most:.2f}",
+                f"{1e3 * search.median(size, 'step_s'):,.1f}",
+                num_bytes(memory),
+            ]
+        )
+    headers = ["batch", "samples/s", "spread", "of the best", "ms/step", "memory at peak"]
+    table(headers, rows, stream=standard_output())
+
+
+def limit_of(search: BatchSearch) -> str:
+    """The memory that there is, and the error when it was not enough."""
+    assert search.too_large is not None
+    limit, name = memory_limit(search.config.device)
+    said = search.too_large["no_room"]
+    # What allocators say around it helps nobody.
+    if found := re.search(r"tried to allocate ([\d.]+) (\w+)", said, re.IGNORECASE):
+        number, unit = found.groups()
+        said = (
+            f"a tensor of {num_bytes(int(number)) if unit == 'bytes' else f'{number} {unit}'} found no room"
+        )
+    return f"{name} leaves {num_bytes(limit)} ({said})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,24 @@ from typing import Any
 from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core.units import grouped, num_bytes
-from ptfast.measure.trials.search import FINALISTS, ROUNDS, Search
+from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.measure.trials.trial_process import OnResult, measure_once
+from ptfast.report.terminal.display import build_display
 
+TIE = 0.02
+"""Sizes whose rates differ by less are as quick."""
+FINALISTS, ROUNDS = 3, 3
+"""The best so many are measured so many times, in turns."""
 LOSES = 0.9
 """Part of the best throughput below which a size has lost; after two in a row no larger one is tried."""
 
 
-class BatchSearch(Search[int]):
-    """Measures sizes, of which memory allows only some.
+class BatchSearch:
+    """Measures sizes, of which memory allows only some, each in a process that may run out of it.
 
     Args:
+        folder: for the files of the processes.
+        seconds: that a size is measured for.
         checkpointing: mode to measure with, in place of the config's.
     """
 
@@ -30,13 +40,51 @@ class BatchSearch(Search[int]):
         seconds: float,
         checkpointing: str | None = None,
     ) -> None:
-        super().__init__(composed, config, folder, seconds)
+        self.composed, self.config, self.folder, self.seconds = composed, config, folder, seconds
+        self.num_ranks = resolve_num_ranks(config)
+        self.seen: dict[int, list[dict[str, Any]]] = {}
+        """Results, in the order they came in."""
+        self.display = build_display()
+        self._num_processes = 0
         self.checkpointing = checkpointing
         self.mode = checkpointing or config.checkpointing.mode
         self.parts = config.micro_batches or self.num_ranks * config.gradients.accumulate
         self.refused: dict[int, str] = {}
         """The reasons why the data cannot be cut into batches of a size."""
         self.too_large: dict[str, Any] | None = None
+
+    def run(
+        self, what: str, keywords: dict[str, Any], on_result: OnResult
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """Measure in a new process, on as many ranks as the config asks for.
+
+        Returns:
+            The results, and the name of the signal that ended the process, if one did: the kernel kills a
+            process that it has no memory for.
+        """
+        self._num_processes += 1
+        folder = self.folder / str(self._num_processes)
+        num_ranks = None if self.config.parallel.strategy == "single" else self.num_ranks
+        results, killed = measure_once(self.composed, folder, num_ranks, what, keywords, on_result)
+        return results, None if killed is None else signal.Signals(killed).name
+
+    def median(self, size: int, figure: str = "samples_per_s") -> float:
+        """The median of a figure over all times that `size` was measured."""
+        return statistics.median(result[figure] for result in self.seen[size])
+
+    def spread(self, size: int) -> tuple[float, float]:
+        """Least and most samples per second of any window."""
+        results = self.seen[size]
+        return min(result["low"] for result in results), max(result["high"] for result in results)
+
+    def quickest(self) -> list[int]:
+        """All sizes, the quickest first."""
+        return sorted(self.seen, key=self.median, reverse=True)
+
+    def as_quick(self) -> list[int]:
+        """The sizes that are as quick as the quickest."""
+        least = (1 - TIE) * max(map(self.median, self.seen))
+        return [size for size in self.seen if self.median(size) >= least]
 
     def ascend(self, first: int, largest: int) -> None:
         """Double the size until it does not fit, has lost twice, or two in a row do not suit the data."""

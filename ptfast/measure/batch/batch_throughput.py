@@ -3,20 +3,56 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import mmap
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ptfast.core.errors import DataError
-from ptfast.core.machine import peak_memory_bytes
+from ptfast.core.machine import memory_limit, peak_memory_bytes
 from ptfast.core.run import Run
-from ptfast.measure.trials.memory_guard import memory_to_spare
-from ptfast.measure.trials.train_timing import time_steps
+from ptfast.measure.experiment.stretches import ENDLESS, mean_over_ranks
 from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.training.fit import try_out
+from ptfast.training.step import Trainer
+from ptfast.training.step_parts.rehearsal import rehearse
+
+SPARE = 0.05
+"""Part of the memory that a run may take at most, which has to stay free."""
+LESS_MEMORY = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
+"""The suggestion where not even the smallest batch fits."""
+
+
+@contextmanager
+def memory_to_spare(device: torch.device) -> Iterator[None]:
+    """Have what is done inside get by with a little less memory than there is.
+
+    Held is what counts against the limit there is: memory of the GPU, or addresses of this process where
+    `ulimit` limits those. Pages of a machine or a container count when they are written, so that there the
+    most that was taken is looked at afterwards.
+
+    Raises:
+        MemoryError: where nothing limits the process and it has taken nearly all that was free.
+    """
+    limit, name = memory_limit(device.type)
+    spare = int(SPARE * limit)
+    before = peak_memory_bytes("cpu")
+    held: object = None
+    if device.type == "cuda":
+        held = torch.empty(spare, dtype=torch.uint8, device=device)
+    elif name.startswith("ulimit") and sys.platform != "win32":
+        held = mmap.mmap(-1, spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    yield
+    if held is None and peak_memory_bytes("cpu") - before > limit - spare:
+        raise MemoryError(f"out of memory but for the last {SPARE:.0%}")
+    del held
 
 
 def time_batches(
@@ -81,4 +117,54 @@ def _time(run: Run, seconds: float) -> dict[str, Any]:
     return figures | {
         "memory_bytes": peak_memory_bytes(run.device.type),
         "micro_batches": run.settings.micro_batches,
+    }
+
+
+WINDOWS = 5
+"""Stretches that are timed, of which the median counts: a neighbour's burst spoils one of them."""
+
+
+def time_steps(
+    run: Run, seconds: float, round_steps: int = 1, look: Callable[[], dict[str, Any]] = dict
+) -> dict[str, Any]:
+    """Train for about `seconds`, and measure the throughput.
+
+    Args:
+        round_steps: a window is a multiple of so many steps, whose times differ in a way that recurs.
+        look: called when all is measured and workers are still there; adds to what is returned.
+
+    Returns:
+        `samples_per_s` over all ranks with the `rates` of the windows, their `low` and `high`, `step_s`, and
+        the share of the time that ranks spent `waiting` for their next batch.
+    """
+    trainer, progress, clock = Trainer(run), run.progress, run.clock
+    run.settings.total_steps = ENDLESS
+    batches = rehearse(trainer, clock.waiting(run.train_loader.steps(progress.step, ENDLESS)))
+
+    def take(num_steps: int) -> tuple[int, float]:
+        samples, start = progress.samples, time.perf_counter()
+        trainer.train(batches, progress.step + num_steps)
+        trainer.window.read()
+        return progress.samples - samples, time.perf_counter() - start
+
+    # The first step waits for kernels and processes to be made ready, and finds batches ready after that. A
+    # window begins in the middle of a round: at its edge, batches that come late would count in another one.
+    take(1 + round_steps // 2)
+    window_s, num_steps = seconds / WINDOWS, round_steps
+    while (took_s := mean_over_ranks(take(num_steps)[1], run)) < window_s / 2:
+        num_steps *= 2
+    window_steps = round_steps * max(1, round(window_s / took_s * num_steps / round_steps))
+    waited_s = -clock.ledger()["data"]
+    windows = [take(window_steps) for _ in range(WINDOWS)]
+    waited_s += clock.ledger()["data"]
+    rates = [samples / took_s for samples, took_s in windows]
+    total_s = sum(took_s for _, took_s in windows)
+    return {
+        "samples_per_s": statistics.median(rates),
+        "rates": rates,
+        "low": min(rates),
+        "high": max(rates),
+        "step_s": statistics.median(took_s for _, took_s in windows) / window_steps,
+        "waiting": mean_over_ranks(waited_s / total_s, run),
+        **look(),
     }

@@ -8,10 +8,9 @@ from typing import Any
 
 from ptfast.core.errors import PtfastError, ReportedError
 from ptfast.core.units import duration, grouped
-from ptfast.measure.batch.batch_search import BatchSearch
+from ptfast.measure.batch.batch_search import TIE, BatchSearch
 from ptfast.measure.batch.critical_batch import Critical, estimate
 from ptfast.measure.batch.gradient_noise import PARTS
-from ptfast.measure.trials.search import TIE
 from ptfast.report.terminal.display import say, standard_output, table
 
 NUM_STEPS = 200

@@ -15,11 +15,14 @@ from ptfast.config.applicability import ThisMachine
 from ptfast.config.files.overlay import check_out
 from ptfast.config.overrides import merge
 from ptfast.core import run_directory
-from ptfast.core.errors import EXIT_OK
+from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
+from ptfast.core.units import clock
 from ptfast.measure.claims.claim import CLAIMS, Claim, Finding, Words, judge
-from ptfast.measure.trials.comparison import Arm, Comparison
-from ptfast.measure.trials.session import RECEIPT, Session
-from ptfast.report.terminal.display import build_display, say, table
+from ptfast.measure.experiment.laboratory import Laboratory
+from ptfast.measure.experiment.pairs import NOT_REACHED, Pair, measure_pairs
+from ptfast.measure.experiment.verdicts import ALPHA
+from ptfast.measure.found import RECEIPT, live_line
+from ptfast.report.terminal.display import say, table
 
 COMMON: Words = ("preset=plain",)
 """What every trial begins with: the ways of a blog post before its tips."""
@@ -36,73 +39,70 @@ class Row:
 
 
 def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
-    """Hold every claim that can be tried here against paired trials on data made for it.
+    """Hold every claim that can be tried here against blocked pairs of trials on data made for it.
+
+    Intervals hold all true ratios together in 95 % of cases.
 
     Args:
         budget_s: seconds for all of them, shared out evenly.
         out: folder of the receipt; None for a new one under `runs`.
 
     Returns:
-        0, whatever is confirmed or refuted.
+        0, whatever is confirmed or refuted, or 130 after Ctrl-C, with what was found by then.
 
     Raises:
-        ConfigError: C005 for a budget in which nothing can be measured.
+        ReportedError: what stops a trial without the technique.
     """
     check_out(out)
     folder = out or run_directory.new_folder(Path("runs"), "claims")
-    rows: list[Row] = []
+    machine, code = ThisMachine(), EXIT_OK
+    lacks = [claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "") for claim in CLAIMS]
     with (
         tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
-        Session([*COMMON], budget_s=budget_s, folder=Path(scratch)) as session,
+        Laboratory(budget_s=budget_s) as laboratory,
+        live_line() as live,
     ):
+        pairs = [_pair(claim, Path(scratch)) for claim, lack in zip(CLAIMS, lacks, strict=True) if not lack]
+
+        def on_pair(pair: Pair) -> None:
+            live(f"{pair.name}  {clock(max(laboratory.left_s, 0.0))} left")
+
         try:
-            _measure(session, Path(scratch), rows)
-        finally:
-            if rows:
-                _show(rows)
-                run_directory.create_folder(folder)
-                command = ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"]
-                session.write_receipt(folder / RECEIPT, command, claims=[_facts(row) for row in rows])
-                say(f"figures: {folder}")
-    return EXIT_OK
+            measure_pairs(laboratory, pairs, on_pair)
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+    found = iter(pairs)
+    rows = [
+        Row(claim, "not testable here", why=lack) if lack else _found(claim, next(found), len(pairs))
+        for claim, lack in zip(CLAIMS, lacks, strict=True)
+    ]
+    _show(rows)
+    run_directory.create_folder(folder)
+    facts = {
+        "command": ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"],
+        "environment": run_directory.environment([]),
+        "claims": [_facts(row) for row in rows],
+        "pairs": [pair.receipt(pair.effect(), "cannot tell") for pair in pairs],
+    }
+    run_directory.write_json(folder / RECEIPT, facts)
+    say(f"figures: {folder}")
+    return code
 
 
-def _measure(session: Session, scratch: Path, rows: list[Row]) -> None:
-    """Add a row for each claim, as it is found."""
-    display, machine = build_display(), ThisMachine()
-    lacks = [claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "") for claim in CLAIMS]
-    num_left = lacks.count("")
-    for claim, lack in zip(CLAIMS, lacks, strict=True):
-        if lack:
-            rows.append(Row(claim, "not testable here", why=lack))
-            continue
-        if session.aa is not None and session.left_s < session.least_s:
-            rows.append(Row(claim, "cannot tell", why="not reached: give a longer --budget"))
-            continue
-        data = filled_in(claim.workload, scratch)
-        without, with_it = (
-            Arm(own, tuple(merge([*data], own.split()))) for own in (claim.without, claim.with_it)
-        )
-        if session.aa is None:
-            with display.status("measuring the noise", session.left_s):
-                session.calibrate(without)
-            say("\n".join(session.describe_floor()))
-        with display.status(f"{claim.technique} ({num_left} to go)", session.left_s):
-            seconds = max(session.least_s, session.left_s / num_left)
-            comparison = session.compare(without, with_it, seconds=seconds)
-        session.pool.end(with_it)
-        num_left -= 1
-        rows.append(_found(claim, comparison))
+def _pair(claim: Claim, scratch: Path) -> Pair:
+    data = [*COMMON, *filled_in(claim.workload, scratch)]
+    without, with_it = (merge(data, own.split()) for own in (claim.without, claim.with_it))
+    return Pair(claim.technique, without, with_it)
 
 
-def _found(claim: Claim, comparison: Comparison) -> Row:
-    effect = comparison.effect
-    if comparison.why or effect is None:
-        return Row(claim, "cannot tell", why=comparison.why or "the budget was too short")
+def _found(claim: Claim, pair: Pair, num_pairs: int) -> Row:
+    effect = pair.effect()
+    if effect is None:
+        return Row(claim, "cannot tell", why=pair.why or NOT_REACHED)
     if claim.quantity == "memory":
-        ratio = comparison.memory_ratio
+        ratio = pair.memory_ratio()
         return Row(claim, judge(claim, ratio, ratio), f"{ratio:.2f}x")
-    low, high = effect.interval()
+    low, high = effect.interval(1 - ALPHA / num_pairs)
     return Row(claim, judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptfast.measure.experiment.plan import Block, Factor, indicators
-from ptfast.measure.trials.verdicts import Effect, t_quantile
+from ptfast.measure.experiment.verdicts import Effect, t_quantile
 
 Floats = NDArray[np.float64]
 SPARE_DOF = 6
@@ -85,9 +85,9 @@ def fit(
     dof = len(rows) - num_blocks - int(np.linalg.matrix_rank(full)) if full.size else 0
     if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
         slopes, residual = _least_squares(full, values)
-        sd = math.sqrt(float(residual @ residual) / dof)
+        sd = math.sqrt(float(residual @ residual) / max(dof, 1))
         errors = sd * np.sqrt(np.diag(np.linalg.inv(full.T @ full)))
-        dofs = np.full(len(slopes), float(dof))
+        dofs = np.full(len(slopes), float(max(dof, 1)))
     else:
         slopes, errors, dofs, sd = _step_by_step(full, values, num_blocks)
     robust, weights = _huber(full, values) if full.size else (slopes, np.ones(len(values)))
@@ -99,6 +99,22 @@ def fit(
     known = np.ones(values.shape if not there.size else there.shape)
     known[there] = weights
     return Fit(effects, shrink(effects), sd, known.ravel().tolist(), by_huber.tolist())
+
+
+def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]:
+    """How much faster the second of two configs is than the first, for some pairs of one workload.
+
+    Args:
+        pairs: of each, the logarithms of its blocks, whose runs are the first, twice the second, the first.
+    """
+    factors = [Factor(str(number)) for number in range(len(pairs))]
+    bases = tuple(0 for _ in pairs)
+    blocks: list[Block] = []
+    for number, times in enumerate(pairs):
+        other = tuple(int(each == number) for each in range(len(pairs)))
+        blocks += [(bases, other, other, bases)] * len(times)
+    found = [block for times in pairs for block in times]
+    return fit(factors, blocks, found, spare_dof=2).effects if found else [None for _ in pairs]
 
 
 def shrink(effects: Sequence[Effect | None]) -> list[float]:

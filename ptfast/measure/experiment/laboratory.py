@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ptfast.config.files.frozen import redact
-from ptfast.core.errors import MachineError
+from ptfast.core.errors import EXIT_BUG, MachineError, ReportedError
 from ptfast.measure.experiment.effects import turn_means
 from ptfast.measure.experiment.warm_parent import Request
 
@@ -41,6 +41,12 @@ class Measured:
     why: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def raise_failure(self) -> None:
+        """Raise what has ended it, if something has, as the user's own run would show it."""
+        if self.why:
+            line = self.facts.get("line") or f"ptfast: error: {self.why}"
+            raise ReportedError(line, self.facts.get("exit_code", EXIT_BUG))
+
     def receipt(self) -> dict[str, Any]:
         """Its figures as plain values."""
         facts = {name: value for name, value in self.facts.items() if name not in ("environment", "resolved")}
@@ -51,7 +57,6 @@ class Laboratory:
     """Measures blocks of trials within a budget.
 
     Args:
-        arguments: the user's words, over which those of a trial are laid.
         budget_s: seconds from now on.
         turn_s, passes: of every trial.
     """
@@ -79,9 +84,13 @@ class Laboratory:
         """Seconds of the budget that are left."""
         return self.budget_s - (time.monotonic() - self._start_s)
 
-    def look(self, configs: Sequence[Sequence[str]]) -> list[Measured]:
-        """Build each config once and train its first steps, without measuring its time."""
-        return self._request(Request([list(words) for words in configs], passes=0, warm_s=0.0))
+    def look(self, configs: Sequence[Sequence[str]], *, asks: bool = False) -> list[Measured]:
+        """Build each config once and train its first steps, without measuring its time.
+
+        Args:
+            asks: add the `data` to the facts: what decides which loaders make sense.
+        """
+        return self._request(Request([list(words) for words in configs], passes=0, warm_s=0.0, asks=asks))
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[Measured]:
         """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare."""

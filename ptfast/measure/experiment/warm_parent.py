@@ -13,11 +13,12 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ import torch
 
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
-from ptfast.core.distributed import Ranks
-from ptfast.core.errors import EXIT_OK, PtfastError, one_line
-from ptfast.core.machine import die_with_parent, is_memory_error
-from ptfast.data.build_data import Data
-from ptfast.measure.trials.step_trial import Stretches
+from ptfast.core.distributed import Ranks, init_process_group
+from ptfast.core.errors import EXIT_OK, PtfastError, error_line, exit_code_of, one_line
+from ptfast.core.machine import die_with_parent, is_memory_error, memory_of
+from ptfast.data.build_data import Data, Source
+from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
+from ptfast.data.streams.iterable import IterableSource
+from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.measure.experiment.stretches import Stretches
 from ptfast.measure.trials.trial_process import reason
 from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.techniques.backend.torch_settings import resolve_device
@@ -40,7 +44,6 @@ BUILD_S = 120.0
 """Seconds that a trial may take to be built and to warm up before it is given up."""
 DATA_SECTIONS = (
     "data",
-    "dataloader",
     "augment",
     "batching",
     "sampling",
@@ -50,6 +53,7 @@ DATA_SECTIONS = (
     "steps",
 )
 SHIFT_BYTES = 64 * 2**10
+_FACTS = ("resolved", "batch_size", "meets", "build_s", "built_bytes", "environment")
 
 
 @dataclass
@@ -62,6 +66,7 @@ class Request:
         passes: turns of each; every second pass goes backwards.
         seed: of the shift of each process's heap.
         warm_s: seconds of warming up at most.
+        asks: whether properties of the data are wanted.
     """
 
     configs: list[list[str]]
@@ -69,40 +74,68 @@ class Request:
     passes: int = 4
     seed: int = 0
     warm_s: float = 2.0
+    asks: bool = False
 
 
 class Trial:
-    """One config in a process of its own, forked from this one, that trains when it is told to."""
+    """One config in processes of its own, one a rank, that train when they are told to.
 
-    def __init__(self, config: Config, data: Data, folder: Path, seed: int) -> None:
-        fork = multiprocessing.get_context("fork")
-        self.connection, there = fork.Pipe()
-        self.process = fork.Process(target=_train_on_request, args=(there, config, data, folder, seed))
-        self.process.start()
-        there.close()
+    Args:
+        data: None where the processes load it themselves.
+        method: `fork`, or `spawn` for a new interpreter.
+    """
+
+    def __init__(
+        self, config: Config, data: Data | None, folder: Path, seed: int, num_ranks: int, method: str
+    ) -> None:
+        context: Any = multiprocessing.get_context(method)
+        self.ranks: list[tuple[Any, Connection]] = []
+        port = _free_port() if num_ranks > 1 else 0
+        for rank in range(num_ranks):
+            here, there = context.Pipe()
+            world = (rank, num_ranks, port) if num_ranks > 1 else None
+            process = context.Process(
+                target=_train_on_request, args=(there, config, data, folder, seed, world)
+            )
+            process.start()
+            there.close()
+            self.ranks.append((process, here))
 
     def ask(self, *request: Any) -> None:
         """Send a request without waiting for its answer; one that has failed has answered already."""
-        with contextlib.suppress(ConnectionError):
-            self.connection.send(request)
+        for _, connection in self.ranks:
+            with contextlib.suppress(ConnectionError):
+                connection.send(request)
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """What a request came to; `error` holds why it came to nothing."""
-        try:
-            if not wait([self.connection], seconds):
-                return {"error": f"took more than {seconds:.0f} s"}
-            return self.connection.recv()
-        except (EOFError, ConnectionError):
-            self.process.join()
-            code = self.process.exitcode or 0
-            ended = "ran out of memory" if code == -signal.SIGKILL else f"ended with exit code {code}"
-            return {"error": f"its process {ended}"}
+        """What a request came to, as the first rank has it; `error` holds why it came to nothing."""
+        answers = [_receive(process, connection, seconds) for process, connection in self.ranks]
+        return next((answer for answer in answers if "error" in answer), answers[0])
 
     def end(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
+        """End the processes."""
+        for process, connection in self.ranks:
+            process.kill()
+            process.join()
+            connection.close()
+
+
+def _receive(process: Any, connection: Connection, seconds: float) -> dict[str, Any]:
+    try:
+        if not wait([connection], seconds):
+            return {"error": f"took more than {seconds:.0f} s"}
+        return connection.recv()
+    except (EOFError, ConnectionError):
+        process.join()
+        code = process.exitcode or 0
+        ended = "ran out of memory" if code == -signal.SIGKILL else f"ended with exit code {code}"
+        return {"error": f"its process {ended}"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class WarmParent:
@@ -121,9 +154,9 @@ class WarmParent:
                 try:
                     trials[index] = self._fork(words, request.seed * 4 + index)
                 except PtfastError as error:
-                    found[index]["error"] = reason(error)
+                    found[index] = _failure(error)
             for index, trial in list(trials.items()):
-                trial.ask("warm", request.warm_s)
+                trial.ask("warm", request.warm_s, request.asks)
                 self._note(found, trials, index, trial.answer(BUILD_S))
             self._take_turns(request, found, trials)
         finally:
@@ -152,60 +185,102 @@ class WarmParent:
 
     def _fork(self, words: Sequence[str], seed: int) -> Trial:
         _, config = read_config(words)
-        data = self._load(config)
+        num_ranks, device = resolve_num_ranks(config), resolve_device(config.device, Ranks())
+        # Neither a CUDA context nor a thread outlives a fork; ranks load their own shares.
+        forks = device.type == "cpu"
+        data = self._load(config, device) if forks and num_ranks == 1 else None
+        if threading.active_count() > 1:
+            forks, data = False, None
         self._num_trials += 1
         folder = self.folder / f"trial-{self._num_trials}"
         folder.mkdir()
         gc.freeze()
-        if (count := threading.active_count()) > 1:
-            raise RuntimeError(f"{count} threads run in the process that trials are forked from")
-        return Trial(config, data, folder, seed)
+        return Trial(config, data, folder, seed, num_ranks, "fork" if forks else "spawn")
 
-    def _load(self, config: Config) -> Data:
+    def _load(self, config: Config, device: torch.device) -> Data:
         """The data of a config, which every trial of the same data shares."""
-        sections = {name: getattr(config, name) for name in DATA_SECTIONS}
-        key = json.dumps({name: repr(section) for name, section in sections.items()})
+        sections = {name: repr(getattr(config, name)) for name in DATA_SECTIONS}
+        loader = config.dataloader
+        is_named = loader.kind != "auto" and (loader.kind != "workers" or loader.workers != "auto")
+        # Loaders given by name share samples that stay where they are, and those that are held.
+        how = str(loader.kind in HELD) if is_named else repr(loader)
+        key = json.dumps(sections | {"loader": how})
         if key not in self._data:
-            device = resolve_device(config.device, Ranks())
             choose = build_choice(config, config.micro_batches or config.gradients.accumulate, device)
             self._data[key] = load_data(config, Ranks(), choose)
-        return self._data[key]
+        data = self._data[key]
+        if not is_named:
+            return data
+        workers = int(loader.workers) if loader.kind == "workers" else 0
+        return replace(data, choice=Choice(loader.kind, "as configured", workers))
 
 
-def _train_on_request(connection: Connection, config: Config, data: Data, folder: Path, seed: int) -> None:
-    """A trial's process: builds the run when it is told to warm up, then trains turn after turn."""
+def _train_on_request(
+    connection: Connection,
+    config: Config,
+    data: Data | None,
+    folder: Path,
+    seed: int,
+    rank_of: tuple[int, int, int] | None,
+) -> None:
+    """A trial's process: builds the run when it is told to warm up, then trains turn after turn.
+
+    Args:
+        rank_of: rank, number of ranks, and the port where they meet; None for a trial of one process.
+    """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Forks share the layout of their parent's memory: each begins its own elsewhere.
     shift = bytearray(random.Random(seed).randrange(1, 256) * SHIFT_BYTES)
     try:
-        run = Turns(config, data, folder)
+        run = Turns(TrialRank(config, folder, _join(rank_of, config), data))
         while True:
             what, *arguments = connection.recv()
             connection.send(run.warm_up(*arguments) if what == "warm" else run.train(*arguments))
     except (EOFError, ConnectionError):
         pass
     except BaseException as error:
-        what = "ran out of memory" if is_memory_error(error) else reason(Exception(str(error)))
-        connection.send({"error": one_line(what or type(error).__name__)})
+        connection.send(_failure(error))
     finally:
         del shift
         os._exit(EXIT_OK)
 
 
+def _failure(error: BaseException) -> dict[str, Any]:
+    """What has ended a trial: in a clause, and as the line and the exit code of a run that it ends."""
+    clause = "ran out of memory" if is_memory_error(error) else one_line(reason(Exception(str(error))))
+    clause = clause or type(error).__name__
+    return {"error": clause, "line": error_line(error), "exit_code": exit_code_of(error)}
+
+
+def _join(rank_of: tuple[int, int, int] | None, config: Config) -> Ranks:
+    """This process's place among the ranks of its trial, which it joins."""
+    if rank_of is None:
+        return Ranks()
+    (rank, size, port), own = rank_of, Ranks(rank_of[0], rank_of[0], rank_of[1], rank_of[1])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    init_process_group(resolve_device(config.device, own), own, config.parallel.timeout.seconds)
+    return own
+
+
 class Turns:
     """A run that trains in turns of about equal time."""
 
-    def __init__(self, config: Config, data: Data, folder: Path) -> None:
-        rank = TrialRank(config, folder, Ranks(), {"data": data})
-        self.stretches, self.step_s = Stretches(rank), 0.0
+    def __init__(self, rank: TrialRank) -> None:
+        self.rank, self.step_s = rank, 0.0
+        self.stretches = Stretches(rank)
 
-    def warm_up(self, most_s: float) -> dict[str, Any]:
+    def warm_up(self, most_s: float, asks: bool = False) -> dict[str, Any]:
         """Warm up; the mean loss of the first steps tells runs apart that train differently."""
         warm = self.stretches.warm_up(most_s)
         self.step_s = warm["step_s"]
         built = self.stretches.built
-        facts = {name: built[name] for name in ("resolved", "batch_size", "meets", "build_s", "environment")}
+        facts = {name: built[name] for name in _FACTS}
+        data = self.rank.data
+        if asks and data is not None:
+            facts["data"] = {"device": self.stretches.run.device.type, **_facts_of(data.train)}
         return facts | {"loss": math.fsum(warm["losses"]) / len(warm["losses"]), "compiles": warm["compiles"]}
 
     def train(self, seconds: float) -> dict[str, Any]:
@@ -214,7 +289,31 @@ class Turns:
         figures = self.stretches.train(num_steps)
         units = figures["tokens"] or figures["samples"]
         names = ("peak_memory_bytes", "waiting", "system")
-        return {"time": math.log(figures["wall_s"] / units)} | {name: figures[name] for name in names}
+        workers = [process.pid for process in multiprocessing.active_children() if process.pid]
+        return {
+            "time": math.log(figures["wall_s"] / units),
+            "step_s": figures["wall_s"] / num_steps,
+            "samples_per_s": figures["samples"] / figures["wall_s"],
+            "memory": memory_of([os.getpid(), *workers]),
+            **{name: figures[name] for name in names},
+        }
+
+
+def _facts_of(train: Source) -> dict[str, Any]:
+    """Properties of the training data that decide which loaders make sense."""
+    stream = {"in_memory": False, "repeatable": False, "packed": False, "num_samples": None, "read_s": 0.0}
+    if isinstance(train, IterableSource):
+        shards = train.num_shards if train.shared_by != "none" else None
+        return stream | {"iterable": True, "num_shards": shards}
+    return {
+        "iterable": False,
+        "num_shards": None,
+        "packed": train.packed,
+        "in_memory": train.in_memory,
+        "repeatable": train.repeatable,
+        "num_samples": len(train),
+        "read_s": 0.0 if train.in_memory else time_samples(train).seconds * len(train),
+    }
 
 
 def main() -> None:
@@ -226,15 +325,15 @@ def main() -> None:
     connection = Connection(descriptor)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
         server = WarmParent(Path(folder))
-        while True:
-            try:
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
                 request = connection.recv()
-            except EOFError:
-                return
-            try:
-                connection.send(server.measure(request))
-            except PtfastError as error:
-                connection.send(error)
+                try:
+                    connection.send(server.measure(request))
+                except PtfastError as error:
+                    connection.send(error)
+    # Some libraries write pages on the interpreter's own way out.
+    os._exit(EXIT_OK)
 
 
 if __name__ == "__main__":

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK
-from ptfast.core.units import duration, num_bytes
+from ptfast.core.units import duration, grouped, num_bytes
+from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
-from ptfast.measure.loader.loader_candidate import Loader, workers
-from ptfast.measure.loader.loader_search import NOTHING, RULE, LoaderSearch, named_loaders, search_loaders
-from ptfast.measure.trials.session import Session
+from ptfast.measure.loader.loader_search import NOTHING, PLAIN, RULE, Loader, LoaderSearch, workers
 from ptfast.report.terminal.display import is_terminal, say, standard_output, table
 
 NARROW = 100
 """Columns of a terminal below which the table says less."""
+PASSES = 4
 
 
 def find_workers(
-    composed: Composed,
     config: Config,
     arguments: Sequence[str],
     *,
@@ -33,15 +30,15 @@ def find_workers(
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
-    """Train with one loader after another, each in a child process, and say which is the quickest.
+    """Train with one loader beside another, each in a process of its own, and say which is the quickest.
 
     What counts is the throughput of the training, whose computing takes the cores that loading wants as well.
     Worker processes double until more gain nothing; then what lies beside the best is tried, and the best of
-    all are compared in paired trials with what `auto` takes, if it is among them.
+    all, with what `auto` takes if it is among them, are measured again in blocks of fresh processes.
 
     Args:
         most: worker processes of each rank.
-        seconds: that a loader is measured for.
+        seconds: that a process is measured for.
         out: folder of the figures; None for a new one under `run.root`.
         write: file of a recipe with the loader.
 
@@ -49,18 +46,19 @@ def find_workers(
         0.
 
     Raises:
-        MachineError: E002 where there is no memory for training without workers.
-        PtfastError: whatever stops a run in its first steps.
+        ReportedError: what stops training without workers.
     """
     check_outputs(out, write)
-    with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-        search = LoaderSearch(composed, config, Path(name), seconds)
+    with Laboratory(budget_s=math.inf, turn_s=seconds / PASSES, passes=PASSES) as laboratory:
+
+        def show(loader: Loader) -> None:
+            rate, waiting = grouped(search.figure(loader, "samples_per_s")), search.waiting(loader)
+            say(f"  {search.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
+
+        search = LoaderSearch(laboratory, config, arguments, most, show)
         say(f"measuring loaders beside the training, {seconds:g} s each")
-        search_loaders(search, most)
-        pairs = Path(name) / "pairs"
-        pairs.mkdir()
-        with Session(arguments, budget_s=math.inf, folder=pairs, stretch_s=seconds / 4) as session:
-            chosen = search.choose(session)
+        search.run()
+    chosen = search.chosen
     _show(search, chosen)
     say(f"figures: {write_figures(config, 'workers', out, _figures(search, chosen))}")
     if write is not None:
@@ -70,69 +68,65 @@ def find_workers(
 
 def _marks(search: LoaderSearch, chosen: Loader) -> dict[Loader, str]:
     """Remarks on some of the loaders."""
-    named = {"configured": "as configured"}
-    rule = workers(RULE, search.config)
     marks: dict[Loader, list[str]] = {chosen: ["chosen"]}
-    for name, loader in {**named_loaders(search), "4 x GPUs": rule}.items():
-        marks.setdefault(loader, []).append(named.get(name, name))
+    rule = {"4 x GPUs": workers(RULE, search.config)}
+    for name, loader in (search.named | rule).items():
+        marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
     return {loader: ", ".join(names) for loader, names in marks.items()}
 
 
 def _show(search: LoaderSearch, chosen: Loader) -> None:
-    marks = _marks(search, chosen)
-    most = max(map(search.median, search.seen))
+    marks, effects, best = _marks(search, chosen), search.effects(search.best()), search.best()
     stream = standard_output()
     narrow = is_terminal(stream) and shutil.get_terminal_size().columns < NARROW
+    memory_kind = next(
+        run.facts["memory"][1] for block in search.blocks for _, run in block if run.time is not None
+    )
     rows: list[dict[str, str]] = []
     for loader in sorted(search.seen, key=lambda loader: (loader.workers, loader.kind != "plain", loader)):
-        trials = search.seen[loader]
-        rate = search.median(loader)
-        low, high = search.spread(loader)
+        ratio, interval = 1.0, ""
+        if loader != best and loader in effects:
+            ratio, (low, high) = effects[loader].ratio, effects[loader].interval()
+            interval = f"{low:.2f}-{high:.2f}"
         row = {
             "loader": search.label(loader) if narrow else loader.label(search.config),
             "workers": str(loader.workers),
-            "samples/s": f"{rate:,.0f}",
-            "spread": f"{low:,.0f} to {high:,.0f}",
-            "of the best": f"{rate / most:.2f}",
+            "samples/s": f"{search.figure(loader, 'samples_per_s'):,.0f}",
+            "of the best": f"{ratio:.2f}",
+            "95 %": interval,
             "waiting": f"{search.waiting(loader):.0%}",
-            f"memory ({trials[0]['memory_kind']})": num_bytes(search.memory(loader)),
+            f"memory ({memory_kind})": num_bytes(int(search.figure(loader, "memory_bytes"))),
         }
-        if "gpu_bytes" in trials[0]:
-            row["on the GPU"] = num_bytes(trials[0]["gpu_bytes"])
         rows.append(row | {"": marks.get(loader, "")})
-    headers = [name for name in rows[0] if not (narrow and name in ("workers", "spread", "of the best"))]
+    headers = [name for name in rows[0] if not (narrow and name in ("workers", "waiting"))]
     say()
-    table(headers, [[row.get(name, "") for name in headers] for row in rows], stream=stream)
+    table(headers, [[row[name] for name in headers] for row in rows], stream=stream)
     for loader, why in search.failed.items():
         say(f"not measured: {search.label(loader)} ({why})")
     for line in [*search.notes, *_remarks(search, chosen)]:
         say(line)
     settings = " ".join(f"{key}={str(value).lower()}" for key, value in _found(search.config, chosen).items())
-    say(f"\nchosen: {settings} at {search.median(chosen):,.0f} samples/s")
+    say(f"\nchosen: {settings} at {search.figure(chosen, 'samples_per_s'):,.0f} samples/s")
 
 
 def _remarks(search: LoaderSearch, chosen: Loader) -> Iterator[str]:
     """Remarks on the figures."""
-    for loader, comparison in search.compared.items():
-        found = comparison.why or comparison.verdict
-        if (effect := comparison.effect) is not None:
-            low, high = effect.interval()
-            found = f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}], {comparison.verdict}"
-        yield f"{search.label(loader)} against {search.label(search.base())}, in pairs: {found}"
-    if search.num_ranks > 1:
-        yield f"workers of each of {search.num_ranks} ranks; samples and memory of all together"
-    plain = Loader("plain")
-    if search.waiting(plain) <= NOTHING:
-        share = max(search.waiting(plain), 0.001)
+    if chosen != search.best():
+        yield (
+            f"{search.label(chosen)} is as quick as {search.label(search.best())}, which is the quickest, "
+            "and takes fewer processes or less memory"
+        )
+    if rivals := search.rivals(chosen):
+        names = ", ".join(map(search.label, rivals))
+        yield f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
+    if search.data["num_ranks"] > 1:
+        yield f"workers of each of {search.data['num_ranks']} ranks; samples of all together"
+    if search.waiting(PLAIN) <= NOTHING:
+        share = max(search.waiting(PLAIN), 0.001)
         yield f"without workers {share:.1%} of the time goes to reading: no loader can save more than that"
-    if chosen.kind in ("memory", "device") and not search.facts["in_memory"]:
-        ready_s = search.seen[chosen][0]["ready_s"]
-        yield f"{chosen.kind}: everything is decoded first, ready after {duration(ready_s)}"
-    size = search.facts.get("num_samples")
-    most = max(trial["samples"] for trials in search.seen.values() for trial in trials)
-    if size and most > size and not search.facts["in_memory"]:
-        often = f"up to {most / size:.0f} times" if most >= 1.5 * size else "more than once"
-        yield f"each of the {size:,} samples was read {often}, where files may come from the system's memory"
+    if chosen.kind in ("memory", "device") and not search.data["in_memory"]:
+        took = duration(search.data["read_s"])
+        yield f"{chosen.kind}: everything is decoded first, which takes about {took}"
 
 
 def _found(config: Config, chosen: Loader) -> dict[str, Any]:
@@ -148,17 +142,22 @@ def _found(config: Config, chosen: Loader) -> dict[str, Any]:
 
 
 def _figures(search: LoaderSearch, chosen: Loader) -> dict[str, Any]:
+    best = search.best()
     return {
-        "chosen": {**chosen._asdict(), "samples_per_s": search.median(chosen)},
-        **{name: loader._asdict() for name, loader in named_loaders(search).items()},
-        "trials": [
-            {**loader._asdict(), **trial, "loader": search.label(loader)}
-            for loader, trials in search.seen.items()
-            for trial in trials
+        "chosen": {**chosen._asdict(), "samples_per_s": search.figure(chosen, "samples_per_s")},
+        **{name: loader._asdict() for name, loader in search.named.items()},
+        "best": best._asdict(),
+        "over_best": [
+            {**one._asdict(), "ratio": effect.ratio, "interval": effect.interval()}
+            for one, effect in search.effects(best).items()
         ],
-        "comparisons": [comparison.receipt() for comparison in search.compared.values()],
+        "rivals": [one._asdict() for one in search.rivals(chosen)],
+        "blocks": [
+            [{**one._asdict(), "loader": search.label(one), **run.receipt()} for one, run in block]
+            for block in search.blocks
+        ],
         "failed": {search.label(loader): why for loader, why in search.failed.items()},
-        "facts": search.facts,
+        "data": search.data,
     }
 
 
@@ -167,9 +166,9 @@ def _write(file: Path, arguments: Sequence[str], search: LoaderSearch, chosen: L
     found = _found(search.config, chosen)
     own = tuple(f"{key}=" for key in Loader("workers", 1).values)
     others = [word for word in arguments if not word.lstrip("+").startswith(own)]
-    rate, memory = search.median(chosen), num_bytes(search.memory(chosen))
+    rate, memory = (search.figure(chosen, name) for name in ("samples_per_s", "memory_bytes"))
     comment = [
         f"Loader for {label(search.config)}, found by ptfast find workers",
-        f"{search.label(chosen)}: {rate:,.0f} samples/s in {memory}.",
+        f"{search.label(chosen)}: {rate:,.0f} samples/s in {num_bytes(int(memory))}.",
     ]
     write_recipe(file, others, found, comment)

@@ -2,147 +2,216 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from ptfast.config.checks.rules import across_keys
-from ptfast.config.compose import Composed
+from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
-from ptfast.core.errors import MachineError, PtfastError, ReportedError
-from ptfast.core.machine import available_memory, memory_limit, usable_cores
-from ptfast.core.units import duration, grouped, num_bytes
-from ptfast.measure.loader.loader_candidate import Loader, workers
-from ptfast.measure.trials.comparison import Arm, Comparison
-from ptfast.measure.trials.search import FINALISTS, TIE, Search
-from ptfast.measure.trials.session import Session
-from ptfast.measure.trials.trial_process import reason
+from ptfast.core.machine import available_memory, usable_cores
+from ptfast.core.units import duration, num_bytes
+from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.measure.experiment.effects import fit
+from ptfast.measure.experiment.laboratory import Laboratory, Measured
+from ptfast.measure.experiment.plan import Factor
+from ptfast.measure.experiment.verdicts import ALPHA, Effect
 
 RULE = 4
 """Workers of each rank by the rule of thumb, 4 for each GPU."""
 LEAST_LIMIT = 16
 """Of workers; more processes than cores pay where samples come from far away."""
-GAIN = 0.03
-"""More workers that gain no more than this have gained nothing; after two such counts the search ends."""
+CLOSE = 0.03
+"""Loaders that differ by no more are as quick; more workers that gain no more have gained nothing."""
 NOTHING = 0.02
 """Share of the time spent on waiting that no loader needs to save."""
-NEAR = 0.9
-"""Part of the best throughput from which on a loader is compared in pairs."""
-PAIRED = 20
-"""Times as long as a loader is measured may comparing two of them take."""
+FINALISTS, NEAR, ROUNDS = 4, 0.85, 4
+"""So many of the quickest, within this part of the best, are measured in so many blocks together."""
 HOLD_S = 60.0
 """Decoding everything once is not tried where it would take longer."""
 
 
-class LoaderSearch(Search[Loader]):
-    """Measures loaders, of which data and machine allow only some."""
+class Loader(NamedTuple):
+    """Processes and threads that read, and how far ahead."""
 
-    def __init__(self, composed: Composed, config: Config, folder: Path, seconds: float) -> None:
-        super().__init__(composed, config, folder, seconds)
+    kind: str
+    """As `dataloader.kind`, never `auto`."""
+    workers: int = 0
+    """Processes of each rank; 0 for kinds without."""
+    prefetch: int = 0
+    """Micro-batches that each process reads ahead; 0 for kinds without."""
+    threads: int = 0
+    """Of each process; 0 for kinds without."""
+    read_ahead: bool = False
+    """A thread prepares the next batch."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Config values by key, of those that mean something to this kind."""
+        found: dict[str, Any] = {"dataloader.kind": self.kind, "dataloader.read_ahead": self.read_ahead}
+        if self.workers:
+            found |= {
+                "dataloader.workers": self.workers,
+                "dataloader.prefetch": self.prefetch,
+                "backend.worker_threads": self.threads,
+            }
+        return found
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Words that ask for it, and for all that grows at its full size."""
+        return ("curriculum=none", *(f"{key}={str(value).lower()}" for key, value in self.values.items()))
+
+    def label(self, config: Config) -> str:
+        """Its kind, and what else differs from `config`."""
+        words = [self.kind]
+        if self.workers and self.prefetch != config.dataloader.prefetch:
+            words.append(f"prefetch {self.prefetch}")
+        if self.workers and self.threads != config.backend.worker_threads:
+            words.append(f"{self.threads} thread" + "s" * (self.threads != 1))
+        if self.read_ahead:
+            words.append("read ahead")
+        return ", ".join(words)
+
+
+def workers(count: int, config: Config) -> Loader:
+    """`count` worker processes that read as far ahead as `config` says; for 0 this process reads."""
+    if not count:
+        return Loader("plain")
+    return Loader("workers", count, config.dataloader.prefetch, config.backend.worker_threads)
+
+
+PLAIN = Loader("plain")
+
+
+class LoaderSearch:
+    """Measures loaders in blocks of four processes beside the quickest so far.
+
+    Args:
+        arguments: the user's words.
+        most: worker processes of each rank; None for as many as a machine of this size may want.
+        on_loader: called with each loader as its first figures are there.
+    """
+
+    def __init__(
+        self,
+        laboratory: Laboratory,
+        config: Config,
+        arguments: Sequence[str],
+        most: int | None = None,
+        on_loader: Callable[[Loader], None] = lambda loader: None,
+    ) -> None:
+        self.laboratory, self.config, self.arguments = laboratory, config, list(arguments)
+        self.most, self._on_loader = most, on_loader
+        self.blocks: list[list[tuple[Loader, Measured]]] = []
         self.failed: dict[Loader, str] = {}
         """The reasons why loaders cannot be had."""
-        self.facts: dict[str, Any] = {}
-        """Properties of the data, from the first trial."""
-        self.compared: dict[Loader, Comparison] = {}
-        """Paired trials of the quickest against `base`."""
+        self.named: dict[str, Loader] = {}
+        """The loaders that `auto` takes here and that the config asks for."""
+        self.data: dict[str, Any] = {}
+        """What decides which loaders make sense for the data."""
         self.notes: list[str] = []
+        self.chosen = PLAIN
 
-    def measure(self, loader: Loader) -> bool:
-        """Measure one that was not measured before; False if it cannot be had.
+    def run(self) -> None:
+        """Measure what may be the quickest loader, and what `auto` and the config would take; choose one.
 
         Raises:
-            PtfastError, ReportedError: nothing could be measured yet.
+            ReportedError: what stops training without workers.
         """
-        if loader in self.seen or loader in self.failed:
-            return loader in self.seen
-        _, problems = across_keys(loader.on(self.config), self.composed.place)
-        if problems:
-            self.failed[loader] = problems[0].what
-            return False
-        keywords = {"loader": loader, "seconds": self.seconds, "asks": not self.facts}
-        try:
-            results, killed = self.run("workers", keywords, self._show)
-        except (PtfastError, ReportedError) as error:
-            if not self.seen:
-                raise
-            self.fail(loader, reason(error))
-            return False
-        for result in results:
-            self.facts = self.facts or result.get("facts", {})
-            if "no_room" in result:
-                self.fail(loader, f"does not fit: {result['no_room']}")
-            else:
-                self.seen.setdefault(loader, []).append(result)
-        if killed is not None and not results:
-            self.fail(loader, f"was ended by {killed}, which is how a system ends what takes its memory")
-        return loader in self.seen
+        alone, *others = self.laboratory.look(
+            [
+                merge(self._words(PLAIN), ["parallel=single"]),
+                merge(self.arguments, ["dataloader=auto"]),
+                self.arguments,
+            ],
+            asks=True,
+        )
+        alone.raise_failure()
+        self.data = alone.facts["data"] | {"num_ranks": resolve_num_ranks(self.config)}
+        for name, measured in zip(("auto", "configured"), others, strict=True):
+            if "resolved" in measured.facts:
+                self.named[name] = self._resolved(measured.facts["resolved"])
+        if self.config.dataloader.kind == "auto":
+            self.named.pop("configured", None)
+        kinds = [Loader(kind) for kind in self._other_kinds()]
+        self.measure(PLAIN, *kinds, *self.named.values())
+        if self.waiting(PLAIN) > NOTHING:
+            self._ascend()
+            self._refine()
+        for _ in range(ROUNDS - 1):
+            near = [loader for loader in self.by_speed() if self.ratio(loader) >= NEAR][:FINALISTS]
+            self._block(near)
+        self.chosen = self.choose()
 
-    def fail(self, loader: Loader, why: str) -> None:
-        """Note why one that was tried cannot be had."""
-        self.failed[loader] = why
-        self.display.note(f"  {self.label(loader):<24} cannot be had")
+    def measure(self, *loaders: Loader) -> None:
+        """Measure those that were not measured before."""
+        fresh = [one for one in dict.fromkeys(loaders) if one not in self.seen and one not in self.failed]
+        while fresh:
+            others = [self.best()] if self.blocks else []
+            chosen = fresh[: 4 - len(others)]
+            self._block([*others, *chosen])
+            fresh = fresh[len(chosen) :]
+        if PLAIN not in self.seen:
+            self.blocks[0][0][1].raise_failure()
+
+    @property
+    def seen(self) -> list[Loader]:
+        """Those that have figures, in the order they were measured."""
+        return list(dict.fromkeys(one for block in self.blocks for one, run in block if run.time is not None))
+
+    def effects(self, base: Loader) -> dict[Loader, Effect]:
+        """How much faster each other loader is than one of them."""
+        order = [base, *(loader for loader in self.seen if loader != base)]
+        factor = Factor("loader", tuple(map(repr, order)))
+        blocks: list[Any] = []
+        times: list[list[float]] = []
+        for block in self.blocks:
+            whole = [(order.index(one), run.time) for one, run in block if run.time is not None]
+            whole += [(0, math.nan)] * (4 - len(whole))
+            blocks.append(tuple((level,) for level, _ in whole))
+            times.append([float(time or 0.0) for _, time in whole])
+        found = fit([factor], blocks, times, spare_dof=0).effects
+        return {one: effect for one, effect in zip(order[1:], found, strict=True) if effect is not None}
+
+    def by_speed(self) -> list[Loader]:
+        """Those that have figures, the quickest first."""
+        effects = self.effects(PLAIN)
+        return sorted(
+            self.seen, key=lambda one: effects[one].log_ratio if one in effects else 0.0, reverse=True
+        )
+
+    def best(self) -> Loader:
+        """The quickest."""
+        return self.by_speed()[0]
+
+    def ratio(self, loader: Loader) -> float:
+        """Its throughput, as a part of the quickest one's."""
+        best = self.best()
+        return 1.0 if loader == best else self.effects(best)[loader].ratio
+
+    def choose(self) -> Loader:
+        """Of those as quick as the quickest, the one of fewest processes, then of least memory."""
+        close = [loader for loader in self.seen if self.ratio(loader) >= 1 - CLOSE]
+        return min(close, key=lambda one: (one.workers, one.read_ahead, self.figure(one, "memory_bytes")))
+
+    def rivals(self, chosen: Loader) -> list[Loader]:
+        """Those that may be faster than the chosen one by more than counts, as far as the figures tell."""
+        effects, most = self.effects(chosen), 1 / (1 - CLOSE)
+        # Each of them has had its chance to look slower than it is.
+        level = 1 - ALPHA / max(len(effects), 1)
+        return [one for one, effect in effects.items() if effect.interval(level)[1] > most]
+
+    def figure(self, loader: Loader, name: str) -> float:
+        """The median of a figure over the processes of a loader."""
+        runs = [run.facts for block in self.blocks for one, run in block if one == loader]
+        if name == "memory_bytes":
+            return statistics.median(facts["memory"][0] for facts in runs if "memory" in facts)
+        return statistics.median(facts[name] for facts in runs if name in facts)
 
     def waiting(self, loader: Loader) -> float:
         """Share of the time that the training has spent on waiting for data, or on reading it itself."""
-        return self.median(loader, "waiting")
-
-    def memory(self, loader: Loader) -> int:
-        """Bytes that it took when it had a process to itself."""
-        return self.seen[loader][0]["memory_bytes"]
-
-    def best(self) -> Loader:
-        """The quickest; of those that are as quick, the one of fewest processes, then of least memory.
-
-        Where a process reads for itself, no loader can save more than the time that it spends on that. What
-        is still quicker than one that spends next to none was measured on a machine that had less to do.
-        """
-        alone = [loader for loader in self.seen if not loader.workers and not loader.read_ahead]
-        unbeaten = [loader for loader in alone if self.waiting(loader) <= NOTHING]
-        # In the order of measuring, of which the first wins where two cost the same.
-        return min((loader for loader in self.seen if loader in {*self.as_quick(), *unbeaten}), key=self.cost)
-
-    def cost(self, loader: Loader) -> Any:
-        """What counts between loaders that are as quick."""
-        return loader.workers, loader.threads, loader.prefetch, loader.read_ahead, self.memory(loader)
-
-    def choose(self, session: Session) -> Loader:
-        """The `base`, or of those that are faster in paired trials with it, the best.
-
-        Only loaders nearly as quick as the quickest are compared: others have lost by what was measured of
-        each alone. The comparisons are kept in `compared`.
-        """
-        base = self.base()
-        if not base.workers and not base.read_ahead and self.waiting(base) <= NOTHING:
-            return base
-        rivals = [
-            loader for loader in self.quickest()[:FINALISTS] if loader != base and self._is_near(loader)
-        ]
-        try:
-            for loader in rivals:
-                arms = [Arm(self.label(each), each.overrides) for each in (base, loader)]
-                seconds = PAIRED * self.seconds
-                with self.display.status(f"comparing {arms[1].name} with {arms[0].name}", seconds):
-                    session.prepare(*arms)
-                    self.compared[loader] = session.compare(*arms, seconds=seconds)
-        except (PtfastError, ReportedError) as error:
-            self.notes.append(f"could not be compared: {error}")
-        faster = {
-            loader: each.effect.log_ratio
-            for loader, each in self.compared.items()
-            if each.verdict == "faster" and each.effect is not None
-        }
-        least = max(faster.values(), default=0.0) - TIE
-        return min(
-            (loader for loader, ratio in faster.items() if ratio >= least), key=self.cost, default=base
-        )
-
-    def base(self) -> Loader:
-        """The loader that is kept unless another is faster: what `auto` takes, if it is near, or the best."""
-        auto = named_loaders(self).get("auto")
-        return auto if auto is not None and self._is_near(auto) else self.best()
-
-    def _is_near(self, loader: Loader) -> bool:
-        return loader in self.seen and self.median(loader) >= NEAR * max(map(self.median, self.seen))
+        return self.figure(loader, "waiting")
 
     def label(self, loader: Loader) -> str:
         """Its name in lines of text."""
@@ -151,132 +220,106 @@ class LoaderSearch(Search[Loader]):
             label = label.replace("workers", "worker", 1)
         return f"{loader.workers} {label}" if loader.workers else label
 
-    def _show(self, result: dict[str, Any]) -> None:
-        if "no_room" in result:
+    def _block(self, loaders: Sequence[Loader]) -> None:
+        if not loaders:
             return
-        label, rate = self.label(Loader(*result["loader"])), grouped(result["samples_per_s"])
-        self.display.note(f"  {label:<24} {rate:>7} samples/s  {result['waiting']:>4.0%} waiting")
+        before = self.seen
+        measured = self.laboratory.measure([self._words(loader) for loader in loaders])
+        self.blocks.append(list(zip(loaders, measured, strict=True)))
+        for loader, run in self.blocks[-1]:
+            if run.time is None and loader not in before:
+                self.failed[loader] = run.why
+            elif loader not in before:
+                self._on_loader(loader)
 
+    def _words(self, loader: Loader) -> list[str]:
+        return merge(self.arguments, loader.overrides)
 
-def search_loaders(search: LoaderSearch, most: int | None = None) -> None:
-    """Measure what may be the quickest loader, and what `auto`, the config and a rule of thumb would take.
+    def _resolved(self, resolved: dict[str, Any]) -> Loader:
+        kind, count = resolved["dataloader"], resolved["workers"]
+        found = workers(count, self.config) if kind in ("plain", "workers") else Loader(kind)
+        return found._replace(read_ahead=bool(resolved["read_ahead"]))
 
-    Args:
-        most: worker processes of each rank; None for as many as a machine of this size may want.
-
-    Raises:
-        MachineError: E002 where there is no memory for training without workers.
-        PtfastError, ReportedError: whatever else stops that.
-    """
-    plain = Loader("plain")
-    if not search.measure(plain):
-        limit, name = memory_limit(search.config.device)
-        what = f"{name} leaves {num_bytes(limit)}; training without workers {search.failed[plain]}"
-        hint = "Try precision=amp, a smaller batch_size or a smaller model"
-        raise MachineError("E002", what, key="dataloader.kind", value="plain", suggestion=hint)
-    named, most = named_loaders(search), most or _limit(search)
-    if (shards := search.facts.get("num_shards")) is not None:
-        most = min(most, shards // search.num_ranks)
-    for kind in _other_kinds(search):
-        why = _too_dear(search, kind, [loader.kind for loader in named.values()])
-        if why is not None:
-            search.failed[Loader(kind)] = why
-        else:
-            search.measure(Loader(kind))
-    _ascend(search, most)
-    for loader in named.values():
-        search.measure(loader)
-    if search.waiting(plain) <= NOTHING:
-        return
-    _refine(search, most)
-    if search.best().workers == most and shards is None:
-        search.notes.append(f"more than {most} workers were not tried: --to goes further")
-
-
-def named_loaders(search: LoaderSearch) -> dict[str, Loader]:
-    """The loaders that `auto` would choose here and that the config asks for, by name."""
-    found: dict[str, Loader] = {}
-    names = ["auto"] if search.config.dataloader.kind == "auto" else ["auto", "configured"]
-    for name in names:
-        if name in search.facts:
-            kind, count = search.facts[name]
-            found[name] = workers(count, search.config) if kind in ("plain", "workers") else Loader(kind)
-    if "configured" in found and search.config.dataloader.read_ahead:
-        found["configured"] = found["configured"]._replace(read_ahead=True)
-    return found
-
-
-def _other_kinds(search: LoaderSearch) -> list[str]:
-    """Kinds without workers besides `plain` that may suit this data and device."""
-    if search.facts["iterable"]:
-        search.notes.append("iterable data is read by this process or by workers")
-        return []
-    return ["memory", *(["device"] if search.facts["device"] == "cuda" else []), "packed"]
-
-
-def _too_dear(search: LoaderSearch, kind: str, wanted: Sequence[str]) -> str | None:
-    """The reason why a kind is not even tried, or None."""
-    facts = search.facts
-    if kind == "packed":
-        # The rules know better what there is to pack.
-        fits = facts["packed"] or across_keys(Loader(kind).on(search.config), search.composed.place)[1]
-        return None if fits else "the data is no pack"
-    if not (facts["in_memory"] or facts["repeatable"]):
-        return "samples may differ from epoch to epoch, and would be held as they first are"
-    if facts["read_s"] > HOLD_S and kind not in wanted:
-        return f"decoding everything once would take {duration(facts['read_s'])} on one core"
-    return None
-
-
-def _limit(search: LoaderSearch) -> int:
-    """Workers of each rank at most."""
-    cores = usable_cores(hyperthreads=True) // search.num_ranks
-    return max(LEAST_LIMIT, 4 * cores)
-
-
-def _ascend(search: LoaderSearch, most: int) -> None:
-    """Double the workers until that gains nothing twice, or memory ends."""
-    counts = [count for power in range(16) if (count := 2**power) < most]
-    useless = 0
-    for count in [*counts, most] if most else []:
-        best = max(map(search.median, search.seen))
-        if useless >= 2 and count > RULE:
+    def _other_kinds(self) -> Iterator[str]:
+        """Kinds without workers besides `plain` that may suit this data and device."""
+        if self.data["iterable"]:
+            self.notes.append("iterable data is read by this process or by workers")
             return
-        if (needed := _predicted(search, count)) > available_memory():
-            search.notes.append(
-                f"{count} workers would take about {num_bytes(needed)}, "
-                f"and {num_bytes(available_memory())} are free"
+        read_s = self.data["read_s"]
+        if not (self.data["in_memory"] or self.data["repeatable"]):
+            self.failed[Loader("memory")] = (
+                "samples may differ from epoch to epoch, and would be held as they first are"
             )
-            return
-        loader = workers(count, search.config)
-        if not search.measure(loader):
-            return
-        useless = 0 if search.median(loader) > (1 + GAIN) * best else useless + 1
+        elif read_s > HOLD_S and Loader("memory") not in self.named.values():
+            self.failed[Loader("memory")] = (
+                f"decoding everything once would take {duration(read_s)} on one core"
+            )
+        else:
+            yield "memory"
+            if self.data["device"] == "cuda":
+                yield "device"
+        if self.data["packed"]:
+            yield "packed"
 
+    def _limit(self) -> int:
+        cores = usable_cores(hyperthreads=True) // self.data["num_ranks"]
+        limit = self.most or max(LEAST_LIMIT, 4 * cores)
+        return min(limit, self.data["num_shards"] or limit)
 
-def _predicted(search: LoaderSearch, count: int) -> float:
-    """Bytes that `count` workers would take, going by what those measured have taken."""
-    plain = search.memory(Loader("plain"))
-    tried = [loader for loader in search.seen if loader.workers]
-    if not tried:
-        return 0
-    largest = max(tried, key=lambda loader: loader.workers)
-    return plain + max(0, search.memory(largest) - plain) / largest.workers * count
+    def _ascend(self) -> None:
+        """Double the workers until that gains nothing twice, or memory ends."""
+        most, useless = self._limit(), 0
+        counts = [*(2**power for power in range(16) if 2**power < most), *([most] if most else [])]
+        for start in range(0, len(counts), 2):
+            pair = [count for count in counts[start : start + 2] if self._has_room(count)]
+            before = math.log(self._speed(self.best()))
+            self.measure(*(workers(count, self.config) for count in pair))
+            if len(pair) < 2 and start + 2 < len(counts):
+                return
+            for count in pair:
+                loader = workers(count, self.config)
+                if loader in self.failed:
+                    return
+                gained = math.log(self._speed(loader)) > before + CLOSE
+                before = max(before, math.log(self._speed(loader)))
+                useless = 0 if gained else useless + 1
+            if useless >= 2 and max(pair) >= min(RULE, most):
+                return
 
+    def _speed(self, loader: Loader) -> float:
+        """Throughput as a multiple of that without workers."""
+        return 1.0 if loader == PLAIN else self.effects(PLAIN)[loader].ratio
 
-def _refine(search: LoaderSearch, most: int) -> None:
-    """Try what lies beside the best: counts in between, reading further ahead, threads."""
-    best, config = search.best(), search.config
-    if best.workers:
-        for count in sorted({round(best.workers * factor) for factor in (0.75, 1.5)}):
-            if 0 < count <= most and _predicted(search, count) <= available_memory():
-                search.measure(workers(count, config))
-        best = search.best()
-    if best.workers:
-        search.measure(best._replace(prefetch=2 * best.prefetch))
-        cores = usable_cores(hyperthreads=True) // search.num_ranks
-        if 2 * best.workers <= cores:
-            search.measure(best._replace(threads=2 * best.threads))
-    facts = search.facts
-    if facts["device"] == "cpu" and (facts.get("in_memory") or facts.get("repeatable")):
-        search.measure(search.best()._replace(read_ahead=True))
+    def _has_room(self, count: int) -> bool:
+        """Return False where workers would take more memory than is free, by what others have taken."""
+        tried = [loader for loader in self.seen if loader.workers]
+        if not tried:
+            return True
+        largest = max(tried, key=lambda loader: loader.workers)
+        plain = self.figure(PLAIN, "memory_bytes")
+        each = max(0.0, self.figure(largest, "memory_bytes") - plain) / largest.workers
+        # Those of a block are there together.
+        needed, free = plain + 2 * each * count, available_memory()
+        if needed > free:
+            self.notes.append(
+                f"{count} workers would take about {num_bytes(plain + each * count)}, "
+                f"and {num_bytes(free)} are free"
+            )
+        return needed <= free
+
+    def _refine(self) -> None:
+        """Try what lies beside the best: counts in between, reading further ahead, threads."""
+        best, most = self.choose(), self._limit()
+        beside: list[Loader] = []
+        if best.workers:
+            counts = sorted({round(best.workers * factor) for factor in (0.75, 1.5)})
+            beside += [best._replace(workers=count) for count in counts if 0 < count <= most]
+            beside.append(best._replace(prefetch=2 * best.prefetch))
+            cores = usable_cores(hyperthreads=True) // self.data["num_ranks"]
+            if 2 * best.workers <= cores:
+                beside.append(best._replace(threads=2 * best.threads))
+        if self.data["device"] == "cpu" and (self.data["in_memory"] or self.data["repeatable"]):
+            beside.append(best._replace(read_ahead=True))
+        self.measure(*beside)
+        if self.choose().workers == most and not self.data["num_shards"]:
+            self.notes.append(f"more than {most} workers were not tried: --to goes further")

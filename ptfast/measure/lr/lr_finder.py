@@ -70,7 +70,7 @@ def find_lr(
     if chosen is None:
         print(_advice(facts), file=sys.stderr)
         return EXIT_FINDINGS
-    from ptfast.measure.lr.lr_plot import draw
+    from ptfast.measure.lr.lr_finder import draw
 
     draw(folder / PICTURE, facts, f"{name}: {facts['ended']}")
     if write is not None:
@@ -102,8 +102,7 @@ def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dic
 
 def measure_lr(trial: TrialRank, *, trial_steps: int, **keywords: Any) -> None:
     """Run the test and the trials on one rank."""
-    from ptfast.measure.lr.lr_trials import run_trials
-    from ptfast.measure.lr.range_test import range_test
+    from ptfast.measure.lr.range_test import range_test, run_trials
     from ptfast.optim.parameters.groups import reference_lr
     from ptfast.training.build import build
 
@@ -185,3 +184,40 @@ def _advice(facts: dict[str, Any]) -> str:
         f"smoothed it began at {first:.4g} and was {lowest:.4g} at best. Look at labels, loss and inputs, "
         f"widen the range with --from and --to{more}"
     )
+
+
+def draw(path: Path, facts: dict[str, Any], title: str) -> None:
+    """Write a PNG of the losses over the learning rate, with the rates that it suggests and the trials.
+
+    Args:
+        facts: `lrs` and `losses` of each step, `smoothed` of the first of them, up to where the curve ends,
+            `suggestions`, `trials` and the rate `chosen`.
+    """
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = picture.add_subplot()
+    lrs, losses, smoothed, chosen = facts["lrs"], facts["losses"], facts["smoothed"], facts["chosen"]
+    axes.plot(lrs, losses, ".", color="0.75", markersize=4, label="loss of a step")
+    axes.plot(lrs[: len(smoothed)], smoothed, color="C0", lw=2, label="smoothed")
+    for index, (rule, lr) in enumerate(facts["suggestions"].items(), 1):
+        axes.axvline(lr, color=f"C{index}", ls=":", lw=1.4, label=f"{rule}: {lr:.2g}")
+    trials = [(lr, loss) for lr, loss in facts["trials"] if loss is not None]
+    axes.plot(
+        *zip(*trials, strict=True), "ks", markersize=5, label=f"after {facts['trial_steps']} steps at it"
+    )
+    if chosen is not None:
+        axes.axvline(chosen, color="k", lw=1.6, label=f"chosen: {chosen:.2g}")
+    axes.set_xscale("log")
+    spread = max(smoothed) - min(smoothed)
+    # A loss that diverges would flatten all that is of interest.
+    lowest = min([*losses[: len(smoothed)], *(loss for _, loss in trials)])
+    axes.set_ylim(lowest - 0.05 * spread, max(smoothed) + 0.25 * spread)
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9, loc="lower left")
+    partial = path.with_suffix(".partial")
+    picture.savefig(partial, dpi=120, format="png")
+    partial.replace(path)

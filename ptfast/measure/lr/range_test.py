@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
 
 from ptfast.core.run import Run
 from ptfast.measure.lr.lr_suggestion import LOSS_DIVERGED, has_diverged, running_mean
-from ptfast.measure.trials.state_guard import preserving_state
+from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameters.groups import reference_lr
 from ptfast.techniques.schedule.scheduled_run import Schedule
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.loss_window import MOST_SKIPPED, sum_and_read
 from ptfast.training.step_parts.rehearsal import rehearse
+
+HIDDEN = ("schedule", "ema", "callbacks", "watchers", "status")
+"""Attributes of a run that are replaced during a trial."""
+
+
+@contextmanager
+def preserving_state(run: Run) -> Iterator[None]:
+    """Train `run` inside this, and find its weights, optimizer, progress and random state as before.
+
+    Callbacks and averaged weights are switched off meanwhile.
+
+    Cost: a copy of weights and optimizer state on the device.
+    """
+    model, optimizer = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    scaler = run.precision.scaler
+    scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
+    kept = {name: getattr(run, name) for name in HIDDEN}
+    of_python, of_numpy, status = random.getstate(), np.random.get_state(), run.status
+    figures, best_figures = dict(status.figures), dict(status.best_figures)
+    run.status = replace(
+        status, progress=replace(status.progress), figures=figures, best_figures=best_figures
+    )
+    run.ema, run.callbacks, run.watchers = None, [], []
+    was_training = run.model.training
+    try:
+        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, value in run.model.state_dict().items():
+                value.copy_(model[name])
+        run.optimizer.zero_grad(set_to_none=True)
+        run.optimizer.state.clear()
+        load_optimizer(run.optimizer, optimizer)
+        if scaler is not None:
+            scaler.load_state_dict(scaling)
+        for name, value in kept.items():
+            setattr(run, name, value)
+        run.model.train(was_training)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
 
 LEAST_STEPS = 10
 """Steps before which no curve is judged."""
@@ -107,3 +156,58 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
 def _first_step(run: Run, num_steps: int) -> int:
     """The step to start at: one at which everything has grown to full size, if anything grows."""
     return max(run.total_steps - num_steps, 0) if run.resolved.curriculum else 0
+
+
+FACTOR = math.sqrt(10)
+"""Between neighbours: half a decade. Within it the loss hardly depends on the rate."""
+MOST_TRIALS = 6
+
+
+def run_trials(
+    run: Run, start: float, *, lowest: float, highest: float, num_steps: int
+) -> dict[float, float]:
+    """Train anew at single rates, beginning with `start`, until those beside the best one are worse.
+
+    A range test has a few steps at each rate, after all that the lower ones have taught the model: it finds
+    the decade. A trial trains at one rate from the start, and every trial on the same batches, so that
+    small differences count.
+
+    Args:
+        run: as built, on every rank; left as it was.
+        lowest, highest: rates that are not to be passed.
+        num_steps: of a trial.
+
+    Returns:
+        The mean loss of the last quarter of the steps, by rate; infinite where the loss diverged.
+
+    Cost: 3 to 6 trials of `num_steps` optimizer steps.
+    """
+
+    def loss_at(lr: float) -> float:
+        _, losses, ended = train_at(run, [lr] * num_steps)
+        diverged = ended == LOSS_DIVERGED or not losses
+        loss = math.inf if diverged else statistics.mean(losses[-max(len(losses) // 4, 1) :])
+        run.display.note(f"  {lr:.2g}  {f'loss {loss:.4g}' if math.isfinite(loss) else LOSS_DIVERGED}")
+        return loss
+
+    run.display.note(f"trials of {num_steps} steps each")
+    return descend(loss_at, start, lowest, highest)
+
+
+def descend(
+    loss_at: Callable[[float], float], start: float, lowest: float, highest: float
+) -> dict[float, float]:
+    """Losses by rate, from `start` on towards the better neighbour until none is better."""
+    losses = {start: loss_at(start)}
+    # Above a rate at which the loss diverges there is nothing to find.
+    for factor in (1 / FACTOR,) if math.isinf(losses[start]) else (FACTOR, 1 / FACTOR):
+        here = start
+        while len(losses) < MOST_TRIALS and lowest <= here * factor <= highest:
+            beside = here * factor
+            losses[beside] = loss_at(beside)
+            if losses[beside] >= losses[here] and not math.isinf(losses[here]):
+                break
+            here = beside
+        if here != start:
+            break
+    return losses

@@ -11,7 +11,7 @@ from typing import Any
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.units import better_mode
-from ptfast.measure.trials.verdicts import ALPHA, Effect, estimate
+from ptfast.measure.experiment.verdicts import ALPHA, Effect, estimate
 from ptfast.report.html.run_files import training_times
 from ptfast.report.loggers import METRICS_FILE
 

@@ -26,11 +26,10 @@ from ptfast.core.errors import (
 from ptfast.core.machine import die_with_parent
 from ptfast.core.units import clock, duration
 from ptfast.launch.rank_main import STARTED_VARIABLE
-from ptfast.measure.found import check_outputs, make_folder
+from ptfast.measure.experiment.verdicts import judge
+from ptfast.measure.found import RECEIPT, check_outputs, make_folder
 from ptfast.measure.race.race_arms import Arm, describe_rates
 from ptfast.measure.race.race_results import Finish, Lead, Target, lead, read_finish
-from ptfast.measure.trials.session import RECEIPT
-from ptfast.measure.trials.verdicts import judge
 from ptfast.report.terminal.display import is_terminal, say, standard_output, table, terminal_display
 
 PICTURE = "race.png"

@@ -1,14 +1,13 @@
-"""One rank of a measurement: `python -m ptfast.measure.trials.trial_rank NUM_RANKS WHAT FOLDER PARENT`."""
+"""A rank of a measurement: `python -m ptfast.measure.trials.trial_rank RANKS WHAT KEYWORDS FOLDER PARENT`."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,11 @@ from ptfast.training.build import build
 MEASUREMENTS = {
     "lr": "ptfast.measure.lr.lr_finder.measure_lr",
     "noise": "ptfast.measure.batch.gradient_noise.train_for_noise",
-    "workers": "ptfast.measure.loader.loader_throughput.time_loader",
     "batch": "ptfast.measure.batch.batch_throughput.time_batches",
-    "stretch": "ptfast.measure.trials.step_trial.time_stretch",
 }
 """Functions of a `TrialRank` and keywords, which report what they measure."""
-REQUESTS, TRIALS = "requests.jsonl", "trials.jsonl"
-"""The keywords of each request on a line, and each result; `{}` follows the results of a request."""
-POLL_S = 0.02
+TRIALS = "trials.jsonl"
+"""Each result on a line."""
 
 
 @dataclass
@@ -46,13 +42,13 @@ class TrialRank:
 
     Args:
         folder: for the files of its runs.
-        kept: objects that a measurement keeps for the next request.
+        data: the data, where it has been loaded already.
     """
 
     config: Config
     folder: Path
     ranks: Ranks
-    kept: dict[str, Any] = field(default_factory=dict)
+    data: Data | None = None
 
     def report(self, result: dict[str, Any]) -> None:
         """Send the parent a result, from the first rank."""
@@ -102,19 +98,20 @@ def read_lines(file: Path, skip: int = 0) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure on this rank as often as the parent asks; for NUM_RANKS above 0, launch so many that do."""
-    num_ranks, what, folder, parent = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-    die_with_parent(parent)
+    """Measure on this rank; for NUM_RANKS above 0, launch so many that do."""
+    num_ranks, what, keywords, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
+    die_with_parent(int(sys.argv[5]))
     if num_ranks:
-        _launch(num_ranks, ["0", what, str(folder)])
+        _launch(num_ranks, ["0", what, keywords, str(folder)])
     try:
-        _serve(MEASUREMENTS.get(what, what), folder)
+        _measure(MEASUREMENTS.get(what, what), json.loads(keywords), folder)
     except KeyboardInterrupt:
         # The launcher was sent it as well, and says so.
         leave(EXIT_INTERRUPTED)
     except Exception as error:
         report_failure(folder, error)
         leave(exit_code_of(error))
+    leave(EXIT_OK)
 
 
 def _launch(num_ranks: int, arguments: list[str]) -> None:
@@ -126,19 +123,13 @@ def _launch(num_ranks: int, arguments: list[str]) -> None:
     leave(max(next(iter(ended.codes.values()), EXIT_OK), EXIT_OK))
 
 
-def _serve(path: str, folder: Path) -> None:
+def _measure(path: str, keywords: dict[str, Any], folder: Path) -> None:
     _, config = load_config(folder / run_directory.CONFIG, trusted=True)
     ranks = world() or Ranks()
     if ranks.distributed:
         init_process_group(resolve_device(config.device, ranks), ranks, config.parallel.timeout.seconds)
-    trial, measure, num_served = TrialRank(config, folder, ranks), locate(path), 0
-    while True:
-        for keywords in read_lines(folder / REQUESTS, num_served):
-            measure(trial, **keywords)
-            barrier(ranks)
-            trial.report({})
-            num_served += 1
-        time.sleep(POLL_S)
+    locate(path)(TrialRank(config, folder, ranks), **keywords)
+    barrier(ranks)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""Training in stretches: a process that trains on whenever it is asked to, and reports what that took."""
+"""Training in stretches, each measured, for as long as a process lives."""
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ptfast.core import run_directory
-from ptfast.core.machine import peak_memory_bytes
+from ptfast.core.machine import machine_times, peak_memory_bytes, processor_time_of, processor_time_s
 from ptfast.core.protocols import StepBatch
 from ptfast.core.run import Run
 from ptfast.core.sections.technique import Need
 from ptfast.core.tensors.trees import tensors_in
-from ptfast.measure.trials.system_load import ProcessorTimes, wait_for_children
-from ptfast.measure.trials.train_timing import ENDLESS, mean_over_ranks
 from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.report.terminal.display import Display
 from ptfast.training.build import build
@@ -30,40 +30,13 @@ WARM_STEPS, WARM_S = 10, 0.3
 """Steps and seconds that a warm-up takes at least, where its limit allows so many."""
 STEADY = 0.97
 """A step time that is no shorter than this part of the one before has settled."""
+ENDLESS = 2**31
 SHORT_S = 0.2
 """Steps that take no longer are repeated once before a stretch, for caches that went cold while idle."""
 
 
-def time_stretch(trial: TrialRank, *, num_steps: int = 0, warm_s: float = 5.0) -> None:
-    """Build the run where there is none yet, warm it up, or train a stretch, and report it.
-
-    Without `num_steps` the first request builds the run, and the second warms it up until the time of a step
-    is steady: several runs can be built at once, and none is timed while another is being built. Nothing is
-    evaluated, saved or logged, and no callbacks are called.
-
-    Args:
-        num_steps: optimizer steps of the stretch; 0 to build or to warm up.
-        warm_s: seconds after which the warm-up ends, steady or not.
-
-    Reports, of a built run: `environment`, `resolved`, `batch_size`, `build_s`, `built_bytes` of memory,
-    and the needs of techniques that it `meets`. Of a warm one: `first_step_s` (with compiling), `step_s`,
-    the `losses` of its first steps and if it `compiles`. Of a stretch: `steps`, `samples`, `tokens`
-    without padding (None for other data), `wall_s`, `processor_s` of this process and its workers,
-    `peak_memory_bytes`, `loss`, the share of time spent `waiting` for data, and `system`, what went on
-    beside it.
-    """
-    with trial.reporting_lack_of_memory({}):
-        if "stretches" not in trial.kept:
-            trial.kept["stretches"] = Stretches(trial)
-            trial.report(trial.kept["stretches"].built)
-        elif num_steps:
-            trial.report(trial.kept["stretches"].train(num_steps))
-        else:
-            trial.report(trial.kept["stretches"].warm_up(warm_s))
-
-
 class Stretches:
-    """A run that trains in stretches, for as long as its process lives."""
+    """A run that trains in stretches; it evaluates, saves and logs nothing, and calls no callbacks."""
 
     def __init__(self, trial: TrialRank) -> None:
         start_s = time.perf_counter()
@@ -72,7 +45,7 @@ class Stretches:
             ranks=trial.ranks,
             folder=trial.folder,
             display=Display(),
-            data=trial.kept.get("data"),
+            data=trial.data,
         )
         run.callbacks = []
         run.settings.total_steps = ENDLESS
@@ -209,3 +182,68 @@ def _prefetched_steps(run: Run, prefetch: int) -> int:
     per_rank = max(1, run.settings.micro_batches // run.ranks.num_ranks)
     of_workers = -(-run.resolved.workers * prefetch // per_rank)
     return of_workers + run.resolved.read_ahead
+
+
+def mean_over_ranks(value: float, run: Run) -> float:
+    """The mean of a figure above 0 over ranks, by which all of them decide alike."""
+    return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.num_ranks, 1e-6)
+
+
+ROOT = Path("/")
+"""Root of the system's files."""
+
+
+@dataclass(frozen=True)
+class ProcessorTimes:
+    """Seconds so far, of which two readings give what a stretch of time has cost.
+
+    Cost: about 0.2 ms for a reading.
+    """
+
+    wall_s: float
+    own_s: float
+    """Processor time of this process and of the processes that it has started."""
+    busy_s: float | None
+    """Processor time of all processes on the CPUs that this one may use; None where nobody says."""
+    steal_s: float | None
+    """Time that a hypervisor gave to others."""
+
+    @classmethod
+    def read(cls) -> ProcessorTimes:
+        """Read the clocks of this process, its children and its CPUs."""
+        busy_s, steal_s = _machine_times()
+        return cls(time.perf_counter(), processor_time_s(), busy_s, steal_s)
+
+    def until(self, later: ProcessorTimes, own_s: float) -> dict[str, Any]:
+        """What a stretch up to `later` looks like from outside.
+
+        Args:
+            own_s: processor time of all processes of the measurement, on every rank.
+
+        Returns:
+            `others_cores` and `steal_cores`: how many cores other processes and other machines took on
+            average. None for what the system does not say.
+        """
+        wall_s = max(later.wall_s - self.wall_s, 1e-9)
+        others = steal = None
+        if self.busy_s is not None and later.busy_s is not None:
+            others = max(later.busy_s - self.busy_s - own_s, 0.0) / wall_s
+        if self.steal_s is not None and later.steal_s is not None:
+            steal = (later.steal_s - self.steal_s) / wall_s
+        return {"others_cores": others, "steal_cores": steal}
+
+
+def wait_for_children(most_s: float = 1.0, look_s: float = 0.02) -> None:
+    """Wait until the processes that this one has started have nothing left to do, such as reading ahead."""
+    children = [child.pid for child in multiprocessing.active_children() if child.pid]
+    end, before = time.perf_counter() + most_s, -1.0
+    while children and time.perf_counter() < end:
+        now = sum(map(processor_time_of, children))
+        if now == before:
+            return
+        before = now
+        time.sleep(look_s)
+
+
+def _machine_times() -> tuple[float, float] | tuple[None, None]:
+    return machine_times(ROOT)
