@@ -205,36 +205,36 @@ class Ablation:
             best.expected = best.effect.log_ratio
 
     def confirm(self) -> None:
-        """Run the pick again in fresh processes, against plain and the config as given."""
-        factor = Factor("config", ("plain", "given", "pick"))
-        pick = self._words(self.picked)
-        words = {0: self._words([]), 1: self.arguments, 2: pick}
+        """Run the pick again in fresh processes, against plain and the config as given.
+
+        Where some of it is not sure to gain, what is sure runs beside it, and is the pick if that is quicker.
+        """
+        sure = [each.technique for each in self.findings if each.effect and each.effect.interval()[0] > 1]
+        sure = [technique for technique in self.picked if technique in sure]
+        last = sure if sure and sure != self.picked else self.picked
+        words = [self._words([]), self.arguments, self._words(self.picked), self._words(last)]
+        order = (0, 1, 2, 3 if last is sure else 2)
+        factor = Factor("config", ("plain", "given", "pick", "sure")[: max(order) + 1])
         blocks: list[Block] = []
         times: list[list[float]] = []
-        same: list[float] = []
-        order = (2, 0, 1, 2)
         while len(blocks) < LEAST_BLOCKS or self.laboratory.left_s > self.laboratory.block_s:
             found = self.laboratory.measure([words[level] for level in order])
             blocks.append(((order[0],), (order[1],), (order[2],), (order[3],)))
-            values = [math.nan if each.time is None else each.time for each in found]
-            times.append(values)
-            mine = [value for value, level in zip(values, order, strict=True) if level == 2]
-            same.append(mine[0] - mine[1])
+            times.append([math.nan if each.time is None else each.time for each in found])
             order = (order[1], order[2], order[3], order[0])
             self._on_stage(f"confirming: block {len(blocks)}")
-            if not all(math.isfinite(value) for value in values) and len(blocks) >= LEAST_BLOCKS:
+            if len(blocks) >= LEAST_BLOCKS and not all(map(math.isfinite, times[-1])):
                 break
         fitted = fit([factor], blocks, times, spare_dof=2)
-        given, picked = fitted.effects
-        if given is None or picked is None:
+        given, *picks = fitted.effects
+        known = [effect for effect in picks if effect is not None]
+        if given is None or not known:
             return
-        over_given = Effect(picked.log_ratio - given.log_ratio, picked.se, picked.dof)
-        self.confirmed = Confirmed(picked, over_given, [value for value in same if math.isfinite(value)])
-
-    @property
-    def promised(self) -> float | None:
-        """The speed-up over plain that the pick was confirmed at; None where it was not."""
-        return self.confirmed.over_plain.ratio if self.confirmed is not None else None
+        best = max(known, key=lambda effect: effect.log_ratio)
+        if len(picks) > 1 and best is picks[1]:
+            self.picked = sure
+        over_given = Effect(best.log_ratio - given.log_ratio, best.se, best.dof)
+        self.confirmed = Confirmed(best, over_given, fitted.residual_sd)
 
     @property
     def predicted(self) -> float:
@@ -267,8 +267,8 @@ class Ablation:
 
     @property
     def _noise_of_pick(self) -> tuple[float, float]:
-        same = self.confirmed.same if self.confirmed is not None else []
-        return (math.sqrt(statistics.fmean(each**2 for each in same) / 2), len(same)) if same else (0.0, 0)
+        confirmed = self.confirmed
+        return (confirmed.process_sd, confirmed.over_plain.dof) if confirmed is not None else (0.0, 0)
 
     @property
     def process_sd(self) -> float | None:
@@ -279,7 +279,7 @@ class Ablation:
     def fits_poorly(self) -> bool:
         """Return True if switches together do other than they do one by one, by more than chance explains."""
         sd, dof = self._noise_of_pick
-        return self.fitted is not None and dof >= LEAST_BLOCKS and self.fitted.residual_sd > POOR_FIT * sd
+        return self.fitted is not None and dof > 1 and self.fitted.residual_sd > POOR_FIT * sd
 
     def is_allowed(self, technique: Technique) -> bool:
         """Return True if a technique may be in the best config without being asked for.

@@ -54,13 +54,15 @@ class Confirmed:
 
     over_plain: Effect
     over_given: Effect
-    same: list[float] = field(default_factory=list)
-    """Log ratios of two processes of the pick, block by block."""
+    process_sd: float
+    """Deviation of processes of one config, as a logarithm."""
 
     def receipt(self) -> dict[str, Any]:
         """Its figures as plain values."""
         effects = {"over_plain": self.over_plain, "over_given": self.over_given}
-        return {name: _effect_receipt(effect) for name, effect in effects.items()} | {"same": self.same}
+        return {name: _effect_receipt(effect) for name, effect in effects.items()} | {
+            "process_sd": self.process_sd
+        }
 
 
 def described(effect: Effect) -> str:
