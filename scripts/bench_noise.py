@@ -129,7 +129,7 @@ def best_rate(tried: dict[float, list[int | None]], most_steps: int) -> float:
 
 def run_case(recipe: str, words: Sequence[str], case: Case, num_seeds: int) -> dict[str, Any]:
     """All runs of one recipe, told as they end."""
-    from ptfast.measure.batch.critical_batch import estimate
+    from ptfast.measure.batch.noise_forecast import estimate
 
     bench = Bench(recipe, words, case)
     print(f"{recipe}: target loss {case.target}, reference batch {case.reference}", flush=True)
@@ -152,7 +152,7 @@ def run_case(recipe: str, words: Sequence[str], case: Case, num_seeds: int) -> d
     middle, spread = statistics.mean(batches), statistics.stdev(batches)
     told = statistics.mean(critical.error for critical in estimates)
     print(f"  critical batch {middle:.0f}, deviation over seeds {spread:.0f}, as told by one run {told:.0f}")
-    from ptfast.measure.batch.critical_batch import Critical
+    from ptfast.measure.batch.noise_forecast import Critical
 
     critical = Critical(middle, spread, middle)
     rows = []

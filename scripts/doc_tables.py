@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ptfast.cli.techniques_command import markdown  # noqa: E402
+from ptfast.cli.listing_commands import markdown  # noqa: E402
 from ptfast.config.files import paths  # noqa: E402
 
 DOCS = ROOT / "docs"

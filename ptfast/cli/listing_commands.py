@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from ptfast.cli.arguments import WIDTH
+from ptfast.config.applicability import ThisMachine, verdict
+from ptfast.config.catalogue import CATALOGUE, PROMISES, Technique, plain_name
 from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write
+from ptfast.core.sections.nearest_name import did_you_mean
+from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
 
 
 def compare(args: Namespace) -> int:
@@ -33,7 +39,6 @@ def recipes(args: Namespace) -> int:
 
 def techniques(args: Namespace) -> int:
     """List the techniques."""
-    from ptfast.cli.techniques_command import markdown, show
 
     name = " ".join(args.words)
     if args.markdown and name:
@@ -78,3 +83,103 @@ def completion(args: Namespace) -> int:
 
     print(script(args.words[0] if args.words else "bash"))
     return EXIT_OK
+
+
+WIDE = 180
+"""Columns of a terminal that has room for what techniques are worth."""
+ALWAYS_ON = "always on"
+
+
+def show(name: str | None = None) -> None:
+    """Print what applies on this machine: every technique, those of a family, or all about one.
+
+    Many are a table on a terminal, and lines of cells between tabs elsewhere.
+
+    Args:
+        name: of a technique or a family, in words or joined by hyphens; None for all.
+
+    Raises:
+        ConfigError: C003 when there is neither.
+    """
+    machine = ThisMachine()
+    wanted = None if name is None else plain_name(name)
+    named = [technique for technique in CATALOGUE if plain_name(technique.name) == wanted]
+    if named:
+        _show_one(named[0], machine)
+        return
+    chosen = CATALOGUE if wanted is None else [t for t in CATALOGUE if plain_name(t.family) == wanted]
+    if not chosen:
+        known = [technique.name for technique in CATALOGUE]
+        families = dict.fromkeys(technique.family for technique in CATALOGUE)
+        hint = did_you_mean(str(name), [*known, *families]) or f"Families: {', '.join(families)}"
+        raise ConfigError("C003", "no such technique", key=name, suggestion=hint)
+    _show_all(chosen, machine)
+
+
+def markdown() -> str:
+    """All techniques as a Markdown table: what there is, on any machine."""
+    lines = ["| technique | class | switch | why it is faster | when not |", "|---|---|---|---|---|"]
+    family = None
+    for technique in in_order(CATALOGUE):
+        if technique.family != family:
+            family = technique.family
+            lines.append(f"| **{family}** | | | | |")
+        switch = "<br>".join(f"`{word}`" for word in technique.on) or ALWAYS_ON
+        cells = (technique.name, technique.kind, switch, technique.why, technique.avoid)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def in_order(techniques: Sequence[Technique]) -> list[Technique]:
+    """Techniques with those of a family together, families as they first come."""
+    families = list(dict.fromkeys(technique.family for technique in techniques))
+    return sorted(techniques, key=lambda technique: families.index(technique.family))
+
+
+def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
+    stream = standard_output()
+    wide = not is_terminal(stream) or shutil.get_terminal_size().columns >= WIDE
+    headers = ["family", "technique", "class", "switch", "here"] + ["worth"] * wide
+    rows, muted = [], set()
+    for number, technique in enumerate(in_order(techniques)):
+        here = verdict(technique, machine)
+        switch = " ".join(technique.on) or ALWAYS_ON
+        row = [technique.family, technique.name, technique.kind, switch, here.text]
+        rows.append(row + [f"{technique.claim} {technique.measured}".rstrip()] * wide)
+        if not here.applies:
+            muted.add(number)
+    if not is_terminal(stream):
+        # Aligned, a line would be as long as the longest of each column: some 500 characters.
+        print("\n".join("\t".join(row) for row in [headers, *rows]), file=stream)
+    else:
+        table(headers, rows, grouped=True, muted=muted)
+        columns = shutil.get_terminal_size().columns
+        for kind, promise in PROMISES.items():
+            print(textwrap.fill(f"{kind}: {promise}.", columns))
+        print("\nptfast techniques NAME shows all about one, and what it is worth.")
+
+
+def _show_one(technique: Technique, machine: ThisMachine) -> None:
+    rivals = [
+        other.name
+        for other in CATALOGUE
+        if technique.alternatives and other.alternatives == technique.alternatives and other != technique
+    ]
+    rows = {
+        "family": technique.family,
+        "class": f"{technique.kind}: {PROMISES[technique.kind]}",
+        "on": " ".join(technique.on) or ALWAYS_ON,
+        "off": " ".join(technique.off),
+        "here": verdict(technique, machine).text,
+        "why": technique.why,
+        "worth": technique.claim,
+        "source": technique.source,
+        "measured": technique.measured,
+        "command": technique.command,
+        "when not": technique.avoid,
+        "missing if": technique.audit,
+        "drift": f"at most {technique.drift:g} of the loss over ten steps" if technique.drift else "",
+        "options": " ".join(technique.options),
+        "instead of": ", ".join(rivals),
+    }
+    build_display().panel(technique.name, [(name, value) for name, value in rows.items() if value])

@@ -18,12 +18,12 @@ from packs import files_of, load, pack, refused, tree
 from running import same_bits, train, weights
 
 from ptfast.cli.command_line import run
+from ptfast.cli.pack_command import Counter
 from ptfast.core.errors import ConfigError, DataError, MachineError, PtfastError
 from ptfast.data.loaders import PACK_FILES
 from ptfast.data.packs import pack_reader
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
-from ptfast.report.terminal.progress_counter import Counter
 
 __all__ = ["tree"]
 

@@ -14,8 +14,7 @@ from ptfast.config.applicability import ThisMachine
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.measure.claims import hold_claims
-from ptfast.measure.claims.claim import CLAIMS, Claim, judge
-from ptfast.measure.claims.hold_claims import filled_in
+from ptfast.measure.claims.hold_claims import CLAIMS, Claim, filled_in, judge
 from ptfast.measure.claims.zeroed_gradients import ZeroedResNet
 from ptfast.models.resnet_cifar import ResNetCifar
 

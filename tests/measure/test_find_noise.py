@@ -19,9 +19,8 @@ from ptfast.config.read import read_config
 from ptfast.measure.batch import batch_search
 from ptfast.measure.batch.batch_search import BatchSearch
 from ptfast.measure.batch.batch_throughput import SPARE, memory_to_spare
-from ptfast.measure.batch.critical_batch import Critical, estimate
 from ptfast.measure.batch.gradient_noise import NoiseTrainer, moments, noise_of
-from ptfast.measure.batch.noise_forecast import NoiseForecast, forecast_noise
+from ptfast.measure.batch.noise_forecast import Critical, NoiseForecast, estimate, forecast_noise
 from ptfast.training.step import Trainer
 
 SMALL = ("model=mlp", "model.hidden=[8]", "batch_size=32")

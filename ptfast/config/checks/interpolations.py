@@ -73,8 +73,7 @@ def check_grammar(key: str, text: str, place: str) -> None:
         ConfigError: C008.
     """
     try:
-        if "${" in text:
-            parse(text)
+        parse(text)
     except GrammarParseError as error:
         what = f"an interpolation that cannot be read: {_first_line(error)}"
         hint = "Write \\${ for the text itself"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+from ptfast.config.checks.target_kinds import SECTIONS
 from ptfast.config.files import paths
-from ptfast.config.schema import VARIABLES, Config, flatten
+from ptfast.config.schema import VARIABLES, Config, flatten, section_of
 from ptfast.core.errors import COMMAND_LINE, ConfigError, together
 from ptfast.core.sections.nearest_name import did_you_mean
+from ptfast.core.sections.problem import Problem
+from ptfast.core.sections.targets import keywords, locate
 
 
 def variable_sections() -> set[str]:
@@ -58,3 +62,29 @@ def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
 def _named(key: str, names: list[str]) -> bool:
     """Return True if one of `names` is `key`, lies in it, or holds it."""
     return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in names)
+
+
+def drop_inherited(tree: dict[Any, Any], is_inherited: Callable[[str], bool]) -> None:
+    """Delete the keywords that were meant for another target than the one the user put in its place.
+
+    `optimizer._target_=torch.optim.RMSprop` over the option `adamw` has no use for the option's `betas`,
+    but keeps its `lr`.
+
+    Args:
+        tree: the config, changed in place.
+        is_inherited: True for a dotted key set by an option file or a preset, not by the user.
+    """
+    for name in SECTIONS:
+        section = tree.get(name)
+        if not isinstance(section, dict) or is_inherited(f"{name}._target_"):
+            continue
+        try:
+            kept = keywords(locate(str(section.get("_target_"))))
+        except Problem:
+            continue  # validation says what is wrong with it
+        own = section_of(Config.model_fields[name].annotation)
+        fixed = own.model_fields if own else {}
+        for key in list(section):
+            is_keyword = key not in fixed and not str(key).startswith("_")
+            if is_keyword and key not in kept and is_inherited(f"{name}.{key}"):
+                del section[key]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ptfast.config.checks.interpolations import check_grammar
 from ptfast.config.files.paths import shown
 from ptfast.core.errors import ConfigError, shorten
 
@@ -135,7 +134,10 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
         file = YamlFile(path, content, {})
         for key, key_node, value_node in _walk(node, "", text, [MAX_NODES]):
             file.places[key] = text.place(key_node.start_mark)
-            if isinstance(value_node, yaml.ScalarNode):
+            if isinstance(value_node, yaml.ScalarNode) and "${" in value_node.value:
+                # Completion reads files, and does without omegaconf.
+                from ptfast.config.checks.interpolations import check_grammar
+
                 check_grammar(key, value_node.value, file.places[key])
             surprise = _surprise(value_node)
             if surprise:

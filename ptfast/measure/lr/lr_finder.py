@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
-from ptfast.measure.lr.lr_suggestion import LOSS_DIVERGED, first_trial, smooth, suggestions
+from ptfast.measure.lr.range_test import LOSS_DIVERGED, first_trial, smooth, suggestions
 from ptfast.measure.trials.trial_process import measure_once
 from ptfast.measure.trials.trial_rank import TRIALS, TrialRank, read_lines
 from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
-from ptfast.report.terminal.text_chart import chart
 
 PICTURE = "lr.png"
 LOWEST, HIGHEST, NUM_STEPS, TRIAL_STEPS = 1e-6, 10.0, 140, 100
@@ -70,7 +69,6 @@ def find_lr(
     if chosen is None:
         print(_advice(facts), file=sys.stderr)
         return EXIT_FINDINGS
-    from ptfast.measure.lr.lr_finder import draw
 
     draw(folder / PICTURE, facts, f"{name}: {facts['ended']}")
     if write is not None:
@@ -221,3 +219,58 @@ def draw(path: Path, facts: dict[str, Any], title: str) -> None:
     partial = path.with_suffix(".partial")
     picture.savefig(partial, dpi=120, format="png")
     partial.replace(path)
+
+
+LEAST_WIDTH, LEAST_HEIGHT = 20, 5
+
+
+def chart(
+    xs: Sequence[float],
+    ys: Sequence[float],
+    *,
+    width: int = 72,
+    height: int = 14,
+    marks: Mapping[str, float] | None = None,
+    x_label: str = "",
+    plain: bool = False,
+) -> list[str]:
+    """Lines that draw `ys` over the logarithm of `xs`.
+
+    Args:
+        xs: rising, > 0.
+        ys: finite.
+        width, height: of the whole in characters and lines; less than 20 by 5 is taken for that.
+        marks: a letter for a place on the x axis, drawn beneath it.
+        x_label: what x is.
+        plain: draw with ASCII alone.
+    """
+    low, high = min(ys), max(ys)
+    labels = [f"{high:.4g}", f"{low:.4g}"]
+    margin = max(map(len, labels)) + 1
+    columns = max(width, LEAST_WIDTH) - margin - 1
+    rows = max(height, LEAST_HEIGHT) - 3
+    first, last = math.log(xs[0]), math.log(xs[-1])
+
+    def column(x: float) -> int:
+        share = (math.log(x) - first) / (last - first) if last > first else 0.0
+        return min(max(round(share * (columns - 1)), 0), columns - 1)
+
+    dot, bar, corner, line = ("*", "|", "+", "-") if plain else ("•", "│", "└", "─")
+    canvas = [[" "] * columns for _ in range(rows)]
+    for x, y in zip(xs, ys, strict=True):
+        share = (high - y) / (high - low) if high > low else 0.5
+        canvas[round(share * (rows - 1))][column(x)] = dot
+    sides = [labels[0], *[""] * (rows - 2), labels[1]]
+    lines = [
+        f"{side:>{margin}}{bar}{''.join(cells)}".rstrip() for side, cells in zip(sides, canvas, strict=True)
+    ]
+    lines.append(" " * margin + corner + line * columns)
+    letters = [" "] * columns
+    for letter, x in (marks or {}).items():
+        letters[column(x)] = letter
+    if marks:
+        lines.append(" " * (margin + 1) + "".join(letters).rstrip())
+    left, right = f"{xs[0]:.0e}", f"{xs[-1]:.0e}"
+    room = columns - len(left) - len(right)
+    lines.append(" " * (margin + 1) + left + x_label.center(room)[:room] + right)
+    return lines
