@@ -20,6 +20,8 @@ def main() -> None:
     # Read when torch is imported.
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING)):
         os.environ.update(WAITING)
+    # Of a machine that is lost, torch would print C++ frames where we say it in a line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ptfast.cli.command_line import run
 
     sys.exit(run(sys.argv[1:]))

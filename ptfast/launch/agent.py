@@ -63,6 +63,8 @@ class Agent(_Base):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.processes: dict[int, Popen[bytes]] = {}
+        self.killed: list[int] = []
+        """Ranks that did not leave when torchrun told them to."""
         self.lock, self.ending = threading.Lock(), False
         Agent.latest = self
 
@@ -74,6 +76,7 @@ class Agent(_Base):
             self.processes = {
                 each.global_rank: handlers[each.local_rank].proc for each in worker_group.workers
             }
+            self.killed = []
         return ids
 
     def _monitor_workers(self, worker_group: Any) -> Any:
@@ -82,7 +85,9 @@ class Agent(_Base):
 
     def _shutdown(self, *given: Any, **options: Any) -> None:
         if not self.ending:
+            running = {rank: process for rank, process in self.processes.items() if process.poll() is None}
             super()._shutdown(*given, **options)
+            self.killed = [rank for rank, each in running.items() if each.poll() == -signal.SIGKILL]
             return
         # The main thread ends them. They would die with the thread that has started them.
         for process in self.processes.values():
@@ -122,6 +127,7 @@ class _Watch:
                 thread.join(POLL_S)
                 self._look()
             self._look()
+        self.ended.hung = self.ended.hung or (Agent.latest.killed if Agent.latest else [])
         return self.ended
 
     def _call(self, act: Callable[[], Any]) -> None:

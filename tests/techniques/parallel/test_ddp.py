@@ -24,7 +24,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, DataError, MachineError, ParallelError, ReportedError
 from ptfast.core.run_directory import write_json
-from ptfast.launch.agent import Ended
+from ptfast.launch.agent import Agent, Ended
 from ptfast.launch.launcher import _check_started, _outcome
 from ptfast.launch.rank_main import report_failure
 from ptfast.techniques.parallel.running_statistics import RunningStatistics
@@ -239,6 +239,16 @@ def test_a_killed_launcher_leaves_no_rank(in_tmp: Path) -> None:
         process.kill()
         process.wait()
         assert_no_rank_lives()
+
+
+def test_ranks_that_torchrun_kills_are_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent.__new__(Agent)
+    process = subprocess.Popen(["sleep", "600"])
+    agent.processes, agent.killed, agent.ending = {3: process}, [], False
+    monkeypatch.setattr(Agent.__base__, "_shutdown", lambda self: process.kill())
+    agent._shutdown()
+    process.wait()
+    assert agent.killed == [3]
 
 
 def outcome(folder: Path, codes: dict[int, int] | None = None, **ended: Any) -> int:
