@@ -245,9 +245,8 @@ def test_ranks_that_torchrun_kills_are_those_that_hang(monkeypatch: pytest.Monke
     agent = Agent.__new__(Agent)
     process = subprocess.Popen(["sleep", "600"])
     agent.processes, agent.killed, agent.ending = {3: process}, [], False
-    monkeypatch.setattr(Agent.__base__, "_shutdown", lambda self: process.kill())
+    monkeypatch.setattr(Agent.__base__, "_shutdown", lambda self: (process.kill(), process.wait()))
     agent._shutdown()
-    process.wait()
     assert agent.killed == [3]
 
 
