@@ -65,7 +65,8 @@ class Duration:
         if self.unit == "percent" and self.value > 100:
             raise DurationRangeError("a percentage cannot be above 100")
         if self.unit in ("steps", "samples") and not self.value.is_integer():
-            raise ValueError(f"expected a whole number of {self.unit}")
+            share = f"; a share is {100 * self.value:g}%" if self.value < 1 else ""
+            raise ValueError(f"expected a whole number of {self.unit}{share}")
 
     @classmethod
     def parse(cls, text: str | float | Duration, default_unit: Unit = "steps") -> Duration:

@@ -86,6 +86,11 @@ def test_says_what_a_conversion_lacks(text: str, reason: str) -> None:
         Duration.parse(text).steps(None, None, None)
 
 
+def test_a_share_is_told_from_a_number_of_samples() -> None:
+    with pytest.raises(ValueError, match=r"expected a whole number of samples; a share is 12\.5%$"):
+        Duration.parse("0.125", "samples")
+
+
 def test_only_a_wall_time_has_seconds() -> None:
     assert Duration.parse("1h30m").seconds == 5400
     with pytest.raises(ValueError, match="wall time"):
