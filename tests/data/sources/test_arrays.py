@@ -124,7 +124,7 @@ def test_files_that_are_none(tmp_path: Path):
     with pytest.raises(DataError, match=r"is no readable \.npy"):
         load(tmp_path / "c.npy", targets=str(tmp_path / "c.npy"))
     with pytest.raises(DataError, match=r"is no \.npz or \.npy\. Write one: numpy\.savez"):
-        load(tmp_path / "d.csv")
+        load(save(tmp_path / "d.npz", x=VECTORS, y=CLASSES).rename(tmp_path / "d.csv"))
 
 
 def test_prediction_normalises_vectors_as_training_did(tmp_path: Path):
