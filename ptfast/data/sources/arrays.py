@@ -92,10 +92,8 @@ class Arrays:
     def _read(self) -> dict[str, tuple[NDArray, NDArray]]:
         if self.path.suffix != ".npz":
             if self.path.suffix != ".npy":
-                hint = "Save it from Python: numpy.savez('data.npz', x=inputs, y=targets)"
-                raise DataError(
-                    "D005", "is no .npz or .npy", key="data.path", value=self.path, suggestion=hint
-                )
+                what, hint = "is no .npz or .npy", "Write one: numpy.savez('data.npz', x=inputs, y=targets)"
+                raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
             if self.targets is None:
                 hint = "Set data.targets to the .npy of the targets"
                 raise DataError("D001", "has no targets", key="data.path", value=self.path, suggestion=hint)
