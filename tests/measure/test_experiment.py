@@ -61,6 +61,18 @@ def simulate(
     return blocks, times
 
 
+def test_what_two_large_effects_do_together_is_no_noise_of_the_others() -> None:
+    factors = [Factor(str(number)) for number in range(10)]
+    blocks, times = simulate({0: 0.6, 1: 0.3}, factors, 12, seed=1)
+    slower = [[0.3 * run[0] * run[1] for run in block] for block in blocks]
+    times = (np.array(times) - slower).tolist()
+    fitted = fit(factors, blocks, times)
+    assert [(pair, round(more, 1)) for *pair, more in fitted.pairs] == [([0, 1], 0.3)]
+    assert fitted.residual_sd < 0.04
+    low, high = fitted.effects[0].interval() if fitted.effects[0] else (0.0, 0.0)
+    assert low < math.exp(0.6 + 0.3 / 2) < high
+
+
 @pytest.mark.parametrize("num_blocks", [16, 7])
 def test_effects_are_found_and_their_intervals_hold_them(num_blocks: int) -> None:
     """With 20 switches, 16 blocks tell all apart, and of 7 the clear ones are taken first."""

@@ -145,6 +145,7 @@ class Ablation:
             "process_sd": self.process_sd,
             "findings": [finding.receipt() for finding in self.findings],
             "pick": [technique.name for technique in self.picked],
+            "pairs": [(first.name, second.name, more) for first, second, more in self.pairs],
             "predicted_speedup": self.predicted,
             "confirmed": None if confirmed is None else confirmed.receipt(),
             "best": self.pick_words if self.best_is_pick else [],
@@ -239,7 +240,19 @@ class Ablation:
     @property
     def predicted(self) -> float:
         """The speed-up over plain that the plan predicts of the pick."""
-        return math.exp(sum(f.expected for f in self.findings if f.technique in self.picked))
+        log_ratio = sum(f.expected for f in self.findings if f.technique in self.picked)
+        for *pair, more in self.pairs:
+            first, second = (technique in self.picked for technique in pair)
+            # Of effects that hold with the other one on in half of all runs.
+            log_ratio -= more / 2 if first != second else 0.0
+        return math.exp(log_ratio)
+
+    @property
+    def pairs(self) -> list[tuple[Technique, Technique, float]]:
+        """Techniques of the plan that do more or less together than alone, and the log ratio of that."""
+        known = [self._members[factor][level - 1].technique for factor, level in columns(self.factors)]
+        found = self.fitted.pairs if self.fitted is not None else []
+        return [(known[first], known[second], more) for first, second, more in found]
 
     @property
     def best_is_pick(self) -> bool:

@@ -63,6 +63,8 @@ def _remarks(ablation: Ablation, measured: list[Finding]) -> Iterator[str]:
             f"{runs} runs of {len(ablation.factors)} switches at once; processes of one config differ by "
             f"{ablation.process_sd or 0.0:.1%} here, and intervals reach {half:.1%} to either side"
         )
+        for first, second, more in ablation.pairs:
+            yield f"{first.name} and {second.name} do {math.exp(more):.2f}x together of what each does alone"
         if ablation.fits_poorly:
             yield "some switches do other things together than alone, which widens the intervals: try --only"
         doubted = sum(weight < 0.5 for weight in fitted.weights)

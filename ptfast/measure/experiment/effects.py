@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ptfast.measure.experiment.plan import Block, Factor, indicators
+from ptfast.measure.experiment.plan import Block, Factor, columns, indicators
 from ptfast.measure.experiment.verdicts import Effect, t_quantile
 
 Floats = NDArray[np.float64]
@@ -24,6 +25,8 @@ SPARE_DOF = 6
 """Degrees of freedom that must be left for the error, or each effect is estimated by itself."""
 HUBER_K = 1.345
 _ITERATIONS = 10
+LARGEST = 5
+"""Effects of which each two may do other things together than alone."""
 ENTERS = 0.05
 """Chance that an effect is taken for clear where none is."""
 
@@ -39,6 +42,7 @@ class Fit:
         residual_sd: between processes of one block, as a logarithm.
         weights: of each run, block by block: below 1 where Huber's fit trusts it less.
         robust: log ratios by Huber's fit.
+        pairs: columns of two levels, and by how much more than each alone both together are faster.
     """
 
     effects: list[Effect | None]
@@ -46,6 +50,7 @@ class Fit:
     residual_sd: float
     weights: list[float]
     robust: list[float]
+    pairs: list[tuple[int, int, float]]
 
 
 def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
@@ -69,8 +74,9 @@ def fit(
 ) -> Fit:
     """Estimate the effect of each level of each factor.
 
-    With too few runs to tell all effects apart, the clear ones are estimated together and each other one
-    beside these, the rest counted as noise: a wide interval rather than none.
+    What the largest do together but not alone is estimated with them where it is clear. With too few runs to
+    tell all effects apart, the clear ones are estimated together and each other one beside these, the rest
+    counted as noise: a wide interval rather than none.
 
     Args:
         times: of the four runs of each block, logarithms; `nan` for one that gave none.
@@ -83,22 +89,30 @@ def fit(
     full = rows[:, seen]
     num_blocks = int((there.sum(axis=1) > 1).sum())
     dof = len(rows) - num_blocks - int(np.linalg.matrix_rank(full)) if full.size else 0
+    all_columns, chosen, most = full, list[int](), (len(rows) - num_blocks) // 3
+    couples: list[tuple[int, int]] = []
     if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
-        slopes, residual = _least_squares(full, values)
-        sd = math.sqrt(float(residual @ residual) / max(dof, 1))
-        errors = sd * np.sqrt(np.diag(np.linalg.inv(full.T @ full)))
-        dofs = np.full(len(slopes), float(max(dof, 1)))
-    else:
-        slopes, errors, dofs, sd = _step_by_step(full, values, num_blocks)
-    robust, weights = _huber(full, values) if full.size else (slopes, np.ones(len(values)))
+        chosen, most = list(range(full.shape[1])), len(rows) - num_blocks - spare_dof
+        couples = _couples(factors, np.flatnonzero(seen), _least_squares(full, values)[0])
+        halves = levels - 0.5
+        products = [halves[:, :, first] * halves[:, :, second] for first, second in couples]
+        if products:
+            beside, _ = _centred(np.stack(products, axis=2), np.asarray(times, np.float64), there)
+            all_columns = np.hstack([full, beside])
+    chosen, slopes, errors, degrees, sd = _step_by_step(all_columns, values, num_blocks, chosen, most)
+    used = [*range(full.shape[1]), *(each for each in chosen if each >= full.shape[1])]
+    robust, weights = _huber(all_columns[:, used], values) if full.size else (slopes, np.ones(len(values)))
+    pairs = [(*couples[each - full.shape[1]], -float(slopes[each])) for each in used[full.shape[1] :]]
     effects: list[Effect | None] = [None] * len(seen)
-    for place, slope, error, degrees in zip(np.flatnonzero(seen), slopes, errors, dofs, strict=True):
-        effects[place] = Effect(-float(slope), float(error), float(degrees))
+    for index, place in enumerate(np.flatnonzero(seen)):
+        effects[place] = Effect(
+            -float(slopes[index]), float(errors[index]), max(degrees - (index not in chosen), 1)
+        )
     by_huber = np.zeros(len(seen))
-    by_huber[seen] = -robust
+    by_huber[seen] = -robust[: full.shape[1]]
     known = np.ones(values.shape if not there.size else there.shape)
     known[there] = weights
-    return Fit(effects, shrink(effects), sd, known.ravel().tolist(), by_huber.tolist())
+    return Fit(effects, shrink(effects), sd, known.ravel().tolist(), by_huber.tolist(), pairs)
 
 
 def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]:
@@ -135,29 +149,38 @@ def shrink(effects: Sequence[Effect | None]) -> list[float]:
 
 def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     """Levels and times of the runs that gave one, each less the mean of its block."""
-    rows, times = [], []
-    for block in range(len(values)):
-        known = there[block]
-        rows.append(levels[block][known] - levels[block][known].mean(axis=0, keepdims=True).clip(0.0))
-        times.append(values[block][known] - (values[block][known].mean() if known.any() else 0.0))
+    rows, times = [np.zeros((0, levels.shape[-1]))], [np.zeros(0)]
+    for level, value, known in zip(levels, values, there, strict=True):
+        if known.any():
+            rows.append(level[known] - level[known].mean(axis=0))
+            times.append(value[known] - value[known].mean())
     return np.concatenate(rows), np.concatenate(times)
 
 
-def _step_by_step(rows: Floats, values: Floats, num_blocks: int) -> tuple[Floats, Floats, Floats, float]:
-    """Effects where there are more of them than pairs: the clear ones together, each other one beside these.
+def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats) -> list[tuple[int, int]]:
+    """Pairs of the columns with the largest effects, of two factors each."""
+    largest = [int(seen[index]) for index in np.argsort(-np.abs(slopes))[:LARGEST]]
+    of_factor = [factor for factor, _ in columns(factors)]
+    return [pair for pair in combinations(largest, 2) if of_factor[pair[0]] != of_factor[pair[1]]]
+
+
+def _step_by_step(
+    rows: Floats, values: Floats, num_blocks: int, chosen: list[int], most: int
+) -> tuple[list[int], Floats, Floats, float, float]:
+    """Columns that are estimated together, those given and up to `most` clear ones, each other beside them.
 
     What is not clear counts as noise of the others.
     """
-    most = (len(values) - num_blocks) // 3
-    chosen: list[int] = []
     while True:
         slopes, errors, dof, sd = _beside(rows, values, num_blocks, chosen)
+        if len(chosen) >= min(most, len(slopes)):
+            return chosen, slopes, errors, dof, sd
         ratios = np.abs(slopes) / np.maximum(errors, 1e-300)
         ratios[chosen] = 0.0
         best = int(ratios.argmax())
-        if len(chosen) >= most or ratios[best] < t_quantile(1 - ENTERS / 2 / len(ratios), dof):
-            return slopes, errors, np.full(len(slopes), dof), sd
-        chosen.append(best)
+        if ratios[best] < t_quantile(1 - ENTERS / 2 / len(ratios), max(dof - 1, 1)):
+            return chosen, slopes, errors, dof, sd
+        chosen = [*chosen, best]
 
 
 def _beside(
@@ -169,9 +192,9 @@ def _beside(
     others = rows - basis @ (basis.T @ rows)
     residual = values - basis @ (basis.T @ values)
     squares = (others**2).sum(axis=0)
-    dof = max(len(values) - num_blocks - len(chosen) - 1, 1)
+    dof = max(len(values) - num_blocks - len(chosen), 1)
     slopes = np.divide(others.T @ residual, squares, out=np.zeros_like(squares), where=squares > 1e-9)
-    variances = ((residual[:, None] - others * slopes) ** 2).sum(axis=0) / dof
+    variances = ((residual[:, None] - others * slopes) ** 2).sum(axis=0) / max(dof - 1, 1)
     errors = np.sqrt(np.divide(variances, squares, out=np.ones_like(squares), where=squares > 1e-9))
     sd = math.sqrt(float(residual @ residual) / dof)
     if chosen:

@@ -61,7 +61,7 @@ class Laboratory:
         turn_s, passes: of every trial.
     """
 
-    def __init__(self, *, budget_s: float, turn_s: float = 0.35, passes: int = 4) -> None:
+    def __init__(self, *, budget_s: float, turn_s: float = 0.25, passes: int = 4) -> None:
         self.budget_s, self.turn_s, self.passes = budget_s, turn_s, passes
         self.blocks: list[list[Measured]] = []
         self.num_again = 0

@@ -70,10 +70,10 @@ class Request:
     """
 
     configs: list[list[str]]
-    turn_s: float = 0.35
+    turn_s: float = 0.25
     passes: int = 4
     seed: int = 0
-    warm_s: float = 2.0
+    warm_s: float = 1.0
     asks: bool = False
 
 
