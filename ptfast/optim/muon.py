@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ptfast.core.errors import ConfigError
-from ptfast.optim.fused_steps import build_step
+from ptfast.optim.build_optimizer import build_step
 from ptfast.optim.layer_batches import DEVICE_CHUNK_SIZE, laid_out_as
 
 AdjustLr = Literal["match_rms_adamw", "original"]

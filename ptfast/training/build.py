@@ -14,8 +14,8 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.clock import Clock, for_device
 from ptfast.core.distributed import Ranks, broadcast_object
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import Callback, Task, hooks
+from ptfast.core.errors import ConfigError, name_of, name_some
+from ptfast.core.protocols import Callback, Task, hooks, takes_own_steps
 from ptfast.core.run import Cadence, Display, Freezing, Logger, Resolved, Run, Settings
 from ptfast.core.saved_state import State, read_state
 from ptfast.core.units import better_mode
@@ -27,6 +27,7 @@ from ptfast.profiling.limits.step_counting import StepCounter
 from ptfast.report.loggers import NoLogger
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
 from ptfast.techniques.curriculum.growing_sizes import build_batch_sizes
+from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
 from ptfast.techniques.schedule.own_schedules import build_shape
 from ptfast.techniques.schedule.scheduled_run import Schedule, build_schedule
@@ -37,7 +38,7 @@ from ptfast.training.prepare_machine import BuildContext, prepare_machine
 from ptfast.training.prepare_model import build_plain_model, check_fits, place_model, shape_model
 from ptfast.training.sequence_batching import build_length_plan, check_takes
 from ptfast.training.state import restore_model, restore_training
-from ptfast.training.step_parts.own_steps import check_own_steps
+from ptfast.training.step import OPTIMIZER_NAME
 from ptfast.training.step_parts.seeding import build_seeder, seed_everything
 from ptfast.training.user_code import constructing
 
@@ -130,7 +131,7 @@ def build(
         groups_note=shaped.grouping.describe(),
         remedy=partial(remedy, config.model.target, config.data.target, data.info),
     )
-    check_own_steps(run, config.gradients)
+    _check_own_steps(run, config.gradients)
     _finish(run, context, changed)
     return run
 
@@ -263,6 +264,42 @@ def _finish(run: Run, context: BuildContext, changed: str) -> None:
     run.counter = StepCounter(run)
     if run.ranks.is_first:
         run.resolved.write(run.folder)
+
+
+def _check_own_steps(run: Run, gradients: Gradients) -> None:
+    """Refuse named optimizers that nobody steps, and what the loop does with gradients that it does not see.
+
+    Raises:
+        ConfigError: C011, or C005 for a name without parameters.
+    """
+    groups, task = run.optimizer.param_groups, name_of(run.task)
+    named = [group[OPTIMIZER_NAME] for group in groups if OPTIMIZER_NAME in group]
+    if not takes_own_steps(run.task):
+        if named:
+            what = f"{task} has no method step, which would take the optimizer {named[0]}"
+            raise ConfigError("C011", what, key="optimizer.groups", suggestion="Leave out name")
+        return
+    rest = [p for group in groups if OPTIMIZER_NAME not in group for p in group["params"]]
+    if rest:
+        names = [name for name, p in run.model.named_parameters() if any(p is other for other in rest)]
+        what = f"{task} steps optimizers by name, and none has {name_some(names, 3)}"
+        hint = "Name one for each, such as optimizer.groups='[{match: \"critic.*\", name: critic}]'"
+        raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
+    settings, ways = run.settings, ("clip_norm", "clip_value", "clip_adaptive")
+    clipped = next((f"gradients.{way}" for way in ways if getattr(gradients, way) is not None), None)
+    of_groups = "clip_norm left out of optimizer.groups"
+    out_of_reach = {
+        "parallel": "parallel=single" if run.ranks.num_ranks > 1 else None,
+        "micro_batches": "gradients.accumulate=1" if settings.micro_batches > run.ranks.num_ranks else None,
+        clipped or "optimizer.groups": f"{f'{clipped}=null' if clipped else of_groups}, and clip in step"
+        if run.clip is not None
+        else None,
+        "precision": "precision=bf16 or fp32" if run.precision.scaler is not None else None,
+    }
+    for key, instead in out_of_reach.items():
+        if instead is not None:
+            what = f"{task} takes its steps itself, which this cannot reach into"
+            raise ConfigError("C011", what, key=key, suggestion=f"Set {instead}")
 
 
 def _check_metric(metric: str, task: Task, has_val: bool) -> None:

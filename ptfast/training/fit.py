@@ -22,7 +22,6 @@ from ptfast.tasks.added_metrics import Table
 from ptfast.training.evaluation.evaluate import Abandoned, evaluate
 from ptfast.training.state import save_training
 from ptfast.training.step import Trainer
-from ptfast.training.step_parts.rehearsal import rehearse
 from ptfast.training.stopping import Stopped, interruptible
 from ptfast.training.user_code import callback_states, check_figures
 
@@ -65,7 +64,7 @@ def _fit(run: Run) -> str:
         if not progress.evaluation_due:
             if trainer.switch():
                 with run.clock.gathering("warm_up"):
-                    batches = rehearse(trainer, batches)
+                    batches = trainer.warm_up(batches)
             stretch = _train_stretch(run, trainer, batches, first_step, look_steps)
             data_comes = stretch.data_comes
             status, look_steps = _look_up(run, stretch.step_s)
@@ -104,12 +103,12 @@ def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
     batches = clock.waiting(run.train_loader.steps(run.progress.step, run.total_steps))
     batches = interruptible(run, batches)
     with clock.gathering("warm_up"):
-        batches = rehearse(trainer, batches)
+        batches = trainer.warm_up(batches)
     if compilation is not None:
         text, is_warning = compilation.start(clock.seconds["warm_up"])
         (run.display.warn if is_warning else run.display.note)(text)
         with counter.uncompiled(batches) as counted:
-            batches = batches if counted is None else rehearse(trainer, counted)
+            batches = batches if counted is None else trainer.warm_up(counted)
     return batches if run.watch is None else run.watch(batches)
 
 

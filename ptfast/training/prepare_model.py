@@ -34,8 +34,8 @@ from ptfast.optim.parameters.groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import Compilation, apply_compile
+from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
-from ptfast.techniques.parallel.wrapping import wrap_for_ranks
 from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
@@ -268,9 +268,18 @@ def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
     )
     shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if _is_sharded(context) else {}
     resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
-    half_type = context.precision.half_type
-    parallel = partial(wrap_for_ranks, model, ranks, config.parallel, context.device)
-    wrap = partial(parallel, blocks=shards, half_type=half_type)
+
+    def wrap() -> Any:
+        if not ranks.distributed:
+            return model
+        if config.parallel.strategy == "fsdp":
+            # Its import takes two seconds.
+            from ptfast.techniques.parallel.fsdp import Sharded
+
+            half_type = context.precision.half_type
+            return Sharded(model, ranks, context.device, blocks=shards.values(), half_type=half_type)
+        return GradientAveraging(model, config.parallel)
+
     return Shaped(wrap, grouping, compilation)
 
 

@@ -2,68 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ptfast.core.errors import DataError
+from ptfast.core.distributed import sum_over_ranks
+from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
 from ptfast.core.run import Run
+from ptfast.core.tensors.torch_internals import after_backward
 from ptfast.optim.build_optimizer import apply_lr, build_step
-from ptfast.techniques.parallel.wrapping import unwrap
+from ptfast.techniques.parallel.ddp import GradientAveraging
+from ptfast.techniques.parallel.running_statistics import RunningStatistics
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
 from ptfast.training.step_parts.first_step import FirstStep
-from ptfast.training.step_parts.gradient_inspection import GradientInspection
-from ptfast.training.step_parts.item_weight import ItemWeight
-from ptfast.training.step_parts.loss_window import LossWindow
-from ptfast.training.step_parts.own_steps import OwnSteps
-from ptfast.training.step_parts.rank_sync import RankSync
+from ptfast.training.step_parts.loss_window import GradientInspection, LossWindow
+from ptfast.training.stopping import Stopped
+from ptfast.training.user_code import Part
 
-LossOf = Callable[[Any, Any], tuple[Tensor, Any]]
-"""From a model and a batch to the sum of the losses of its items, and their count."""
-Before = Callable[[], object]
-"""Called between backward and the optimizer's step."""
-After = Callable[[int], object]
-"""Called after the optimizer's step with the number of steps taken."""
-Rate = tuple[float, float | None]
-"""Factor of a step on the base learning rates, and its momentum where that is scheduled."""
-_nothing = contextlib.nullcontext()
+OPTIMIZER_NAME = "optimizer"
+"""The key of a parameter group that says which of a task's own optimizers steps it."""
+_nothing = nullcontext()
 
 
 class Trainer:
-    """Takes optimizer steps; holds what they share, so that a step looks nothing up twice.
-
-    What only some runs have is put around the step once, when a stretch of steps begins: a plain run's step
-    calls nothing for it.
-    """
+    """Takes optimizer steps; keeps what they share, so that a step looks nothing up twice."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.switch()
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         self.base_lrs = [group["initial_lr"] for group in run.optimizer.param_groups]
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        is_double = any(p.dtype == torch.float64 for p in self.parameters)
+        self.dtype = torch.float64 if is_double else torch.float32
         scaler = run.precision.scaler
-        self.scaled: ScaledSteps | None = None
-        if scaler is not None:
-            self.scaled = ScaledSteps(scaler, run.optimizer, run.device, run.progress)
+        self.scaled = None if scaler is None else ScaledSteps(scaler, run.optimizer, run.device, run.progress)
         self.take_step = build_step(run.optimizer) if self.scaled is None else self.scaled.take
-        self.sync = RankSync(run) if run.ranks.distributed else None
-        self.item_weight = ItemWeight(run, dtype, scaler)
+        self.statistics = RunningStatistics(run.model, run.ranks) if run.ranks.distributed else None
+        self.optimizers = named_optimizers(run.optimizer) if takes_own_steps(run.task) else None
         self.first_step, self.first_look = run.progress.step, FirstStep(run)
         self.first_micro_batch = run.ranks.rank * (run.settings.micro_batches // run.ranks.num_ranks)
-        self.loss_of = self._surrounded(self._task_loss)
-        self.first_loss = self._surrounded(self.first_look.loss)
         self.inspection = GradientInspection(run, self.parameters, self.scaled)
-        self.window = LossWindow(run, dtype, self.scaled, self.inspection, self.first_look)
-        if takes_own_steps(run.task):
-            own = OwnSteps(run, self.window)
-            self.accumulate, self.take_step = own.hold, own.take
+        self.window = LossWindow(run, self.dtype, self.scaled, self.inspection, self.first_look)
+        self._weights: dict[int, Tensor] = {}
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
         """Take optimizer steps up to `last_step`, or up to a signal.
@@ -73,24 +60,41 @@ class Trainer:
             DataError: D006 when the data has ended.
         """
         run, progress, optimizer, mark = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
-        parameters, base_lrs, sync, rates = self.parameters, self.base_lrs, self.sync, self._rates(last_step)
-        before, before_last, after = self._around()
+        parameters, base_lrs, rates = self.parameters, self.base_lrs, self._rates(last_step)
+        clip, scaled, ema, statistics = run.clip, self.scaled, run.ema, self.statistics
+        on_step = hooks([*run.callbacks, *run.watchers], "on_step")
+        inspected_step = last_step - 1 if self.inspection.wanted else -1
         run.forward.train()
         for step, batch in zip(range(progress.step, last_step), batches, strict=False):
-            self.accumulate(batch, step)
-            if sync is not None:
-                sync.merge()
+            if self.optimizers is None:
+                self.accumulate(batch, step)
+            if statistics is not None:
+                mark("gradient_sync")
+                statistics.merge()
             mark("optimizer")
-            for prepare in before_last if step == last_step - 1 else before:
-                prepare()
+            if step == inspected_step:
+                self.inspection()
+            if clip is not None:
+                if scaled is not None:
+                    scaled.unscale()
+                clip()
             apply_lr(optimizer, base_lrs, *next(rates))
-            self.take_step()
+            if self.optimizers is None:
+                self.take_step()
+            else:
+                self._run_own_step(self.optimizers, batch, step)
             for parameter in parameters:
                 parameter.grad = None
             progress.step += 1
             progress.samples += batch.num_samples
-            for follow in after:
-                follow(progress.step)
+            if scaled is not None:
+                self.window.leave_out(scaled.skipped)
+            if ema is not None:
+                ema.update(progress.step, None if scaled is None else scaled.skipped)
+            if on_step:
+                mark("callbacks")
+                for method in on_step:
+                    method(run, progress.step)
             if run.status.stop_signal is not None and not run.ranks.distributed:
                 return
         if progress.step < last_step and run.status.stop_signal is None:
@@ -100,69 +104,155 @@ class Trainer:
 
     def accumulate(self, batch: StepBatch, step: int) -> None:
         """Forward and backward of this rank's micro-batches: the gradient of the mean loss of the step."""
-        run, mark, sync, last = self.run, self.run.clock.to, self.sync, len(batch.micro_batches) - 1
-        loss_of = self.loss_of if step > self.first_step else self.first_loss
+        run, mark, alone, last = (
+            self.run,
+            self.run.clock.to,
+            self.statistics is None,
+            len(batch.micro_batches) - 1,
+        )
         weight = self.item_weight(batch)
         for index, (data, num_samples) in enumerate(batch.micro_batches):
-            if not num_samples and sync is None:
+            if not num_samples and alone:
                 continue
             mark("forward")
             run.seed_step(run.settings.seed, step, self.first_micro_batch + index)
-            with _nothing if sync is None else sync.micro_batch(num_samples, exchanges=index == last):
-                loss, num_items = loss_of(run.forward, data)
+            exchanges = index == last
+            with _nothing if alone else self.among_ranks(num_samples, exchanges=exchanges):
+                loss, num_items = self.loss_of(data, step)
+                if exchanges and not alone:
+                    loss.register_hook(self._book_wait)
                 mark("backward")
-                # The stand-in of an empty share keeps the collectives in step and counts for nothing.
+                # A rank without samples runs a dummy of weight 0, so that every rank joins the collectives.
                 loss.backward(weight if num_samples else weight * 0)
             if num_samples:
                 self.window.add(loss.detach(), num_items)
+
+    def loss_of(self, data: Any, step: int) -> tuple[Tensor, Any]:
+        """The sum of the losses of a micro-batch's items, and their count."""
+        run = self.run
+        # Read on every step: a callback may replace the task.
+        loss_of = run.task.loss if step > self.first_step else self.first_look.loss
+        with run.precision.autocast():
+            return loss_of(run.forward, data)
+
+    def item_weight(self, batch: StepBatch) -> Tensor:
+        """The weight of one item's loss in the gradient of a step: a 0-d tensor on the device.
+
+        One over the items of the step, times the ranks whose gradients are averaged, times fp16's scale.
+        Scaling by the number of micro-batches instead is wrong wherever they differ in size.
+
+        Cost: nothing where each sample is an item; else a sum over ranks, and no wait of the host.
+        """
+        run = self.run
+        num_items: Any = batch.num_samples
+        if not getattr(run.task, "counts_samples", False):
+            run.clock.to("forward")
+            num_items = sum(run.task.count(data, n) for data, n in batch.micro_batches if n)
+            if run.ranks.distributed:
+                zero = torch.zeros((), dtype=torch.int64, device=run.device)
+                run.clock.to("gradient_sync")
+                num_items = sum_over_ranks(zero + num_items, run.ranks)
+        if isinstance(num_items, Tensor):
+            weight = run.ranks.num_ranks / num_items.clamp(min=1).to(self.dtype)
+        elif (weight := self._weights.get(num_items)) is None:
+            value = run.ranks.num_ranks / max(num_items, 1)
+            weight = self._weights[num_items] = torch.full((), value, device=run.device, dtype=self.dtype)
+        return weight if run.precision.scaler is None else run.precision.scaler.scale(weight)
+
+    @contextmanager
+    def among_ranks(self, num_samples: int, *, exchanges: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch on one of several ranks.
+
+        Args:
+            num_samples: 0 for the dummy of an empty share, which must leave BatchNorm's statistics alone.
+            exchanges: send gradients to the other ranks: once a step, with its last micro-batch.
+        """
+        assert self.statistics is not None
+        with (
+            _nothing if exchanges else self.run.forward.no_sync(),
+            _nothing if num_samples else self.statistics.untouched(),
+        ):
+            yield
+
+    def _book_wait(self, grad: Tensor) -> None:
+        """Book the wait for the other ranks as `gradient_sync`.
+
+        Autograd runs final callbacks in the order they were queued, and DDP and FSDP queue their wait after
+        this. Sending during backward is not included; neither is gathering FSDP's weights.
+        """
+        after_backward(partial(self.run.clock.to, "gradient_sync"))
+
+    def _run_own_step(
+        self, optimizers: dict[str, torch.optim.Optimizer], batch: StepBatch, step: int
+    ) -> None:
+        """Let a task with a method `step` run forward, backward and its optimizers in any order it likes.
+
+        It returns the sum of the losses to log, and their count.
+
+        Raises:
+            ConfigError: C017 where it returns anything else.
+        """
+        run = self.run
+        run.clock.to("forward")
+        run.seed_step(run.settings.seed, step, 0)
+        task: Any = run.task
+        with run.precision.autocast():
+            given: Any = task.step(run.forward, batch.micro_batches[0].data, optimizers)
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)):
+            what = f"step gives {described(given)}, where the sum of its losses and their count are due"
+            raise Part("task", task).error(what)
+        self.window.add(given[0].detach(), given[1])
 
     def switch(self) -> bool:
         """Freeze and thaw what the next step asks for; return True if anything changed."""
         run = self.run
         if run.freezing is None or not run.freezing.apply(run.progress.step):
             return False
-        unwrap(run.forward)
+        if isinstance(run.forward, GradientAveraging):
+            run.forward.detach_hooks()
         run.forward = run.wrap()
         return True
 
-    def _task_loss(self, model: Any, data: Any) -> tuple[Tensor, Any]:
-        # Looked up in every step: a callback may have put another task in its place.
-        return self.run.task.loss(model, data)
+    def warm_up(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """Where a model is compiled or several ranks resume, run the next step's backward once and undo it.
 
-    def _surrounded(self, loss_of: LossOf) -> LossOf:
-        """The loss as this run takes it: under autocast, and the exchange between ranks booked."""
-        precision = self.run.precision
+        The compiler works during the first backward of a process, which is not training. And
+        DistributedDataParallel regroups its buckets after the first backward of a process. Among three ranks
+        or more that changes the order of sums, and a resumed run would differ from one never killed.
 
-        def under_autocast(model: Any, data: Any) -> tuple[Tensor, Any]:
-            with precision.autocast():
-                return loss_of(model, data)
+        Returns:
+            All batches, the first one included.
+        """
+        run, window = self.run, self.window
+        averaged = run.ranks.distributed and not run.sharded
+        resumes = averaged and run.progress.step
+        due = (resumes or run.compilation is not None) and self.optimizers is None
+        if not due or run.progress.step >= run.total_steps:
+            return batches
+        first = None
+        with suppress(Stopped):
+            first = next(batches, None)
+        if first is None:
+            return batches
+        buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
+        sums = window.sums()
+        run.forward.train()
+        try:
+            with run.forward.forgetting() if averaged else _nothing:
+                self.accumulate(first, run.progress.step)
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
+            for buffer, before in buffers:
+                buffer.copy_(before)
+            window.put_back(sums)
+        return chain([first], batches)
 
-        surrounded = under_autocast if precision.enabled else loss_of
-        return surrounded if self.sync is None else self.sync.booking(surrounded)
+    def _rates(self, last_step: int) -> Iterator[tuple[float, float | None]]:
+        """For each step to come, the factor on the base rates and the momentum, None where not scheduled.
 
-    def _around(self) -> tuple[list[Before], list[Before], list[After]]:
-        """Hooks between backward and the optimizer's step, those at the last step, and those after each."""
-        run, scaled, window, ema = self.run, self.scaled, self.window, self.run.ema
-        before: list[Before] = [] if run.clip is None else [run.clip]
-        if before and scaled is not None:
-            before.insert(0, scaled.unscale)
-        after: list[After] = []
-        if scaled is not None:
-            after.append(lambda step: window.leave_out(scaled.skipped))
-        if ema is not None:
-            after.append(ema.update if scaled is None else lambda step: ema.update(step, scaled.skipped))
-        if on_step := hooks([*run.callbacks, *run.watchers], "on_step"):
-            after.append(partial(self._call_back, on_step))
-        # The last step of a stretch is that before which the state may be saved.
-        return before, [self.inspection, *before] if self.inspection.wanted else before, after
-
-    def _call_back(self, on_step: list[Callable[..., None]], step: int) -> None:
-        self.run.clock.to("callbacks")
-        for method in on_step:
-            method(self.run, step)
-
-    def _rates(self, last_step: int) -> Iterator[Rate]:
-        """The schedule of the steps to come; it stands still over steps that fp16 leaves out."""
+        Steps skipped by fp16 do not advance the schedule.
+        """
         schedule, scaled, first_step = self.run.schedule, self.scaled, self.run.progress.step
         held_steps = 0 if scaled is None else scaled.held_steps
         factors = schedule.lr_factors(first_step - held_steps, last_step)
@@ -171,3 +261,18 @@ class Trainer:
         if scaled is None:
             return iter(rates)
         return (rates[index + held_steps - scaled.held_steps] for index in count())
+
+
+def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers of an optimizer's named groups, for a task that takes its own steps.
+
+    Each steps its groups alone. They share groups and state with `optimizer`, which so schedules, saves
+    and restores them all.
+    """
+    found: dict[str, torch.optim.Optimizer] = {}
+    for group in optimizer.param_groups:
+        if (name := group.get(OPTIMIZER_NAME)) is not None and name not in found:
+            found[name] = part = copy.copy(optimizer)
+            part.param_groups = [each for each in optimizer.param_groups if each.get(OPTIMIZER_NAME) == name]
+            part.step = build_step(part)  # pyright: ignore[reportAttributeAccessIssue] # without a closure
+    return found

@@ -40,7 +40,6 @@ from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.build import build
 from ptfast.training.prepare_data import build_choice, load_data
 from ptfast.training.step import Trainer
-from ptfast.training.step_parts.rehearsal import rehearse
 from ptfast.training.user_code import naming_user_code
 
 LEAST_STEPS, MOST_STEPS, STEPS_S = 3, 30, 2.0
@@ -136,7 +135,7 @@ def _examine(config: Config, run: Run, source: Source) -> Examined:
     seen: dict[str, Any] = {}
     batches = _keeping(run.clock.waiting(run.train_loader.steps(0, ENDLESS)), seen)
     with _noting_gradchecks(aids):
-        batches = rehearse(trainer, batches)
+        batches = trainer.warm_up(batches)
         if run.compilation is not None:
             run.compilation.start(0.0)
         trainer.train(batches, 1)

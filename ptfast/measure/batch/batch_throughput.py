@@ -22,7 +22,6 @@ from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.training.fit import try_out
 from ptfast.training.step import Trainer
-from ptfast.training.step_parts.rehearsal import rehearse
 
 SPARE = 0.05
 """Part of the memory that a run may take at most, which has to stay free."""
@@ -139,7 +138,7 @@ def time_steps(
     """
     trainer, progress, clock = Trainer(run), run.progress, run.clock
     run.settings.total_steps = ENDLESS
-    batches = rehearse(trainer, clock.waiting(run.train_loader.steps(progress.step, ENDLESS)))
+    batches = trainer.warm_up(clock.waiting(run.train_loader.steps(progress.step, ENDLESS)))
 
     def take(num_steps: int) -> tuple[int, float]:
         samples, start = progress.samples, time.perf_counter()

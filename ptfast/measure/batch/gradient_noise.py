@@ -20,7 +20,6 @@ from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.training.step import Trainer
-from ptfast.training.step_parts.rehearsal import rehearse
 
 PARTS = 4
 """Least micro-batches of a step: of two, the product of one pair would have to say what all of them share."""
@@ -75,7 +74,7 @@ def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str,
         raise ConfigError("C011", what, key="task", value=run.resolved.task)
     num_steps = min(num_steps, run.total_steps)
     trainer = NoiseTrainer(run)
-    batches = rehearse(trainer, run.train_loader.steps(0, num_steps))
+    batches = trainer.warm_up(run.train_loader.steps(0, num_steps))
     facts = {"num_train": run.info.num_train, "total_steps": run.total_steps}
     trainer.rows.clear()
     for part in range(reads):
@@ -106,18 +105,18 @@ class NoiseTrainer(Trainer):
 
     def accumulate(self, batch: StepBatch, step: int) -> None:
         """Keep the norms on the way to the gradient of the step."""
-        run, ranks, window, sync = self.run, self.run.ranks, self.window, self.sync
+        run, ranks, window, alone = self.run, self.run.ranks, self.window, self.statistics is None
         weight = self.item_weight(batch)
         zero = torch.zeros((), dtype=torch.float32, device=run.device)
         squares, weighted, shares_squared, num_parts = zero.clone(), zero.clone(), 0.0, 0
         loss_before, items_before = window.sums()
         sums: dict[Tensor, Tensor] = {}
         for index, (data, num_samples) in enumerate(batch.micro_batches):
-            if not num_samples and sync is None:
+            if not num_samples and alone:
                 continue
             run.seed_step(run.settings.seed, step, self.first_micro_batch + index)
-            with _nothing if sync is None else sync.micro_batch(num_samples, exchanges=False):
-                loss, count = self.loss_of(run.forward, data)
+            with _nothing if alone else self.among_ranks(num_samples, exchanges=False):
+                loss, count = self.loss_of(data, step)
                 loss.backward(weight if num_samples else weight * 0)
             if num_samples:
                 window.add(loss.detach(), count)

@@ -24,7 +24,6 @@ from ptfast.report.terminal.display import Display
 from ptfast.training.build import build
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.loss_window import sum_and_read
-from ptfast.training.step_parts.rehearsal import rehearse
 
 WARM_STEPS, WARM_S = 10, 0.3
 """Steps and seconds that a warm-up takes at least, where its limit allows so many."""
@@ -75,7 +74,7 @@ class Stretches:
             start_s = time.perf_counter()
             if not times:
                 # Compiling takes place in here.
-                self.batches = rehearse(self.trainer, self.batches)
+                self.batches = self.trainer.warm_up(self.batches)
             losses.append(self._take(1))
             times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
             elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)

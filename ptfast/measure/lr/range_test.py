@@ -19,7 +19,6 @@ from ptfast.optim.parameters.groups import reference_lr
 from ptfast.techniques.schedule.scheduled_run import Schedule
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.loss_window import MOST_SKIPPED, sum_and_read
-from ptfast.training.step_parts.rehearsal import rehearse
 
 LOSS_DIVERGED = "the loss diverged"
 SMOOTHING = 0.85
@@ -211,7 +210,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
         )
         run.progress.step = first
         trainer = Trainer(run)
-        batches = rehearse(trainer, run.train_loader.steps(first, first + len(lrs)))
+        batches = trainer.warm_up(run.train_loader.steps(first, first + len(lrs)))
         run.display.start(0, len(lrs), None)
         for step in range(len(lrs)):
             batch = next(batches, None)

@@ -64,24 +64,24 @@ class PowerSgd:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         self._state = PowerSGDState(None, rank, start_steps)
-        self._rehearsing = False
+        self._forgetting = False
 
     def __call__(self, bucket: Any) -> Any:
         """The bucket averaged over the ranks, as DDP's hooks give it back."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        if self._rehearsing:
+        if self._forgetting:
             return default_hooks.allreduce_hook(torch.distributed.group.WORLD, bucket)  # type: ignore[arg-type]
         return powerSGD_hook.powerSGD_hook(self._state, bucket)
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def forgetting(self) -> Iterator[None]:
         """Let gradients be sent whole and nothing be remembered of them."""
-        self._rehearsing = True
+        self._forgetting = True
         try:
             yield
         finally:
-            self._rehearsing = False
+            self._forgetting = False
 
     def gather_state(self, ranks: Ranks) -> dict[str, Any] | None:
         """The error feedback of all ranks, on the first; None on the others. All have to call it."""
@@ -108,7 +108,7 @@ def _to_cpu(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     return {index: tensor.cpu() for index, tensor in tensors.items()}
 
 
-class Averaged(nn.parallel.DistributedDataParallel):
+class GradientAveraging(nn.parallel.DistributedDataParallel):
     """A model on several ranks, whose gradients are averaged while backward still runs.
 
     Batches are on the rank's device already, and `RunningStatistics` sees to BatchNorm: neither inputs nor
@@ -162,9 +162,13 @@ class Averaged(nn.parallel.DistributedDataParallel):
         if unused and not self.finds_unused:
             raise _unused_error(unused)
 
-    def rehearsing(self) -> AbstractContextManager[None]:
+    def forgetting(self) -> AbstractContextManager[None]:
         """Let a backward pass leave no trace in what compression remembers."""
-        return nullcontext() if self.compression is None else self.compression.rehearsing()
+        return nullcontext() if self.compression is None else self.compression.forgetting()
+
+    def detach_hooks(self) -> None:
+        """Take the model out of this wrapper, whose hooks would keep averaging beside those of a new one."""
+        self._remove_autograd_hooks()
 
 
 def _unused_error(names: list[str]) -> ConfigError:
