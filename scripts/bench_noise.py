@@ -61,7 +61,7 @@ class Bench:
         from ptfast.config.read import read_config
         from ptfast.core.distributed import Ranks
         from ptfast.techniques.backend.torch_settings import resolve_device
-        from ptfast.training.prepare_data import build_choice, load_data
+        from ptfast.training.stages.data_stage import build_choice, load_data
 
         plain = ["optimizer=sgd", "optimizer.momentum=0", "schedule=constant", "epochs=null"]
         self.case = case

@@ -28,8 +28,7 @@ WHOLE_CONFIG = {
     "launch/": "the half of `train` that starts processes",
     "measure/": "the half of `find` that measures: a trial is a config with keys changed",
     "training/build.py": "hands each part its own section",
-    "training/prepare_machine.py": "holds it for the stages of `build` and of a saved model",
-    "training/prepare_data.py": "`load_data` and `build_choice`, by which commands load data without a run",
+    "training/stages/": "what `build` walks; commands load data by `load_data` and `build_choice`",
     "training/saved_model.py": "builds a model to evaluate, by the stages of `build`",
 }
 """The only places that take the whole config, and why; all others take their own section, or values."""

@@ -10,7 +10,6 @@ import torch
 
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.clock import Clock, for_device
 from ptfast.core.distributed import Ranks, broadcast_object
 from ptfast.core.durations import Duration
@@ -21,22 +20,16 @@ from ptfast.core.saved_state import State, read_state
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.models.data_fit import remedy
-from ptfast.optim.build_optimizer import build_optimizer, has_momentum, start_momentum
-from ptfast.optim.parameters.groups import Grouping, reference_lr, scale_for_batch
 from ptfast.profiling.limits.step_counting import StepCounter
 from ptfast.report.loggers import NoLogger
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
-from ptfast.techniques.curriculum.growing_sizes import build_batch_sizes
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
-from ptfast.techniques.schedule.own_schedules import build_shape
-from ptfast.techniques.schedule.scheduled_run import Schedule, build_schedule
-from ptfast.training.averaging import build_average
-from ptfast.training.course import Course, build_course, check_last_batch, count_steps
-from ptfast.training.prepare_data import build_loaders, build_run_task, full_size, load_run_data
-from ptfast.training.prepare_machine import BuildContext, prepare_machine
-from ptfast.training.prepare_model import build_plain_model, check_fits, place_model, shape_model
-from ptfast.training.sequence_batching import build_length_plan, check_takes
+from ptfast.training.stages.data_stage import build_loaders, choose_task, full_size, load_splits
+from ptfast.training.stages.machine_stage import BuildContext, set_up_machine
+from ptfast.training.stages.model_stage import build_plain_model, check_fits, place_model, shape_model
+from ptfast.training.stages.optimizer_stage import add_average, add_optimizer, add_schedule
+from ptfast.training.stages.training_plan import build_plan, check_last_batch
 from ptfast.training.state import restore_model, restore_training
 from ptfast.training.step import OPTIMIZER_NAME
 from ptfast.training.step_parts.seeding import build_seeder, seed_everything
@@ -58,12 +51,10 @@ def build(
     check_state: bool = True,
     data: Data | None = None,
 ) -> Run:
-    """Build a run on this rank.
+    """Build a run on this rank, stage by stage.
 
-    The order: machine, data, model, its rewrites and place, checkpointed blocks, compiled model or blocks,
-    parallel wrap, saved weights, loaders, optimizer, schedule, averaged weights; the rest of the saved state
-    comes last. An optimizer built before the model has its final place and form would hold parameters
-    that nothing trains, in silence.
+    An optimizer built before the model has its final place and form would hold parameters that nothing
+    trains, in silence. The saved weights come before the optimizer, the rest of the saved state last.
 
     What the config leaves to `auto` is resolved here by the first rank, written to `resolved.json`, and
     taken from there when the run is resumed.
@@ -78,28 +69,27 @@ def build(
     clock = for_device(clock or Clock(), device)
     state = read_state(state_folder, check=check_state) if state_folder is not None else None
     before = broadcast_object(_resolved_before(folder, state_folder, state), ranks)
-    context = prepare_machine(config, device, ranks=ranks, display=display, before=before, state=state)
-
-    data, changed = load_run_data(context, data)
-    task = build_run_task(context, data.info)
+    context = set_up_machine(config, device, ranks=ranks, display=display, before=before, state=state)
+    context.data = data
+    changed = load_splits(context)
+    choose_task(context)
     seed_everything(config.seed)
-    model = build_plain_model(context, data.info)
-    check_fits(model, context, task, data)
-    course = _build_course(context, data, model)
-    place_model(model, context, task, data, data.info)
-    shaped = shape_model(model, context, data)
-    forward = shaped.wrap()
+    build_plain_model(context)
+    check_fits(context)
+    context.plan = plan = build_plan(config, context.splits, context.model, context.micro_batches)
+    place_model(context)
+    shape_model(context)
     if state is not None:
-        restore_model(model, state)
-    loaders = build_loaders(context, data, task, course, clock.to)
-    optimizer = _build_optimizer(context, model, shaped.grouping)
-    check_last_batch(course.plan, model, context.micro_batches)
-    schedule = _build_schedule(context, course, optimizer)
+        restore_model(context.model, state)
+    build_loaders(context, clock.to)
+    add_optimizer(context)
+    check_last_batch(plan.batches, context.model, context.micro_batches)
+    add_schedule(context)
     callbacks = _build_callbacks(config)
-    freezing = shaped.grouping.freezing(course.steps, course.total_steps)
-    average = build_average(context, model, data, task, course, loaders.loading, optimizer)
+    freezing = context.grouping.freezing(plan.steps, plan.total_steps)
+    add_average(context)
     run = Run(
-        settings=_settings(context, data, task, course, callbacks, freezing),
+        settings=_settings(context, callbacks, freezing),
         resolved=context.resolved,
         folder=folder,
         device=device,
@@ -107,29 +97,32 @@ def build(
         clock=clock,
         display=display,
         logger=logger or NoLogger(),
-        model=model,
-        forward=forward,
-        wrap=shaped.wrap,
-        task=task,
-        info=data.info,
-        optimizer=optimizer,
-        schedule=schedule,
+        model=context.model,
+        forward=context.forward,
+        wrap=context.wrap,
+        task=context.task,
+        info=context.info,
+        optimizer=context.optimizer,
+        schedule=context.schedule,
         precision=context.precision,
         clip=build_clipper(
-            config.gradients, model.parameters(), head=head_of(model), by_group=shaped.grouping.clip_norms()
+            config.gradients,
+            context.model.parameters(),
+            head=head_of(context.model),
+            by_group=context.grouping.clip_norms(),
         ),
-        ema=average,
-        compilation=shaped.compilation,
+        ema=context.average,
+        compilation=context.compilation,
         freezing=freezing,
-        train_loader=loaders.train,
-        eval_loaders=loaders.evaluation,
-        marks=loaders.marks,
-        unreadable=data.unreadable,
+        train_loader=context.train_loader,
+        eval_loaders=context.eval_loaders,
+        marks=getattr(context.train_loader.batches, "marks", None),
+        unreadable=context.splits.unreadable,
         seed_step=build_seeder(device),
         callbacks=callbacks,
-        data_note=data.note,
-        groups_note=shaped.grouping.describe(),
-        remedy=partial(remedy, config.model.target, config.data.target, data.info),
+        data_note=context.splits.note,
+        groups_note=context.grouping.describe(),
+        remedy=partial(remedy, config.model.target, config.data.target, context.info),
     )
     _check_own_steps(run, config.gradients)
     _finish(run, context, changed)
@@ -143,55 +136,6 @@ def _resolved_before(folder: Path, state_folder: Path | None, state: State | Non
     return Resolved.read(folder, state.facts if state is not None else None)
 
 
-def _build_course(context: BuildContext, data: Data, model: torch.nn.Module) -> Course:
-    """Which samples make up each step, how many steps there are, and what is small at first."""
-    config, curriculum, num_samples = context.config, context.config.curriculum, data.info.num_train
-    check_takes(model, data)
-    sizes, last = constant(config.batch_size), config.dataloader.last
-    if curriculum.batch_size_from is not None:
-        sizes = build_batch_sizes(
-            curriculum.batch_size_from,
-            config.batch_size,
-            curriculum.over,
-            micro_batches=context.micro_batches,
-            num_samples=num_samples,
-            epochs=config.epochs,
-            steps=config.steps,
-        )
-    plan = build_length_plan(
-        config.batching, data, batch_size=config.batch_size, last=last, seed=config.seed
-    ) or BatchPlan(num_samples, sizes, last)
-    total_steps = count_steps(plan, config.epochs, config.steps)
-    return build_course(curriculum, plan, data.info, model, total_steps)
-
-
-def _build_optimizer(
-    context: BuildContext, model: torch.nn.Module, grouping: Grouping
-) -> torch.optim.Optimizer:
-    section, resolved = context.config.optimizer, context.resolved
-    groups = None if grouping.trivial else grouping.parts()
-    optimizer, resolved.optimizer = build_optimizer(section.target, model, context.device, groups)
-    resolved.lr_scaling = scale_for_batch(optimizer, section, context.config.batch_size)
-    if context.precision.scaler is not None:
-        start_momentum(optimizer)
-    return optimizer
-
-
-def _build_schedule(context: BuildContext, course: Course, optimizer: torch.optim.Optimizer) -> Schedule:
-    section, resolved = context.config.schedule, context.resolved
-    schedule = build_schedule(
-        build_shape(section.target, reference_lr(optimizer)),
-        warmup=section.warmup,
-        total_steps=course.total_steps,
-        plan=course.plan,
-        has_momentum=has_momentum(optimizer),
-        extendable=not course.spans_run,
-    )
-    resolved.momentum, resolved.total_steps = schedule.momentum_note, course.total_steps
-    resolved.curriculum = course.notes
-    return schedule
-
-
 def _build_callbacks(config: Config) -> list[Callback]:
     callbacks: list[Any] = []
     for index, target in enumerate(config.callbacks):
@@ -200,38 +144,31 @@ def _build_callbacks(config: Config) -> list[Callback]:
     return callbacks
 
 
-def _settings(
-    context: BuildContext,
-    data: Data,
-    task: Task,
-    course: Course,
-    callbacks: list[Callback],
-    freezing: Freezing | None,
-) -> Settings:
+def _settings(context: BuildContext, callbacks: list[Callback], freezing: Freezing | None) -> Settings:
     """The config's settings of the loop, durations as steps.
 
     Raises:
         ConfigError: C005 for a figure to follow that no evaluation will give; C011 for a duration that this
             data cannot be counted in.
     """
-    config, plan = context.config, course.plan
-    stop = config.stop
-    metric = stop.metric or (task.metric if data.val is not None else "loss")
+    config, plan, task, stop = context.config, context.plan, context.task, context.config.stop
+    has_val = context.splits.val is not None
+    metric = stop.metric or (task.metric if has_val else "loss")
     if not hooks(callbacks, "on_evaluation"):
-        _check_metric(metric, task, data.val is not None)
+        _check_metric(metric, task, has_val)
     max_time = config.run.max_time
-    counts_epochs = plan.size is not None and hooks(callbacks, "on_epoch")
+    counts_epochs = plan.batches.size is not None and hooks(callbacks, "on_epoch")
     return Settings(
         seed=config.seed,
-        total_steps=course.total_steps,
+        total_steps=plan.total_steps,
         batch_size=config.batch_size,
         micro_batches=context.micro_batches,
         cadence=Cadence(
-            course.every("log_every", config.log_every, times=CURVE_POINTS),
-            course.every("eval.every", config.eval.every),
-            course.every("saving.every", config.saving.every),
+            plan.every("log_every", config.log_every, times=CURVE_POINTS),
+            plan.every("eval.every", config.eval.every),
+            plan.every("saving.every", config.saving.every),
             switch_steps=freezing.switch_steps if freezing is not None else (),
-            epoch_steps=plan.every(Duration(1, "epochs"), course.total_steps) if counts_epochs else (),
+            epoch_steps=plan.batches.every(Duration(1, "epochs"), plan.total_steps) if counts_epochs else (),
         ),
         best_metric=metric,
         best_mode=stop.mode if stop.mode != "auto" else _best_mode(metric, task),
@@ -243,7 +180,7 @@ def _settings(
         log_norm=config.gradients.log_norm,
         flip=config.eval.flip,
         shift=config.eval.shift,
-        full_size=full_size(config.eval, data.info, context.micro_batch_size),
+        full_size=full_size(context),
     )
 
 
@@ -257,10 +194,10 @@ def _finish(run: Run, context: BuildContext, changed: str) -> None:
         run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
     if context.state is not None:
         restore_training(run, context.state, context.before.total_steps)
-        # An average keeps the context, and would keep what was loaded.
-        context.state = None
         notes = run.status.resumed_note, changed and f"other held-out data than before: {changed}"
         run.status.resumed_note = "; ".join(filter(None, notes))
+    # The run's average and its wrapping keep the context, which would keep what was loaded.
+    context.state = context.data = None
     run.counter = StepCounter(run)
     if run.ranks.is_first:
         run.resolved.write(run.folder)

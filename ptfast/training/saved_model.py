@@ -29,9 +29,15 @@ from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.precision.number_formats import Precision
 from ptfast.training.evaluation.evaluate import evaluate
-from ptfast.training.prepare_data import build_eval_loaders, build_run_task, full_size, load_data, reading
-from ptfast.training.prepare_machine import BuildContext, prepare_machine
-from ptfast.training.prepare_model import build_plain_model, place_model
+from ptfast.training.stages.data_stage import (
+    build_eval_loaders,
+    choose_task,
+    full_size,
+    load_data,
+    readers,
+)
+from ptfast.training.stages.machine_stage import BuildContext, set_up_machine
+from ptfast.training.stages.model_stage import build_plain_model, place_model
 from ptfast.training.state import restore_model
 from ptfast.training.user_code import naming_user_code
 
@@ -66,7 +72,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         SavedStateError: S001 when the state is damaged, S002 when it is of another model.
     """
     state = read_state(state_folder)
-    context = prepare_machine(
+    context = set_up_machine(
         config,
         resolve_device(config.device, Ranks()),
         ranks=Ranks(),
@@ -75,20 +81,21 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         state=state,
         trains=False,
     )
-    info = read_info(state.facts["info"])
-    task = build_run_task(context, info)
-    model = build_plain_model(context, info)
-    place_model(model, context, task, None, info)
+    context.info = read_info(state.facts["info"])
+    choose_task(context)
+    build_plain_model(context)
+    place_model(context)
+    model = context.model
     restore_model(model, state)
-    average = None
     if "ema" in state.training:
         # What never trained was not averaged.
         averaged = state.training["ema"]["averages"]
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in averaged)
-        average = Average(model)
-        average.load_state_dict(state.training["ema"])
-    return SavedModel(model.eval(), average, task, info, context, int(state.facts["progress"]["step"]))
+        context.average = Average(model)
+        context.average.load_state_dict(state.training["ema"])
+    step = int(state.facts["progress"]["step"])
+    return SavedModel(model.eval(), context.average, context.task, context.info, context, step)
 
 
 def evaluate_saved(
@@ -109,14 +116,17 @@ def evaluate_saved(
     """
     saved = load_saved(config, state_folder)
     data = load_data(config, known=saved.info) if other_data else _load_data_again(config, saved.info)
-    task = build_run_task(saved.context, data.info)
-    loading = reading(
-        saved.context,
+    context = saved.context
+    context.info = saved.info = data.info
+    choose_task(context)
+    saved.task = context.task
+    context.reading = readers(
+        context,
         worker_threads=config.backend.worker_threads,
         **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
     )
     side = open_side_stream(saved.device) if config.dataloader.side_stream else None
-    loaders = build_eval_loaders(saved.context, data, loading, side)
+    loaders = build_eval_loaders(context, data, side)
     if not loaders:
         hint = "Hold some out with data.val=10%"
         raise ConfigError("C005", "the data has no split besides train", key="data", suggestion=hint)
@@ -131,7 +141,7 @@ def evaluate_saved(
         with naming_user_code(saved), display.status(f"evaluating {name}"):
             figures = evaluate(
                 saved.model,
-                task,
+                saved.task,
                 loaders[name],
                 device=saved.device,
                 ranks=Ranks(),
@@ -139,7 +149,7 @@ def evaluate_saved(
                 average=saved.average,
                 flip=config.eval.flip,
                 shift=config.eval.shift,
-                full_size=full_size(config.eval, data.info, saved.context.micro_batch_size),
+                full_size=full_size(context),
                 keep=tables.update,
             )
         if left_out := loaders[name].left_out:

@@ -72,7 +72,7 @@ def a_run(folder: Path, *words: str) -> tuple[Any, np.ndarray]:
     from ptfast.core.distributed import Ranks
     from ptfast.report.terminal.plain_display import Display
     from ptfast.training.build import build as build_run
-    from ptfast.training.prepare_data import load_data
+    from ptfast.training.stages.data_stage import load_data
 
     folder.mkdir()
     data = ("data=custom", f"data._target_={__name__}.Drawn", "data.val=0", "data.normalize=false")

@@ -32,7 +32,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.run import Resolved
 from ptfast.core.saved_state import list_states
 from ptfast.launch.resume import resume_command
-from ptfast.training.prepare_machine import _cut_batch
+from ptfast.training.stages.machine_stage import _cut_batch
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")

@@ -66,6 +66,7 @@ def foreign(target: str, *says: str) -> Case:
 
 
 LR = ": unknown key. Did you mean optimizer.lr?"
+STAGES = "ptfast.training.stages"
 TYPED = "(command line):"
 NAME = "Use letters, digits and the characters . _ - + = @"
 TWICE = {
@@ -225,7 +226,12 @@ CASES: dict[str, Case] = {
         "E002",
         f"model.hidden=[64,1000000] {TYPED} the model does not fit into memory (the memory",
         "Make it smaller.",
-        **{"ptfast.training.prepare_model.memory_limit": lambda device: (2**20, "the memory that is free")},
+        **{
+            "ptfast.training.stages.model_stage.memory_limit": lambda device: (
+                2**20,
+                "the memory that is free",
+            )
+        },
     ),
     "21 a decoder on the GPU": train(
         "data=imagefolder data.root=x data.decoder=nvjpeg",

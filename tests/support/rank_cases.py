@@ -200,7 +200,7 @@ def held_together(on: Cases) -> dict[str, Any]:
             if name == "without a map":
                 patch.setattr("ptfast.data.loaders.shared_memory._map", refuse_to_map)
             if name == "apart":
-                patch.setattr("ptfast.training.prepare_data.build_holder", lambda ranks: None)
+                patch.setattr("ptfast.training.stages.data_stage.build_holder", lambda ranks: None)
             run = on.build(f"held {name}", *words)
             assert fit(run) == "finished"
         torch.distributed.barrier()

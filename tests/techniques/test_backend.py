@@ -31,8 +31,9 @@ from ptfast.techniques.backend.torch_settings import (
     watch_shapes,
 )
 from ptfast.techniques.rewrites.model_rewrites import apply_channels_last, resolve_channels_last
-from ptfast.training import build, prepare_machine
+from ptfast.training import build
 from ptfast.training.fit import fit
+from ptfast.training.stages import machine_stage
 from ptfast.training.step_parts.seeding import build_seeder, mix, seed_everything
 
 CPU = torch.device("cpu")
@@ -225,7 +226,7 @@ class TestShapes:
         def as_on_cuda(backend, **kwargs):
             return {**apply_backend(backend, **kwargs), "cudnn_benchmark": bool(backend.cudnn_benchmark)}
 
-        monkeypatch.setattr(prepare_machine, "apply_backend", as_on_cuda)
+        monkeypatch.setattr(machine_stage, "apply_backend", as_on_cuda)
         monkeypatch.setattr(build, "MOST_SHAPES", 1)
         monkeypatch.setattr(build, "watch_shapes", partial(watch_shapes, most=1))
         words = ("model.hidden=[8]", "epochs=1", "batch_size=512", "eval.every=4steps")
@@ -244,7 +245,7 @@ class TestShapes:
         def as_on_cuda(backend, **kwargs):
             return apply_backend(backend, **{**kwargs, "device": torch.device("cuda")})
 
-        monkeypatch.setattr(prepare_machine, "apply_backend", as_on_cuda)
+        monkeypatch.setattr(machine_stage, "apply_backend", as_on_cuda)
         found = []
         for device in ("cuda", "cpu"):
             (tmp_path / "resolved.json").write_text(

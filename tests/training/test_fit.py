@@ -23,7 +23,7 @@ from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.models.mlp import Mlp
 from ptfast.training.fit import LOOK_S, fit
-from ptfast.training.prepare_data import eval_batch_size
+from ptfast.training.stages.data_stage import eval_batch_size
 
 
 def test_twenty_steps_are_those_of_a_loop_written_by_hand(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from ptfast.profiling.debug_aids.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.build import build
-from ptfast.training.prepare_data import build_choice, load_data
+from ptfast.training.stages.data_stage import build_choice, load_data
 from ptfast.training.step import Trainer
 from ptfast.training.user_code import naming_user_code
 

@@ -38,7 +38,7 @@ from ptfast.measure.experiment.stretches import Stretches
 from ptfast.measure.trials.trial_process import reason
 from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.techniques.backend.torch_settings import resolve_device
-from ptfast.training.prepare_data import build_choice, load_data
+from ptfast.training.stages.data_stage import build_choice, load_data
 
 BUILD_S = 120.0
 """Seconds that a trial may take to be built and to warm up before it is given up."""

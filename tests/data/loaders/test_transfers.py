@@ -24,8 +24,8 @@ from ptfast.data.map_source import as_tensor
 from ptfast.data.sources import arrays
 from ptfast.data.sources.text_dataset import Windows
 from ptfast.report.panel import build_panel
-from ptfast.training import prepare_data
 from ptfast.training.fit import fit
+from ptfast.training.stages import data_stage
 
 CPU = torch.device("cpu")
 ALL = ("steps=14", "eval.every=7steps", "model.hidden=[16]", "batch_size=128", "gradients.accumulate=2")
@@ -93,7 +93,7 @@ def test_every_loader_gives_the_same_batches(
     plain = build_run(tmp_path / "plain", *ALL, *words)
     assert plain.train_loader.side is None  # pyright: ignore[reportAttributeAccessIssue]
     side: Any = Recorder()
-    monkeypatch.setattr(prepare_data, "open_side_stream", lambda device: side)
+    monkeypatch.setattr(data_stage, "open_side_stream", lambda device: side)
     ahead = build_run(tmp_path / "ahead", *ALL, *words)
     loaders: list[Any] = [ahead.train_loader, ahead.eval_loaders["val"]]
     assert all(loader.side is side for loader in loaders)
@@ -108,7 +108,7 @@ def test_every_loader_gives_the_same_batches(
 
 
 def test_a_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_data, "open_side_stream", lambda device: Recorder())
+    monkeypatch.setattr(data_stage, "open_side_stream", lambda device: Recorder())
     run = build_run(tmp_path, *ALL, "dataloader.side_stream=false")
     assert run.train_loader.side is None  # pyright: ignore[reportAttributeAccessIssue]
     assert run.resolved.side_stream is False
@@ -116,7 +116,7 @@ def test_a_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ALL
-    monkeypatch.setattr(prepare_data, "open_side_stream", lambda device: Recorder())
+    monkeypatch.setattr(data_stage, "open_side_stream", lambda device: Recorder())
     config, run = read_config(words)[1], build_run(tmp_path, *words)
     _, rows, warnings = build_panel(dict(config), run)
     assert dict(rows)["transfers"] == "on a side stream, one batch ahead"

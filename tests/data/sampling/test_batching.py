@@ -24,8 +24,8 @@ from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
 from ptfast.data.sampling.order import permutation
 from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.sources.ragged_text import Documents, TextSource
-from ptfast.training.prepare_data import load_data
-from ptfast.training.sequence_batching import has_many_lengths
+from ptfast.training.stages.data_stage import load_data
+from ptfast.training.stages.training_plan import has_many_lengths
 
 __all__ = ["Armed"]
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3.6, 0.7, 1500), 8, 256).astype(np.int64)

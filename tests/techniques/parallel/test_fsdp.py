@@ -20,8 +20,8 @@ from ptfast.core.run import Resolved
 from ptfast.report.terminal.plain_display import Display
 from ptfast.tasks.classification import Classification
 from ptfast.training.evaluation.evaluate import evaluate
-from ptfast.training.prepare_machine import prepare_machine
-from ptfast.training.prepare_model import build_plain_model, place_model
+from ptfast.training.stages.machine_stage import set_up_machine
+from ptfast.training.stages.model_stage import build_plain_model, place_model
 
 FSDP: Tree = {"strategy": "fsdp", "nproc": 2}
 
@@ -80,12 +80,13 @@ def test_the_whole_model_stays_on_the_host() -> None:
         ("parallel=fsdp", "model=mlp", "rewrites.bias_before_norm=false", "precision.tf32_convolutions=false")
     )
     device, alone = torch.device("cuda", 0), Ranks()
-    context = prepare_machine(config, device, ranks=alone, display=Display(), before=Resolved(), trains=False)
+    context = set_up_machine(config, device, ranks=alone, display=Display(), before=Resolved(), trains=False)
     context = replace(context, ranks=Ranks(0, 0, 8, 8))
-    info = DataInfo(kind="features", task="classification", num_classes=10, input_shape=(64,))
-    model = build_plain_model(context, info)
-    place_model(model, context, Classification(info), None, info)
-    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    context.info = DataInfo(kind="features", task="classification", num_classes=10, input_shape=(64,))
+    context.task = Classification(context.info)
+    build_plain_model(context)
+    place_model(context)
+    assert {each.device.type for each in context.model.parameters()} == {"cpu"}
 
 
 @pytest.fixture

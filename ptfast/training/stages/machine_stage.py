@@ -1,25 +1,37 @@
-"""From a config to what a run computes on: device, threads, kernels, number format, parts of a batch."""
+"""What a run computes on (threads, kernels, number format, micro-batches), and what is built so far."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, name_some
+from ptfast.core.protocols import DataInfo, EvalLoader, Task
 from ptfast.core.run import Display, Resolved
 from ptfast.core.saved_state import State
+from ptfast.data.build_data import Data
+from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.train_loader import Loader
+from ptfast.optim.parameters.groups import Grouping
 from ptfast.techniques.backend.torch_settings import apply_backend
+from ptfast.techniques.compile.compilation import Compilation
+from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.parallel import check_ranks
 from ptfast.techniques.precision.number_formats import Precision, build_precision
+from ptfast.techniques.schedule.scheduled_run import Schedule
+from ptfast.training.stages.training_plan import TrainingPlan
 
 
 @dataclass(kw_only=True)
 class BuildContext:
-    """Where a run is built, for every stage: config, ranks, device, and what `auto` becomes."""
+    """What a run is built from, and what the stages have built so far, in the order of the stages."""
 
     config: Config
     ranks: Ranks
@@ -32,6 +44,27 @@ class BuildContext:
     """As resolved now: each stage adds its own."""
     state: State | None = None
     """The saved state that the run resumes."""
+    data: Data | None = None
+    """The splits; None where a saved model is loaded without any."""
+    info: DataInfo = field(init=False)
+    task: Task = field(init=False)
+    model: nn.Module = field(init=False)
+    plan: TrainingPlan = field(init=False)
+    grouping: Grouping = field(init=False)
+    """The config's demands on the model's parameters."""
+    compilation: Compilation | None = None
+    wrap: Callable[[], Any] = field(init=False)
+    """Makes of the model what the loop calls; again where freezing changes what ranks exchange."""
+    forward: Any = None
+    """What it has made."""
+    reading: Loading = field(init=False)
+    """How samples are made ready."""
+    train_loader: Loader = field(init=False)
+    eval_loaders: dict[str, EvalLoader] = field(default_factory=dict)
+    """By split."""
+    optimizer: torch.optim.Optimizer = field(init=False)
+    schedule: Schedule = field(init=False)
+    average: Average | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -43,8 +76,19 @@ class BuildContext:
         """Samples of each part, where it is a whole one."""
         return self.config.batch_size // self.micro_batches
 
+    @property
+    def splits(self) -> Data:
+        """The splits, where there must be some."""
+        assert self.data is not None
+        return self.data
 
-def prepare_machine(
+    @property
+    def is_sharded(self) -> bool:
+        """True if ranks share the weights out."""
+        return self.config.parallel.strategy == "fsdp" and self.ranks.distributed
+
+
+def set_up_machine(
     config: Config,
     device: torch.device,
     *,

@@ -1,21 +1,20 @@
-"""From a config to its data: the splits, the course of the run through them, and their loaders."""
+"""The data of a run: its splits, its task, and their loaders."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ptfast.config.run_sections import Eval
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import DataError, PtfastError, summary_of
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo, EvalLoader, Task, TrainLoader
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, EvalLoader
 from ptfast.core.run import Resolved, unless_resolved
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.loaders.collate import Collate
@@ -24,22 +23,20 @@ from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import Loading
 from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.data.loaders.side_stream import SideStream, open_side_stream
-from ptfast.data.loaders.train_loader import Loader, build_train_loader
+from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.saved_info import check_same_data, read_info
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.streams.stream_loaders import Marks
 from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
 from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.build_task import build_task, collate_of
-from ptfast.training.course import Course
 from ptfast.training.evaluation.pad_batches import check_full_size
 from ptfast.training.evaluation.test_time_views import check_views
-from ptfast.training.prepare_machine import BuildContext
-from ptfast.training.sequence_batching import arrange, describe_padding
+from ptfast.training.stages.machine_stage import BuildContext
+from ptfast.training.stages.training_plan import arrange, describe_padding
 from ptfast.training.user_code import constructing
 
 SMALL_SAMPLE_BYTES = 64 * 2**10
@@ -93,37 +90,36 @@ def _collate(config: Config) -> Collate | None:
     return Collate(of_task, key="task", value=config.task.name) if of_task is not None else None
 
 
-def load_run_data(context: BuildContext, data: Data | None = None) -> tuple[Data, str]:
-    """The splits of a run, and in what those held out differ from those of the state that it resumes.
-
-    Args:
-        data: the splits, where they have been loaded already and it is known who loads them.
+def load_splits(context: BuildContext) -> str:
+    """Load the splits of a run; return in what those held out differ from those of the state that it resumes.
 
     Raises:
         SavedStateError: S003 when the data of training has changed.
     """
     info = read_info(context.state.facts["info"]) if context.state is not None else None
-    if data is None:
+    if context.data is None:
         with context.display.status("loading the data"):
             choice = build_choice(
                 context.config, context.micro_batches, context.device, context.before, context.ranks.num_ranks
             )
             measured = info.extra.get("normalize") if info is not None else None
-            data = load_data(context.config, context.ranks, choice, measured=measured)
-    return data, check_same_data(info, data.info) if info is not None else ""
+            context.data = load_data(context.config, context.ranks, choice, measured=measured)
+    context.info = context.data.info
+    return check_same_data(info, context.info) if info is not None else ""
 
 
-def build_run_task(context: BuildContext, info: DataInfo) -> Task:
+def choose_task(context: BuildContext) -> None:
     """The task that the config names, or that the data is for, if what it is evaluated with fits it."""
-    config = context.config
+    config, info = context.config, context.info
     named = config.task.name != "auto"
     context.resolved.task = config.task.name if named else info.task
     context.resolved.task_reason = "" if named else info.task_reason
-    task = build_task(config.task.name, info, **config.task.build_options())
-    task = add_metrics(task, config.metrics, info)
+    task = add_metrics(
+        build_task(config.task.name, info, **config.task.build_options()), config.metrics, info
+    )
     check_views(config.eval.flip, config.eval.shift, info, task, targets=config.augment.targets)
     check_full_size(config.eval.last, task)
-    return task
+    context.task = task
 
 
 def build_choice(
@@ -156,26 +152,23 @@ def build_choice(
     )
 
 
-def build_eval_loaders(
-    context: BuildContext, data: Data, loading: Loading, side: SideStream | None = None
-) -> dict[str, EvalLoader]:
+def build_eval_loaders(context: BuildContext, data: Data, side: SideStream | None) -> dict[str, EvalLoader]:
     """Loaders of the splits that the data has besides `train`, by name.
 
     Args:
         side: stream on which batches are made ready, None for that of the model.
     """
-    section, ranks = context.config.eval, context.ranks
-    batch_size = evaluated_at_once(section, data.info, context.micro_batch_size)
+    batch_size, ranks = evaluated_at_once(context), context.ranks
     splits = {"val": data.val, "test": data.test}
     return {
         split: build_eval_loader(
             source,
             data.info,
-            loading,
+            context.reading,
             batch_size=batch_size,
             rank=ranks.rank,
             num_ranks=ranks.num_ranks,
-            drop_last=section.last == "drop",
+            drop_last=context.config.eval.last == "drop",
             side=side,
         )
         for split, source in splits.items()
@@ -183,14 +176,14 @@ def build_eval_loaders(
     }
 
 
-def evaluated_at_once(section: Eval, info: DataInfo, micro_batch_size: int) -> int:
+def evaluated_at_once(context: BuildContext) -> int:
     """Samples of a forward pass in evaluation on one rank."""
-    return section.batch_size or eval_batch_size(info, micro_batch_size)
+    return context.config.eval.batch_size or eval_batch_size(context.info, context.micro_batch_size)
 
 
-def full_size(section: Eval, info: DataInfo, micro_batch_size: int) -> int | None:
+def full_size(context: BuildContext) -> int | None:
     """Samples that every batch of an evaluation is filled up to; None where the last may be smaller."""
-    return evaluated_at_once(section, info, micro_batch_size) if section.last == "pad" else None
+    return evaluated_at_once(context) if context.config.eval.last == "pad" else None
 
 
 def few_samples(data: Data, loading: Loading, num_samples: int = 2) -> Any:
@@ -218,30 +211,15 @@ def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:
     return 2 * micro_batch_size if info.kind in ("text", "tokens") else micro_batch_size
 
 
-@dataclass(frozen=True)
-class Loaders:
-    """The loaders of one rank."""
-
-    train: TrainLoader
-    evaluation: dict[str, EvalLoader]
-    """By split."""
-    loading: Loading
-    marks: Marks | None
-    """Where the passes over iterable data began, for a run that is resumed."""
-
-
-def build_loaders(
-    context: BuildContext, data: Data, task: Task, course: Course, mark: Callable[[str], None]
-) -> Loaders:
+def build_loaders(context: BuildContext, mark: Callable[[str], None]) -> None:
     """The loaders of the training data and of the splits that are evaluated.
 
     Args:
-        data: with the choice of who loads it.
         mark: called with what the time from there on goes to.
     """
-    config, resolved, loader = context.config, context.resolved, context.config.dataloader
-    choice: Choice = data.choice
-    loading = reading(
+    config, resolved, loader, plan = context.config, context.resolved, context.config.dataloader, context.plan
+    choice: Choice = context.splits.choice
+    context.reading = readers(
         context,
         kind=choice.kind,
         reason=choice.reason,
@@ -252,56 +230,45 @@ def build_loaders(
         read_ahead=loader.read_ahead,
     )
     side = open_side_stream(context.device) if loader.side_stream else None
-    data = replace(data, order=build_order(config.sampling, data, config.seed))
+    data = replace(context.splits, order=build_order(config.sampling, context.splits, config.seed))
     resolved.sampling = describe_sampling(config.sampling, data)
-    train_loader = _build_train_loader(context, data, task, course, loading, side, mark)
-    evaluated = data if config.eval.test else replace(data, test=None)
-    eval_loaders = build_eval_loaders(context, evaluated, loading, side)
-    resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
-    resolved.workers = train_loader.workers
-    resolved.worker_threads = config.backend.worker_threads
-    resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
-    resolved.padding, resolved.padding_share = describe_padding(
-        config.batching, data, course.plan, context.micro_batches, config.seed
-    )
-    plan = course.plan
-    if plan.size is not None and plan.batch_size > plan.size:
-        what = f"batch_size={plan.batch_size:,} is more than the {plan.size:,} training samples"
-        context.display.warn(f"{what}: one step is an epoch")
-    marks: Marks | None = getattr(train_loader.batches, "marks", None)
-    return Loaders(train_loader, eval_loaders, loading, marks)
-
-
-def _build_train_loader(
-    context: BuildContext,
-    data: Data,
-    task: Task,
-    course: Course,
-    loading: Loading,
-    side: SideStream | None,
-    mark: Callable[[str], None],
-) -> Loader:
-    config, ranks = context.config, context.ranks
+    options = config.augment.model_dump(exclude={"mixup", "cutmix"})
     augment = build_augment(
-        config.augment.model_dump(exclude={"mixup", "cutmix"}),
+        options,
         data.info,
         images=data.train.images,
         task_name=config.task.name,
         normalize=config.data.normalize,
     )
-    mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=data.info, task=task)
-    return build_train_loader(
+    mix = build_mix(
+        config.augment.mixup, config.augment.cutmix, config.seed, info=data.info, task=context.task
+    )
+    context.train_loader = build_train_loader(
         data,
-        Sharding(course.plan, context.micro_batches, ranks.rank, ranks.num_ranks),
-        loading,
+        Sharding(plan.batches, context.micro_batches, context.ranks.rank, context.ranks.num_ranks),
+        context.reading,
         seed=config.seed,
         augment=augment,
-        transforms=[*course.transforms, *([mix] if mix is not None else [])],
+        transforms=[*plan.transforms, *([mix] if mix is not None else [])],
         side=side,
         report=mark,
     )
+    evaluated = data if config.eval.test else replace(data, test=None)
+    context.eval_loaders = build_eval_loaders(context, evaluated, side)
+    resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
+    resolved.workers = context.train_loader.workers
+    resolved.worker_threads = config.backend.worker_threads
+    resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
+    resolved.padding, resolved.padding_share = describe_padding(
+        config.batching, data, plan.batches, context.micro_batches, config.seed
+    )
+    if plan.batches.size is not None and plan.batches.batch_size > plan.batches.size:
+        what = (
+            f"batch_size={plan.batches.batch_size:,} is more than the {plan.batches.size:,} training samples"
+        )
+        context.display.warn(f"{what}: one step is an epoch")
 
 
-def reading(context: BuildContext, **how: Any) -> Loading:
+def readers(context: BuildContext, **how: Any) -> Loading:
     """How samples are made ready for the model; keywords say who reads them, by default this process."""
     return Loading(context.device, context.config.data.normalize, bool(context.resolved.channels_last), **how)

@@ -1,12 +1,12 @@
-"""From a plain model to the form that trains: rewritten, placed, checkpointed, compiled, wrapped."""
+"""The model of a run: built, tried on samples, placed, rewritten, checkpointed, compiled, wrapped."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from ptfast.core.distributed import broadcast_buffers, on_first_rank
 from ptfast.core.errors import ConfigError, MachineError, PtfastError, described, name_of, shorten
 from ptfast.core.machine import is_memory_error, memory_limit, network_error
-from ptfast.core.protocols import DataInfo, Task, takes_own_steps
+from ptfast.core.protocols import DataInfo, takes_own_steps
 from ptfast.core.sections.coerce import EMPTY
 from ptfast.core.sections.problem import shown
 from ptfast.core.sections.targets import Target, check_constructs, keywords
@@ -33,15 +33,15 @@ from ptfast.models.warm_start import load_weights
 from ptfast.optim.parameters.groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
-from ptfast.techniques.compile.compilation import Compilation, apply_compile
+from ptfast.techniques.compile.compilation import apply_compile
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
 from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
-from ptfast.training.prepare_data import few_samples, reading
-from ptfast.training.prepare_machine import BuildContext
-from ptfast.training.sequence_batching import has_many_lengths
+from ptfast.training.stages.data_stage import few_samples, readers
+from ptfast.training.stages.machine_stage import BuildContext
+from ptfast.training.stages.training_plan import has_many_lengths
 from ptfast.training.user_code import MODEL, TRACEBACK, constructing, failure
 
 LARGE = 10_000
@@ -52,32 +52,21 @@ _ASK_FOR_WEIGHTS = ("weights", "pretrained", "weights_backbone", "pretrained_bac
 """Keys of `model` that make a constructor download weights."""
 
 
-@dataclass(frozen=True)
-class Shaped:
-    """A model in the form that trains."""
-
-    wrap: Callable[[], Any]
-    """Makes of it what the loop calls; again where freezing changes what ranks exchange."""
-    grouping: Grouping
-    """The config's demands on its parameters."""
-    compilation: Compilation | None
-
-
-def build_plain_model(context: BuildContext, info: DataInfo) -> nn.Module:
+def build_plain_model(context: BuildContext) -> None:
     """The model as its own code makes it, on the CPU, with the weights that a new run starts from."""
-    target, section, fresh = context.config.model.target, context.config.model, context.state is None
+    section, fresh, info = context.config.model, context.state is None, context.info
+    target = section.target
     status = context.display.status("building the model")
     with status, constructing("model", target.path), _fetching(section), _finding_room(target, "cpu"):
         check_constructs(target, asdict(info))
         _check_size(target, info)
-        model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
+        context.model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
     if fresh and section.weights and section.weights != "pretrained":
-        for note in load_weights(model, section.weights, replace_head=section.replace_head):
+        for note in load_weights(context.model, section.weights, replace_head=section.replace_head):
             context.display.note(note)
-    return model
 
 
-def check_fits(model: nn.Module, context: BuildContext, task: Task, data: Data) -> None:
+def check_fits(context: BuildContext) -> None:
     """Refuse a model that cannot take what the data gives, in a line with the key that mends it.
 
     What fails on the meta device is tried on two samples before it is refused: not every model runs there.
@@ -86,7 +75,8 @@ def check_fits(model: nn.Module, context: BuildContext, task: Task, data: Data) 
     Raises:
         ConfigError: C017.
     """
-    config, target = context.config, context.config.model.target
+    config, target, model, task = context.config, context.config.model.target, context.model, context.task
+    data = context.splits
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     # Other tasks may call the model with more than the inputs, or in other ways.
     calls = getattr(type(task), "loss", None) is SupervisedTask.loss and not takes_own_steps(task)
@@ -94,7 +84,7 @@ def check_fits(model: nn.Module, context: BuildContext, task: Task, data: Data) 
         return
     if isinstance(data.train, IterableSource):
         return
-    samples = few_samples(data, reading(context))
+    samples = few_samples(data, readers(context))
     twin = copy.deepcopy(model)
     if context.precision.half_weights:
         apply_half_weights(twin)
@@ -185,18 +175,15 @@ def _fetching(section: Model) -> Iterator[None]:
         ) from error
 
 
-def place_model(
-    model: nn.Module, context: BuildContext, task: Task, data: Data | None, info: DataInfo
-) -> None:
-    """Bring `model` into the form that computes, in place: number format, device, rewrites, first weights.
+def place_model(context: BuildContext) -> None:
+    """Bring the model into the form that computes, in place: number format, device, rewrites, first weights.
 
-    Args:
-        data: of which a few samples are looked at where biases may be dropped; None drops none but those of
-            before.
+    Where there is no data whose samples can be looked at, no biases are dropped but those of before.
     """
+    model, data = context.model, context.data
     if context.precision.half_weights:
         apply_half_weights(model)
-    if not _is_sharded(context):
+    if not context.is_sharded:
         # Else it goes there a block at a time: the whole may fit on no device.
         with _finding_room(context.config.model.target, context.device.type):
             model.to(context.device)
@@ -206,14 +193,14 @@ def place_model(
     apply_rewrites(
         model,
         context.config.rewrites,
-        kind=info.kind,
+        kind=context.info.kind,
         device=context.device,
         cancelled_biases=None
         if data is None
-        else partial(on_first_rank, partial(_cancelled_biases, model, context, task, data), context.ranks),
-        task=task,
+        else partial(on_first_rank, partial(_cancelled_biases, context, data), context.ranks),
+        task=context.task,
         # Weights are shared out by rows that lie one after another.
-        sharded=_is_sharded(context),
+        sharded=context.is_sharded,
         before=context.before,
         resolved=context.resolved,
     )
@@ -241,38 +228,39 @@ def _init_from_data(model: Any, context: BuildContext, data: Data) -> None:
             model.init_from_data(next(tensors_in(samples)))
 
     on_first_rank(init, context.ranks)
-    if not _is_sharded(context):
+    if not context.is_sharded:
         broadcast_buffers([*model.parameters(), *model.buffers()], context.ranks)
 
 
-def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
+def shape_model(context: BuildContext) -> None:
     """Bring a placed model into the form that trains, in place.
 
     The order: BatchNorm over ranks, frozen parameters, checkpointed blocks, compiled blocks or model.
-    Wrapping for ranks comes last, by `Shaped.wrap`.
+    Wrapping for ranks comes last.
     """
     config, resolved, before, ranks = context.config, context.resolved, context.before, context.ranks
+    model = context.model
     if config.parallel.sync_batchnorm:
         apply_sync_batchnorm(model)
     dropped = [f"{name}.bias" for name in resolved.dropped_biases or ()]
-    grouping = Grouping(model, config.optimizer, dropped)
-    grouping.freeze()
+    context.grouping = Grouping(model, config.optimizer, dropped)
+    context.grouping.freeze()
     blocks = apply_checkpointing(model, config.checkpointing, known=before.checkpointed)
     dynamic = config.compile.dynamic
     if dynamic == "auto":
         known = before.compile_dynamic
-        dynamic = has_many_lengths(data, config.batching) if known is None else known
+        dynamic = has_many_lengths(context.splits, config.batching) if known is None else known
     accumulates = context.micro_batches > ranks.num_ranks
-    compilation = apply_compile(
+    context.compilation = apply_compile(
         model, config.compile, context.device, dynamic=dynamic, accumulates=accumulates
     )
-    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if _is_sharded(context) else {}
+    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if context.is_sharded else {}
     resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
 
     def wrap() -> Any:
         if not ranks.distributed:
             return model
-        if config.parallel.strategy == "fsdp":
+        if context.is_sharded:
             # Its import takes two seconds.
             from ptfast.techniques.parallel.fsdp import Sharded
 
@@ -280,21 +268,18 @@ def shape_model(model: nn.Module, context: BuildContext, data: Data) -> Shaped:
             return Sharded(model, ranks, context.device, blocks=shards.values(), half_type=half_type)
         return GradientAveraging(model, config.parallel)
 
-    return Shaped(wrap, grouping, compilation)
+    context.wrap = wrap
+    context.forward = wrap()
 
 
 def _reading_for(model: nn.Module, context: BuildContext) -> Loading:
     """How samples are brought to a model that may not be on its device yet."""
-    return replace(reading(context), device=next((p.device for p in model.parameters()), context.device))
+    return replace(readers(context), device=next((p.device for p in model.parameters()), context.device))
 
 
-def _is_sharded(context: BuildContext) -> bool:
-    return context.config.parallel.strategy == "fsdp" and context.ranks.distributed
-
-
-def _cancelled_biases(model: nn.Module, context: BuildContext, task: Task, data: Data) -> dict[str, str]:
+def _cancelled_biases(context: BuildContext, data: Data) -> dict[str, str]:
     """Biases that a BatchNorm subtracts, found on a few samples; none where the model cannot be looked at."""
-
+    model, task = context.model, context.task
     if takes_own_steps(task):
         return {}
 

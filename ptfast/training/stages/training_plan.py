@@ -1,22 +1,148 @@
-"""Which sequences come together in a batch, and how they come to one length."""
+"""How a run goes through its data: which samples make up each step, and what is small at first."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import nn
 
-from ptfast.core.batch_plan import BatchPlan
-from ptfast.core.errors import ConfigError
+from ptfast.config.schema import Config
+from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.build_data import Data
+from ptfast.data.loaders.train_loader import Transform
 from ptfast.data.map_source import Padding
 from ptfast.data.sampling import Batching
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
+from ptfast.data.sampling.sampler import smallest_micro_batch
 from ptfast.data.sampling.sequence_packing import PackedSequences
 from ptfast.data.sources.ragged_text import Documents
+from ptfast.techniques.curriculum.growing_sizes import (
+    build_batch_sizes,
+    build_cut,
+    build_resize,
+    describe_batch_sizes,
+)
 
 MOST_WIDTHS = 4
 """Lengths that are compiled one by one; torch gives up after eight shapes, with those of short batches."""
+
+
+@dataclass
+class TrainingPlan:
+    """How a run goes through its data, and what grows on the way."""
+
+    batches: BatchPlan
+    """Which samples make up each step."""
+    total_steps: int
+    transforms: list[Transform] = field(default_factory=list)
+    """Applied to each micro-batch, on the device."""
+    notes: list[str] = field(default_factory=list)
+    """A line for each thing that grows, for the panel."""
+    spans_run: bool = False
+    """True if a longer run would begin with other sizes."""
+
+    def steps(self, key: str, duration: Duration) -> int:
+        """How many steps `duration`, the value of `key`, takes.
+
+        Raises:
+            ConfigError: C011 for a unit that this data cannot be counted in.
+        """
+        with _naming(key, duration):
+            return self.batches.steps(duration, self.total_steps)
+
+    def every(self, key: str, duration: Duration | Literal["auto"], times: int = 10) -> Sequence[int]:
+        """The steps at which something recurs that happens every `duration`, the value of `key`.
+
+        Args:
+            times: how often in a run where `duration` leaves it open.
+
+        Raises:
+            ConfigError: C011 for a unit that this data cannot be counted in.
+        """
+        # One epoch, the default, says nothing where there are none.
+        if duration == "auto" or (self.batches.size is None and duration == Duration(1, "epochs")):
+            duration = Duration(math.ceil(self.total_steps / times), "steps")
+        with _naming(key, duration):
+            return self.batches.every(duration, self.total_steps)
+
+
+def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int) -> TrainingPlan:
+    """Set out the batches of a run, its steps, and what is small at first.
+
+    Args:
+        model: as built, on the CPU; where images are to grow it is tried on small ones.
+        micro_batches: of a step, over all ranks.
+
+    Raises:
+        ConfigError: C011 for what this data or model cannot have, C016 when only epochs are given and the
+            data has no length.
+    """
+    check_takes(model, data)
+    curriculum, info, last = config.curriculum, data.info, config.dataloader.last
+    sizes = constant(config.batch_size)
+    if curriculum.batch_size_from is not None:
+        sizes = build_batch_sizes(
+            curriculum.batch_size_from,
+            config.batch_size,
+            curriculum.over,
+            micro_batches=micro_batches,
+            num_samples=info.num_train,
+            epochs=config.epochs,
+            steps=config.steps,
+        )
+    batches = build_length_plan(
+        config.batching, data, batch_size=config.batch_size, last=last, seed=config.seed
+    ) or BatchPlan(info.num_train, sizes, last)
+    if config.steps is None and batches.size is None:
+        hint = "Iterable data has no epochs: set steps=1000, say"
+        raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
+    plan = TrainingPlan(batches, config.steps or batches.steps(Duration(config.epochs or 0, "epochs"), None))
+    # All that grows has grown by the same step.
+    over_steps = batches.sizes.starts[-1]
+    if batches.grows:
+        plan.notes.append(describe_batch_sizes(batches.sizes))
+    elif (curriculum.image_size_from, curriculum.length_from) != (None, None):
+        over_steps = plan.steps("curriculum.over", curriculum.over)
+    if curriculum.image_size_from is not None:
+        first, multiple = curriculum.image_size_from, curriculum.image_size_multiple
+        plan.transforms.append(resize := build_resize(first, multiple, over_steps, info, model))
+        plan.notes.append(resize.describe())
+    if curriculum.length_from is not None:
+        first, multiple = curriculum.length_from, curriculum.length_multiple
+        plan.transforms.append(cut := build_cut(first, multiple, over_steps, info))
+        plan.notes.append(cut.describe())
+    plan.spans_run = bool(plan.notes) and curriculum.over.unit == "percent"
+    return plan
+
+
+@contextlib.contextmanager
+def _naming(key: str, duration: Duration) -> Iterator[None]:
+    """Say of a duration that cannot be counted which key it belongs to."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError("C011", str(error), key=key, value=duration) from error
+
+
+def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> None:
+    """Refuse an epoch whose last micro-batch is one sample, where BatchNorm would take its statistics.
+
+    Raises:
+        DataError: D006.
+    """
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if normed and plan.size is not None and smallest_micro_batch(plan.all_sizes(), micro_batches) == 1:
+        what = (
+            f"{plan.size:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
+        )
+        hint = "Set dataloader.last=drop or another batch_size"
+        raise DataError("D006", what, key="batch_size", value=plan.batch_size, suggestion=hint)
 
 
 def arrange(data: Data, batching: Batching, seed: int) -> Data:

@@ -1,0 +1,117 @@
+"""What moves the weights of a run, and averages them: optimizer, schedule, average."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import EvalLoader, Watched
+from ptfast.data.loaders.eval_loader import build_eval_loader
+from ptfast.data.streams.iterable import IterableSource
+from ptfast.optim.build_optimizer import build_optimizer, has_momentum, start_momentum
+from ptfast.optim.parameters.groups import reference_lr, scale_for_batch
+from ptfast.techniques.ema.weight_averages import Ema, ScheduleFree, Swa
+from ptfast.techniques.schedule.own_schedules import build_shape
+from ptfast.techniques.schedule.scheduled_run import build_schedule
+from ptfast.training.stages.data_stage import evaluated_at_once
+from ptfast.training.stages.machine_stage import BuildContext
+
+STATISTICS_SAMPLES = 4096
+"""Training samples that BatchNorm's statistics are measured on; more do not change them much."""
+
+
+def add_optimizer(context: BuildContext) -> None:
+    """The optimizer of the parameters that train, its rates scaled for the batch."""
+    section, resolved, grouping = context.config.optimizer, context.resolved, context.grouping
+    groups = None if grouping.trivial else grouping.parts()
+    context.optimizer, resolved.optimizer = build_optimizer(
+        section.target, context.model, context.device, groups
+    )
+    resolved.lr_scaling = scale_for_batch(context.optimizer, section, context.config.batch_size)
+    if context.precision.scaler is not None:
+        start_momentum(context.optimizer)
+
+
+def add_schedule(context: BuildContext) -> None:
+    """The learning rate of every step."""
+    section, resolved, plan = context.config.schedule, context.resolved, context.plan
+    context.schedule = build_schedule(
+        build_shape(section.target, reference_lr(context.optimizer)),
+        warmup=section.warmup,
+        total_steps=plan.total_steps,
+        plan=plan.batches,
+        has_momentum=has_momentum(context.optimizer),
+        extendable=not plan.spans_run,
+    )
+    resolved.momentum, resolved.total_steps = context.schedule.momentum_note, plan.total_steps
+    resolved.curriculum = plan.notes
+
+
+def add_average(context: BuildContext) -> None:
+    """The average that is evaluated in place of the weights, if any.
+
+    An optimizer with methods `eval` and `train` keeps an average of its own.
+
+    Raises:
+        ConfigError: C011 when SWA would find no weights to average.
+    """
+    section, model, plan, optimizer = context.config.ema, context.model, context.plan, context.optimizer
+    if section.decay is not None:
+        context.average = Ema(model, section.decay)
+        return
+    by_optimizer = hasattr(optimizer, "eval") and hasattr(optimizer, "train")
+    if section.swa_start is None and not by_optimizer:
+        return
+    samples = _build_statistics_loader(context)
+
+    def forward(watched: Watched) -> None:
+        assert samples is not None
+        with context.precision.autocast():
+            for inputs, _ in watched(iter(samples)):
+                context.task.loss(model, inputs)
+
+    measure = forward if samples is not None else None
+    if section.swa_start is None:
+        context.average = ScheduleFree(model, optimizer, measure, ranks=context.ranks)
+        return
+    start_step = plan.steps("ema.swa_start", section.swa_start)
+    steps = [step for step in plan.every("ema.swa_every", section.swa_every) if step >= start_step]
+    if not steps:
+        span = f"from {start_step:,} to {plan.total_steps:,}"
+        what = f"no step {span} is averaged by ema.swa_every={section.swa_every}"
+        hint = "Start earlier, or average more often, such as ema.swa_every=10steps"
+        raise ConfigError("C011", what, key="ema.swa_start", value=section.swa_start, suggestion=hint)
+    context.average = Swa(
+        model,
+        steps,
+        measure,
+        ranks=context.ranks,
+        extendable="percent" not in (section.swa_start.unit, section.swa_every.unit),
+    )
+
+
+def _build_statistics_loader(context: BuildContext) -> EvalLoader | None:
+    """Some thousand training samples in a random order, as many on each rank, as they are evaluated.
+
+    Returns:
+        None where there are too few samples, or iterable data, of which none may be taken.
+    """
+    data, ranks, batch_size = context.splits, context.ranks, evaluated_at_once(context)
+    if isinstance(data.train, IterableSource):
+        return None
+    size = len(data.train)
+    share = min(STATISTICS_SAMPLES, size) // ranks.num_ranks
+    # BatchNorm takes no batch of one sample.
+    share -= share % batch_size == 1
+    if share < 2:
+        return None
+    # In the order of a folder a batch would hold a single class.
+    picked = np.random.default_rng(context.config.seed).permutation(size)[: share * ranks.num_ranks]
+    return build_eval_loader(
+        data.train.take(picked),
+        data.info,
+        context.reading,
+        batch_size=batch_size,
+        rank=ranks.rank,
+        num_ranks=ranks.num_ranks,
+    )
