@@ -232,8 +232,13 @@ def _tell_again() -> None:
         signal.set_wakeup_fd(_told.pop(), warn_on_full_buffer=False)
 
 
+def _tell_none_in_child() -> None:
+    _told.clear()
+    signal.set_wakeup_fd(-1)
+
+
 # A child would tell of its own signals what its parent reads.
-os.register_at_fork(before=_tell_none, after_in_parent=_tell_again, after_in_child=_tell_none)
+os.register_at_fork(before=_tell_none, after_in_parent=_tell_again, after_in_child=_tell_none_in_child)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ import ctypes
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -367,3 +369,24 @@ def test_a_second_ctrl_c_leaves_at_once(in_tmp: Path, capsys: pytest.CaptureFixt
     assert (result["status"], result["exit_code"]) == ("interrupted", 130)
     assert "step 7" in result["error"]
     assert "ptfast: interrupted" in capsys.readouterr().err
+
+
+FORKS = """
+import os, threading, ptfast.training.stopping
+def fork():
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+if (child := os.fork()) == 0:
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_child_forks_from_a_thread_of_its_own() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
