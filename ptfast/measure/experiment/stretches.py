@@ -25,12 +25,12 @@ from ptfast.training.build import build
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.loss_window import sum_and_read
 
-WARM_STEPS, WARM_S = 10, 0.3
+WARM_STEPS, WARM_S = 5, 0.3
 """Steps and seconds that a warm-up takes at least, where its limit allows so many."""
 STEADY = 0.97
 """A step time that is no shorter than this part of the one before has settled."""
 ENDLESS = 2**31
-SHORT_S = 0.2
+SHORT_S = 0.05
 """Steps that take no longer are repeated once before a stretch, for caches that went cold while idle."""
 
 
@@ -80,7 +80,7 @@ class Stretches:
             elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)
             if len(times) >= 3 and elapsed_s > most_s:
                 break
-            if len(times) > WARM_STEPS and elapsed_s > WARM_S and _is_steady(times[1:]):
+            if len(times) >= WARM_STEPS and elapsed_s > WARM_S and _is_steady(times[1:]):
                 break
         step_s = statistics.median(times[len(times) // 2 :])
         self.lead_steps = self.prefetched_steps + (step_s < SHORT_S)
