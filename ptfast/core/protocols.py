@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -259,3 +260,25 @@ def hooks(callbacks: Sequence[Any], name: str) -> list[Callable[..., None]]:
     methods = [getattr(callback, name, None) for callback in callbacks]
     idle = getattr(Callback, name)
     return [method for method in methods if method and getattr(method, "__func__", None) is not idle]
+
+
+class Display(Protocol):
+    """The terminal."""
+
+    def status(self, text: str, left_s: float | None = None) -> AbstractContextManager[None]: ...
+    def start(
+        self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
+    ) -> None: ...
+    def progress(self, step: int, epoch: float, figures: dict[str, Any]) -> None: ...
+    def evaluation(
+        self, step: int, epoch: float, split: str, figures: dict[str, Any], is_best: bool = False
+    ) -> None: ...
+    def note(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
+
+
+class Logger(Protocol):
+    """A sink for figures."""
+
+    def log(self, record: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...

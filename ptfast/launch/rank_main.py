@@ -36,12 +36,12 @@ from ptfast.core.errors import (
     summary_of,
     traceback_of,
 )
-from ptfast.core.run import Run
 from ptfast.core.units import num_bytes
 from ptfast.launch.resume import resume_command
 from ptfast.report.loggers import NoLogger
 from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal.display import Display, build_display
+from ptfast.run import Run
 from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
 
 SKIPPED_NAMES = 5

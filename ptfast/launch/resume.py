@@ -15,7 +15,7 @@ from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config, changed_keys
 from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError, PtfastError, SavedStateError
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 
 Tree = dict[str, Any]
 """A whole config as plain values."""

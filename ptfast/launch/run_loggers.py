@@ -11,8 +11,8 @@ from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.errors import described, name_of
 from ptfast.core.protocols import LOGGER_METHODS, StepBatch
-from ptfast.core.run import Run
 from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger, truncate_after
+from ptfast.run import Run
 from ptfast.training.user_code import Part, constructing
 
 

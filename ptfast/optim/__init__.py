@@ -10,7 +10,6 @@ from pydantic import Field
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import COMMAND_LINE
-from ptfast.core.run import Run
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
 from ptfast.core.sections.key_rules import Place, Unused
 from ptfast.core.sections.problem import Problem
@@ -195,9 +194,9 @@ UNUSED = (
 )
 
 
-def panel(run: Run) -> dict[str, object]:
+def panel(groups_note: str | None) -> dict[str, object]:
     """Settings of single parameters."""
-    return {"parameters": run.groups_note}
+    return {"parameters": groups_note}
 
 
 _SMALL = ("model.hidden=[16]",)

@@ -8,9 +8,9 @@ from typing import Any
 
 from ptfast import data, models, optim, tasks
 from ptfast.core.protocols import TASKS
-from ptfast.core.run import Run
 from ptfast.core.sections.key_rules import call_with
 from ptfast.data import decoding, loaders, sampling, transforms
+from ptfast.run import Run
 from ptfast.techniques import (
     backend,
     checkpointing,
@@ -41,7 +41,15 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     threads += f" ({resolved.threads_reason})" * bool(resolved.threads_reason)
     # Weights that are shared out come with a class of torch's own making.
     model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
-    facts = {**sections, "run": run, "resolved": resolved}
+    facts = {
+        **sections,
+        "run": run,
+        "resolved": resolved,
+        "average": run.ema and run.ema.describe(),
+        "compiled": run.compilation and run.compilation.describe(),
+        "groups_note": run.groups_note,
+        "skips_unreadable": run.unreadable is not None,
+    }
     table = [
         ("data", run.data_note),
         ("task", _task(run)),

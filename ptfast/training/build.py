@@ -14,14 +14,16 @@ from ptfast.core.clock import Clock, for_device
 from ptfast.core.distributed import Ranks, broadcast_object
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, name_of, name_some
-from ptfast.core.protocols import Callback, Task, hooks, takes_own_steps
-from ptfast.core.run import Cadence, Display, Freezing, Logger, Resolved, Run, Settings
+from ptfast.core.protocols import Callback, Display, Logger, Task, hooks, takes_own_steps
+from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import State, read_state
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.models.data_fit import remedy
+from ptfast.optim.parameters.groups import Freezing
 from ptfast.profiling.limits.step_counting import StepCounter
 from ptfast.report.loggers import NoLogger
+from ptfast.run import Cadence, Run, Settings
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper, head_of

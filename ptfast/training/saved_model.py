@@ -15,7 +15,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError
 from ptfast.core.protocols import DataInfo, Task
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.build_data import Data

@@ -15,9 +15,9 @@ from torch import Tensor
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
-from ptfast.core.run import Run
 from ptfast.core.tensors.torch_internals import after_backward
 from ptfast.optim.build_optimizer import apply_lr, build_step
+from ptfast.run import Run
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.running_statistics import RunningStatistics
 from ptfast.techniques.precision.scaled_steps import ScaledSteps

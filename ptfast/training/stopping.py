@@ -20,7 +20,7 @@ from ptfast.core.protocols import takes_own_steps
 from ptfast.report.terminal.command_output import drop_unread
 
 if TYPE_CHECKING:
-    from ptfast.core.run import Run
+    from ptfast.run import Run
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ from ptfast.core.errors import (
     summary_of,
 )
 from ptfast.core.machine import is_memory_error
-from ptfast.core.run import Run
 from ptfast.core.tensors.dtensors import is_sharded
+from ptfast.run import Run
 from ptfast.tasks.added_metrics import is_number
 
 MODEL = "model._target_"

@@ -304,7 +304,7 @@ def test_a_throughput_leaves_the_warm_up_out(tmp_path: Path, monkeypatch: pytest
         pytest.approx(4 / window["samples_per_s"]) for window in windows
     ]
     assert summarise(run, run.clock, Outcome("finished", 0))["train_samples_per_s"] is None
-    monkeypatch.setattr("ptfast.core.run.LEAST_S", 0.0)
+    monkeypatch.setattr("ptfast.core.resolved.LEAST_S", 0.0)
     assert 40 < summarise(run, run.clock, Outcome("finished", 0))["train_samples_per_s"] < 200
 
 

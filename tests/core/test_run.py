@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ptfast.core.run import Cadence, Resolved, unless_resolved
+from ptfast.core.resolved import Resolved, unless_resolved
+from ptfast.run import Cadence
 
 
 def test_what_was_resolved_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import list_states
 from ptfast.launch.resume import resume_command
 from ptfast.training.stages.machine_stage import _cut_batch

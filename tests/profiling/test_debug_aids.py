@@ -17,10 +17,10 @@ from running import build_run, same_bits, train, weights
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, MachineError, NumericsError
-from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.debugging import debugging
 from ptfast.profiling.debug_aids.gradcheck import TOLERANCE, check_by_torch, check_gradients
 from ptfast.profiling.debug_aids.step_phases import PHASES, Phases, watched
+from ptfast.run import Run
 from ptfast.training.fit import fit
 
 SMALL = ("model.hidden=[8]", "steps=6", "batch_size=32", "micro_batches=2", "log_every=3")

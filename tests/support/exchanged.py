@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ptfast.core.distributed import Ranks
-from ptfast.core.run import Run
 from ptfast.core.tensors.torch_internals import TorchDispatchMode
+from ptfast.run import Run
 from ptfast.training.step import Trainer
 
 RESNET = ("model=resnet_digits", "model.depth=8", "model.width=4", "batch_size=32", "steps=4")

@@ -17,8 +17,8 @@ from toys import Lines
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError
-from ptfast.core.run import Run
 from ptfast.data.loaders.shared_memory import build_holder
+from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
 from ptfast.training.fit import evaluate_split, fit
 from ptfast.training.stopping import caught_signals

@@ -20,7 +20,7 @@ from torch import nn
 from ptfast.__main__ import WAITING, main
 from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import MicroBatch, StepBatch
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.run_directory import read_json
 from ptfast.profiling.debug_aids.debugging import debugging
 from ptfast.techniques.backend import Backend, torch_settings

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ptfast.cli.command_line import run
 from ptfast.core.errors import ConfigError, DataError, PtfastError
-from ptfast.core.run import Run
+from ptfast.run import Run
 from ptfast.training.evaluation.evaluate import evaluate
 from ptfast.training.evaluation.pad_batches import FullSize
 

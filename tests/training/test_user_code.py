@@ -15,7 +15,7 @@ from toys import SMALL
 from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
-from ptfast.core.run import Run
+from ptfast.run import Run
 from ptfast.tasks.build_task import build_task
 from ptfast.training.step_parts.first_step import FirstStep, fitting
 from ptfast.training.user_code import failure

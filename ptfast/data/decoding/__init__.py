@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ptfast.core import devices
-from ptfast.core.run import Run
 from ptfast.core.sections.problem import Problem
 from ptfast.data import Data
 from ptfast.data.loaders import Dataloader
@@ -40,9 +39,9 @@ RULES = (crops_for_nvjpeg,)
 MACHINE_RULES = (gpu_for_nvjpeg,)
 
 
-def panel(data: Data, run: Run) -> dict[str, object]:
+def panel(data: Data, skips_unreadable: bool) -> dict[str, object]:
     """Who decodes, and what becomes of files that cannot be read."""
     return {
         "decoding": "JPEG by the GPU, other files by the CPU" if _by_gpu(data) else None,
-        "corrupt files": "skipped" if run.unreadable is not None else None,
+        "corrupt files": "skipped" if skips_unreadable else None,
     }

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from ptfast.core import devices
 from ptfast.core.machine import usable_cores
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section

@@ -25,7 +25,6 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError, one_line
 from ptfast.core.machine import ROOT, is_memory_error
 from ptfast.core.protocols import StepBatch
-from ptfast.core.run import Run
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Source
 from ptfast.data.map_source import MapSource, SubsetSource
@@ -36,6 +35,7 @@ from ptfast.measure.audit.operator_trace import OperatorTrace
 from ptfast.measure.experiment.stretches import ProcessorTimes
 from ptfast.profiling.debug_aids.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display
+from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.build import build
 from ptfast.training.stages.data_stage import build_choice, load_data

@@ -15,9 +15,9 @@ import torch
 
 from ptfast.core.errors import DataError
 from ptfast.core.machine import memory_limit, peak_memory_bytes
-from ptfast.core.run import Run
 from ptfast.measure.experiment.stretches import ENDLESS, mean_over_ranks
 from ptfast.measure.trials.trial_rank import TrialRank
+from ptfast.run import Run
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.training.fit import try_out

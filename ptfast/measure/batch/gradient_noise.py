@@ -14,9 +14,9 @@ from ptfast.core import devices
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import StepBatch, takes_own_steps
-from ptfast.core.run import Run
 from ptfast.measure.batch.batch_throughput import with_mode
 from ptfast.measure.trials.trial_rank import TrialRank
+from ptfast.run import Run
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.training.step import Trainer

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ptfast.core import run_directory
 from ptfast.core.machine import machine_times, peak_memory_bytes, processor_time_of, processor_time_s
 from ptfast.core.protocols import StepBatch
-from ptfast.core.run import Run
 from ptfast.core.sections.technique import Need
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.report.terminal.display import Display
+from ptfast.run import Run
 from ptfast.training.build import build
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.loss_window import sum_and_read

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ptfast.core.run import Run
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameters.groups import reference_lr
+from ptfast.run import Run
 from ptfast.techniques.schedule.scheduled_run import Schedule
 from ptfast.training.step import Trainer
 from ptfast.training.step_parts.loss_window import MOST_SKIPPED, sum_and_read

@@ -17,12 +17,12 @@ from ptfast.core import run_directory
 from ptfast.core.distributed import Ranks, barrier, init_process_group, world
 from ptfast.core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, exit_code_of
 from ptfast.core.machine import die_with_parent, is_memory_error
-from ptfast.core.run import Run
 from ptfast.core.sections.targets import locate
 from ptfast.data.build_data import Data
 from ptfast.launch.elastic import on_this_machine, run_elastic
 from ptfast.launch.rank_main import leave, report_failure
 from ptfast.report.terminal.display import Display
+from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.build import build
 

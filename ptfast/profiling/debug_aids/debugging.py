@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 
 from ptfast.core.errors import ConfigError, NumericsError
-from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.step_phases import PHASES, Phases, watched
+from ptfast.run import Run
 
 TRACE, PROFILE = "trace.json", "profile.txt"
 """Files in the run directory: all events, and the table of torch.profiler."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ptfast.core.errors import NumericsError
-from ptfast.core.run import Run
 from ptfast.core.tensors.trees import tree_map
+from ptfast.run import Run
 
 NUM_SAMPLES = 4
 NUM_DIRECTIONS = 3

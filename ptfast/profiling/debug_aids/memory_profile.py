@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptfast.core.run import Run
 from ptfast.profiling.debug_aids.step_phases import PHASES, Phases
+from ptfast.run import Run
 
 MEMORY, SNAPSHOT = "memory.txt", "memory.pickle"
 """Files in the run directory: a table and, on a GPU, a snapshot for pytorch.org/memory_viz."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ptfast.core.protocols import Callback
-from ptfast.core.run import Run
+from ptfast.run import Run
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """Causes of a run's clock that are phases."""

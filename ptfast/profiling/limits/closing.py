@@ -6,10 +6,10 @@ from typing import Any
 
 from ptfast.core.clock import STEP
 from ptfast.core.machine import is_memory_error
-from ptfast.core.run import Run
 from ptfast.profiling.limits import roofline
 from ptfast.profiling.limits.machine_peaks import COST_S, Peaks, known_peaks, measured_peaks
 from ptfast.profiling.limits.step_counting import StepCounter
+from ptfast.run import Run
 
 PAYS_AFTER = 50
 """A run trains so many times as long as measuring the machine takes, or leaves it to a longer one."""

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ptfast.core.clock import STEP
-from ptfast.core.run import Run
 from ptfast.core.units import short_time
 from ptfast.profiling.limits.machine_peaks import Peaks
 from ptfast.profiling.limits.operators import Operator, flops
 from ptfast.profiling.limits.step_counting import Counted
+from ptfast.run import Run
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 

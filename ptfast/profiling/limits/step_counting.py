@@ -15,10 +15,10 @@ from torch import Tensor
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.machine import available_memory, peak_memory_bytes
 from ptfast.core.protocols import StepBatch
-from ptfast.core.run import Run
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.profiling.debug_aids.step_phases import Phases, watched
 from ptfast.profiling.limits.operators import Operator, Operators
+from ptfast.run import Run
 
 COUNTED = ("forward", "backward", "optimizer")
 MANY_LENGTHS = 8

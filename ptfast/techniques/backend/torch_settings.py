@@ -15,7 +15,7 @@ from ptfast.core.devices import device_type, lack_of_device
 from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
 from ptfast.core.machine import others_cores, read_setting, usable_cores
 from ptfast.core.protocols import StepBatch
-from ptfast.core.run import Resolved, unless_resolved
+from ptfast.core.resolved import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.techniques.backend import Backend

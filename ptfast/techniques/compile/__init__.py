@@ -6,7 +6,6 @@ from functools import partial
 from typing import Literal
 
 from ptfast.core import devices
-from ptfast.core.run import Run
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import OrAuto, Section
@@ -87,11 +86,9 @@ UNUSED = (
 )
 
 
-def panel(compile: Compile, run: Run) -> dict[str, object]:
-    """The parts that are compiled."""
-    if run.compilation is None:
-        return {}
-    return {"compile": run.compilation.describe() + "; the code is kept" * compile.keep}
+def panel(compile: Compile, compiled: str | None) -> dict[str, object]:
+    """The parts that are compiled, as `compiled` names them."""
+    return {"compile": compiled and compiled + "; the code is kept" * compile.keep}
 
 
 _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=8", "optimizer=sgd")

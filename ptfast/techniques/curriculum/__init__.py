@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ptfast.core.durations import Duration
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, InUnit
 from ptfast.core.sections.key_rules import Unused, longer_than_run
 from ptfast.core.sections.problem import Problem

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Annotated
 
 from ptfast.core.durations import Duration
-from ptfast.core.run import Run
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
@@ -44,9 +43,9 @@ UNUSED = (
 )
 
 
-def panel(run: Run) -> dict[str, object]:
-    """The average that is evaluated."""
-    return {"average": run.ema.describe() if run.ema is not None else None}
+def panel(average: str | None) -> dict[str, object]:
+    """The average that is evaluated, in words."""
+    return {"average": average}
 
 
 _RATE = ("optimizer.lr=0.01",)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from ptfast.core.distributed import world
 from ptfast.core.durations import Duration
-from ptfast.core.run import Run
+from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, Range
 from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
@@ -215,14 +215,14 @@ def _static_graph_accumulating() -> Problem:
     return Problem("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
 
 
-def panel(parallel: Parallel, run: Run) -> dict[str, object]:
+def panel(parallel: Parallel, resolved: Resolved) -> dict[str, object]:
     """How the ranks train together, and what of it is switched on; None where one process was asked for."""
-    if not run.ranks.distributed:
+    if resolved.num_ranks == 1:
         asked = parallel.strategy
         alone = f"one process: {asked} has nothing to share out here"
         return {"parallel": None if asked == "single" else alone}
-    if run.sharded:
-        num_parts = len(run.resolved.shards) + 1
+    if parallel.strategy == "fsdp":
+        num_parts = len(resolved.shards) + 1
         words = [f"fsdp, weights in {num_parts} part{'s' * (num_parts > 1)}"]
     else:
         words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from ptfast.core import devices
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import Section
 from ptfast.core.sections.technique import Technique

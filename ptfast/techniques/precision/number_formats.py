@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ptfast.core.devices import lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
-from ptfast.core.run import Resolved, unless_resolved
+from ptfast.core.resolved import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
 from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.techniques.precision import Precision as PrecisionSection

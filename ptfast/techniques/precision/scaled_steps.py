@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptfast.core.run import Progress
+from ptfast.core.resolved import Progress
 
 
 class ScaledSteps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import OrAuto, Section
 from ptfast.core.sections.technique import Technique
 

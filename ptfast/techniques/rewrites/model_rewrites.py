@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import LinearLogits
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.tensors.torch_internals import TorchDispatchMode
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.techniques.rewrites import Rewrites

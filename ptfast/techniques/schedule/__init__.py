@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from ptfast.core.durations import Duration
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.key_rules import longer_than_run
 from ptfast.core.sections.problem import Problem

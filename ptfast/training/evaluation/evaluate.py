@@ -14,8 +14,9 @@ from torch import nn
 from ptfast.core import devices
 from ptfast.core.distributed import Ranks, broadcast_buffers
 from ptfast.core.protocols import EvalLoader, Task, Watched
-from ptfast.core.run import Average, Precision
 from ptfast.tasks.added_metrics import Table, with_tables
+from ptfast.techniques.ema.weight_averages import Average
+from ptfast.techniques.precision.number_formats import Precision
 from ptfast.training.evaluation.pad_batches import FullSize
 from ptfast.training.evaluation.test_time_views import averaged_over_views
 from ptfast.training.step_parts.first_step import fitting

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ptfast.core.errors import shorten
-from ptfast.core.run import Run
 from ptfast.data.decoding.text_tokenizer import tokenizer_of
+from ptfast.run import Run
 from ptfast.tasks.classification import names_of_classes
 from ptfast.tasks.semantic_segmentation import mask_picture
 from ptfast.training.evaluation.test_time_views import averaged_over_views

@@ -15,7 +15,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import DataError, PtfastError, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, EvalLoader
-from ptfast.core.run import Resolved, unless_resolved
+from ptfast.core.resolved import Resolved, unless_resolved
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.eval_loader import build_eval_loader

@@ -13,8 +13,8 @@ from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, name_some
-from ptfast.core.protocols import DataInfo, EvalLoader, Task
-from ptfast.core.run import Display, Resolved
+from ptfast.core.protocols import DataInfo, Display, EvalLoader, Task
+from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import State
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.loading import Loading

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of
 from ptfast.core.protocols import Metrics, Mixed
-from ptfast.core.run import Run
 from ptfast.core.tensors.trees import tree_leaves
+from ptfast.run import Run
 from ptfast.tasks.added_metrics import Table, with_tables
 from ptfast.training.user_code import MODEL, failure, misfit, naming_user_code, parts_of
 

@@ -14,9 +14,9 @@ from ptfast.core.distributed import Ranks, on_all_ranks, sum_over_ranks
 from ptfast.core.errors import DataError, NumericsError
 from ptfast.core.machine import held_memory_bytes, peak_memory_bytes, processor_time_s
 from ptfast.core.protocols import takes_own_steps
-from ptfast.core.run import Run
 from ptfast.data.label_checks import unfit_samples
 from ptfast.optim.parameters.groups import reference_lr
+from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
 from ptfast.training.step_parts.first_step import FirstStep

@@ -16,7 +16,7 @@ from test_ddp import a_run
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.protocols import DataInfo
-from ptfast.core.run import Resolved
+from ptfast.core.resolved import Resolved
 from ptfast.report.terminal.plain_display import Display
 from ptfast.tasks.classification import Classification
 from ptfast.training.evaluation.evaluate import evaluate

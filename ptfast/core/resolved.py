@@ -1,0 +1,125 @@
+"""What `auto` became in a run, and how far the run is: what is written, saved and read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ptfast.core import run_directory
+
+LEAST_STEPS, LEAST_S = 5, 2.0
+"""Fewer steps or seconds after the warm-up give no throughput: a neighbour's burst would make it."""
+
+
+@dataclass(kw_only=True)
+class Resolved:
+    """The content of `resolved.json`: what `auto` became, and other facts for a resumed run and the panel.
+
+    Resolved once, by the first rank, and taken from the file when the run is resumed. A field at its default
+    is not resolved yet.
+    """
+
+    task: str = ""
+    task_reason: str = ""
+    """The labels' trait that implies it; empty where the config names the task."""
+    device: str = ""
+    """Its type."""
+    num_ranks: int = 0
+    micro_batches: int = 0
+    threads: int = 0
+    threads_reason: str = ""
+    """Why `auto` took fewer than there are cores; empty where it did not."""
+    interop_threads: int = 0
+    cudnn_benchmark: bool | None = None
+    deterministic: bool = False
+    holds_memory: bool = False
+    """What the CPU frees is held for the next step."""
+    flushes_denormals: bool = False
+    """The CPU takes numbers below 1e-38 for 0."""
+    precision: str = ""
+    matmul_precision: str = ""
+    float8: list[str] = field(default_factory=list)
+    """Layers that multiply in float8."""
+    channels_last: bool | None = None
+    dropped_biases: dict[str, str] | None = None
+    """Layers whose bias was dropped, and the BatchNorm that subtracts it."""
+    checkpointed: list[str] = field(default_factory=list)
+    compile_dynamic: bool | None = None
+    shards: list[str] = field(default_factory=list)
+    dataloader: str = ""
+    dataloader_reason: str = ""
+    workers: int = 0
+    worker_threads: int = 0
+    side_stream: bool = False
+    read_ahead: bool = False
+    sampling: str | None = None
+    """How samples are drawn, in words; None where each comes once in an epoch."""
+    padding: str | None = None
+    padding_share: float | None = None
+    """Of the tokens of an epoch, in [0, 1]; None where nothing is padded."""
+    optimizer: str = ""
+    """Which kernels take its step."""
+    lr_scaling: str | None = None
+    momentum: str | None = None
+    """Its treatment by the schedule, in words."""
+    curriculum: list[str] = field(default_factory=list)
+    """A line for each thing that grows."""
+    total_steps: int = 0
+
+    @classmethod
+    def read(cls, folder: Path, facts: Mapping[str, Any] | None = None) -> Resolved:
+        """Read from a run directory; nothing is resolved without a file, and unknown keys are passed over.
+
+        Args:
+            facts: of a state of that run, which repeats the file and stands in where it is gone.
+        """
+        known = {each.name for each in fields(cls)}
+        found = run_directory.read_json(folder / run_directory.RESOLVED) or (facts or {}).get("resolved", {})
+        return cls(**{name: value for name, value in found.items() if name in known})
+
+    def write(self, folder: Path) -> None:
+        """Keep it in a run directory; called on the first rank."""
+        run_directory.write_json(folder / run_directory.RESOLVED, asdict(self))
+
+
+def unless_resolved(wanted: Any, before: Any) -> Any:
+    """The value in the config, or what its `auto` was resolved to before."""
+    return before or wanted if wanted == "auto" else wanted
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with the weights and restored with them."""
+
+    step: int = 0
+    samples: int = 0
+    best_value: float | None = None
+    best_step: int | None = None
+    evaluations_without_gain: int = 0
+    timed_steps: int = 0
+    """Steps that its speed is computed from, over all attempts: none that warm up or that are measured."""
+    timed_samples: int = 0
+    timed_s: float = 0.0
+    """Seconds that those steps took."""
+    window_loss: float = 0.0
+    """Sum of the item losses since the last log line, so that a resumed run logs the same figure."""
+    window_items: float = 0.0
+    epoch_loss: float = 0.0
+    """Sum of the item losses since the last evaluation, without the open window."""
+    epoch_items: float = 0.0
+    evaluation_due: bool = False
+    """The evaluation of this step is still to be made."""
+    skipped_steps: int = 0
+    """Steps that were left out because fp16 gradients overflowed."""
+    skipped_before: int = 0
+    """The same before the last step: how far the schedule is behind in the next one."""
+    skipped_logged: int = 0
+    """The same at the last log line."""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Training samples a second, warm-up left out; None where the run was too short."""
+        enough = self.timed_steps >= LEAST_STEPS and self.timed_s >= LEAST_S
+        return self.timed_samples / self.timed_s if enough else None
