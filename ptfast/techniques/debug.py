@@ -60,11 +60,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="debugging aids off",
         family="debug",
         kind="exact",
-        why="Anomaly detection, profilers and checks of gradients look at every operation; off, they leave "
-        "nothing in the loop.",
+        why="Anomaly detection, profilers and gradient checks hook into every operation; when off, they "
+        "leave nothing in the loop.",
         claim="What looking at every operation takes; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Disable debugging APIs'.",
-        avoid="A loss turns NaN, or nobody knows where the time goes: debug=anomaly, debug=profiler.",
+        avoid="The loss turns NaN, or time is lost somewhere unknown: debug=anomaly, debug=profiler.",
         audit="set_detect_anomaly(True), emit_nvtx, a profiler or gradcheck left in a training script.",
         about=("debug/anomaly", "debug/profiler", "debug/nvtx", "debug/gradcheck", "debug/memory"),
     ),

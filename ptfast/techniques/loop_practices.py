@@ -11,11 +11,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("data.normalize=true",),
         off=("data.normalize=false",),
-        why="Inputs of mean 0 and deviation 1 make the loss about as steep in every direction, so that one "
-        "learning rate suits all.",
+        why="Inputs with mean 0 and deviation 1 make the loss about equally steep in every direction, so one"
+        " learning rate suits all.",
         claim="Fewer steps to the same loss; how many depends on how far the raw inputs are from it.",
         source="LeCun, Bottou, Orr, Müller 1998, 'Efficient BackProp', section 4.3.",
-        avoid="Inputs are normalised already, or their scale means something.",
+        avoid="Inputs are already normalised, or their scale means something.",
         audit="Inputs whose mean is far from 0 or whose deviation is far from 1.",
         trial=("model=mlp", "model.hidden=[32]", "optimizer.lr=0.01"),
     ),
@@ -23,8 +23,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="loss over the global count of items",
         family="loop",
         kind="training",
-        why="Items weigh alike in ragged micro-batches and on all ranks, so that both can be chosen for "
-        "speed alone.",
+        why="Items count equally across ragged micro-batches and ranks, so both can be chosen for speed "
+        "alone.",
         claim="Any cut of a batch gives the gradient of the whole batch, up to rounding.",
         source="Unsloth and Hugging Face, October 2024, 'Fixing Gradient Accumulation'.",
         avoid="Never.",
@@ -34,7 +34,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="running sums on the device",
         family="loop",
         kind="exact",
-        why="A loss that is read in every step makes host and device wait for each other.",
+        why="Reading the loss in every step makes host and device wait for each other.",
         claim="The launch time of a step is hidden; a step that does not log reads nothing from the device.",
         source="PyTorch Performance Tuning Guide, 'Avoid unnecessary CPU-GPU synchronization'.",
         avoid="Never.",
@@ -44,7 +44,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="learning rates from a table",
         family="loop",
         kind="exact",
-        why="The rates of many steps are computed at once, not by a call of a scheduler in every step.",
+        why="The rates of many steps are computed at once instead of by a scheduler call in every step.",
         claim="A call of Python less in every step; no figure for it alone.",
         source="torch.optim.lr_scheduler, whose step() is that call.",
         measured="With all else that the loop saves, a step of a small MLP takes 205 us, where a DataLoader,"
@@ -59,14 +59,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("task.label_smoothing=0.1",),
         off=("task.label_smoothing=0",),
-        why="Targets that a network can reach keep its logits small, and it generalises better at the same "
+        why="Attainable targets keep the logits small, and the network generalises better at the same "
         "length.",
         claim="About 0.2 % lower top-1 and top-5 error of Inception-v3 on ImageNet (Szegedy et al.); "
         "better calibrated, too (Müller et al.).",
         source="Szegedy, Vanhoucke, Ioffe, Shlens, Wojna 2016, arXiv:1512.00567; Müller, Kornblith, Hinton "
         "2019, arXiv:1906.02629.",
-        avoid="Where the network is to teach another one by its logits, or labels are known to be without "
-        "error and its confidence matters.",
+        avoid="The logits are to teach another network, or labels are known to be free of errors and "
+        "confidence matters.",
         audit="A classification run longer than a few epochs with task.label_smoothing at 0.",
     ),
     Technique(
@@ -75,7 +75,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("model.drop_path=0.1",),
         off=("model.drop_path=0",),
-        why="Samples skip residual branches at random, so that gradients reach early layers by shorter ways.",
+        why="Samples skip residual branches at random, which shortens the path of gradients to early layers.",
         claim="ResNet-110 on CIFAR-10: test error from 6.41 to 5.25 % over 500 epochs, and a quarter less"
         " training time where whole batches skip a block; drawn by sample, as ptfast does, no "
         "arithmetic is spared.",

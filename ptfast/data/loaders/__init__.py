@@ -133,12 +133,13 @@ TECHNIQUES: tuple[Technique, ...] = (
     _loader(
         name="data in memory",
         on=("dataloader=memory",),
-        why="Samples are decoded once; a batch is then one gather instead of a read and a decode per sample.",
+        why="Samples are decoded once; after that a batch is one gather instead of a read and a decode per "
+        "sample.",
         claim="Nothing is read or decoded after the first epoch.",
         source="Common practice, such as torch.utils.data.TensorDataset.",
         measured="A step of a small MLP in 205 us, against 473 us with a DataLoader over samples.",
         command="python scripts/bench_overhead.py --hidden 1",
-        avoid="The data takes more than half of the memory that is free, or changes while training runs.",
+        avoid="The data takes more than half of the free memory, or changes during training.",
         audit="A DataLoader over a data set whose files would fit into memory.",
         about=("dataloader/auto",),
         trial=("model=mlp", "model.hidden=[16]"),
@@ -146,13 +147,14 @@ TECHNIQUES: tuple[Technique, ...] = (
     _loader(
         name="augmented batches from memory",
         on=("dataloader=memory",),
-        why="Each row of a crop is one contiguous run of bytes in a padded copy, so a batch is one gather.",
+        why="Each row of a crop is a contiguous run of bytes in a padded copy, so a whole batch is one "
+        "gather.",
         claim="No call per image; no figure by others is known.",
         source="A gather over numpy's sliding_window_view.",
         measured="Images of 32 x 32 cropped, flipped and normalised in 2.35 us each, against 170 us with "
         "torchvision on PIL images.",
         command="python scripts/bench_data.py crops",
-        avoid="Images fill half of the memory that is free: padded and mirrored copies take twice as much.",
+        avoid="The images fill half of the free memory: padded and mirrored copies take twice as much.",
         audit="Random crops and flips are drawn image by image in __getitem__.",
         trial=("augment=crop_flip", "model=mlp", "model.hidden=[16]"),
         alternatives=None,
@@ -161,12 +163,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="data on the device",
         kind="reordered",
         on=("dataloader=device",),
-        why="The data lies where the model is, so that batches are gathered, augmented and normalised by "
-        "some kernels for many steps at once, and nothing crosses the bus but the order of an epoch.",
+        why="The data set lives on the device: batches are gathered, augmented and normalised there, many "
+        "steps at a time, and only the epoch's order crosses the bus.",
         claim="Part of what takes CIFAR-10 to 94 % in 2.59 s on one A100; no figure for it alone.",
         source="KellerJordan/cifar10-airbench.",
-        avoid="The data takes more than half of the memory that is free there, or training needs that "
-        "memory; on a CPU dataloader=memory is quicker.",
+        avoid="The data takes more than half of the free device memory, or training needs that memory; on a "
+        "CPU use dataloader=memory.",
         audit="A GPU that waits for a loader of images that would fit into its memory.",
         needs=("cuda",),
         trial=("augment=crop_flip", "model=mlp", "model.hidden=[16]"),
@@ -174,16 +176,16 @@ TECHNIQUES: tuple[Technique, ...] = (
     _loader(
         name="data in a pack",
         on=("dataloader=packed",),
-        why="What was decoded once lies on disk as the model takes it, and reading it is reading memory: "
-        "training starts at once, on data of any size, and no core decodes.",
+        why="Decoded samples are stored on disk in the layout the model takes and read by memory mapping: "
+        "training starts at once, at any data size, and nothing is decoded.",
         claim="No decoding, whatever the format; no figure by others is known.",
         source="Common practice, such as FFCV and memory-mapped arrays.",
         measured="JPEG files of 500 x 400 to random crops of 224, as bytes: 142 us each out of a pack at a "
         "shorter side of 256, against 884 us from the files and 2,199 us by PIL with torchvision's "
         "transforms.",
         command="python scripts/bench_data.py jpeg",
-        avoid="There is no room on disk for the pixels, or the data changes often. Shrunk by --size it is "
-        "other data than the files are, and has to show its accuracy.",
+        avoid="The disk has no room for the pixels, or the data changes often. With --size the pack is "
+        "different data, whose accuracy has to be checked.",
         audit="Files that are decoded anew in every epoch and do not fit into memory.",
         needs=("pack",),
         trial=("data=imagefolder", "data.root={pack}", "model=mlp", "model.hidden=[16]", "batch_size=8"),
@@ -192,13 +194,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="worker processes",
         on=("dataloader=workers", "dataloader.workers=2"),
         off=("dataloader=plain", "dataloader.workers=auto"),
-        why="Other cores read, decode and augment the next batches while this one trains.",
+        why="Other cores read, decode and augment the next batches during the training step.",
         claim="The training does not wait for its data, where cores are spare; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Enable asynchronous data loading and augmentation'.",
         measured="Samples of 20 ms for steps of 40 ms, on two cores: 381 samples/s with 8 workers and 44 "
         "without. Samples that come at once: 372 to 376 with workers and 380 without.",
         command="python scripts/bench_find_workers.py",
-        avoid="No core is to spare, or samples are in memory already: then passing batches on only costs.",
+        avoid="No core is free, or samples are already in memory: then handing batches over only costs time.",
         audit="num_workers=0 while the device waits for data.",
         about=("dataloader/auto",),
         needs=("cores",),
@@ -208,13 +210,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="reading ahead in a thread",
         on=("dataloader.read_ahead=true",),
         off=("dataloader.read_ahead=false",),
-        why="Decoding and gathering need no interpreter: they go on beside the training without a process.",
+        why="Decoding and gathering release the interpreter lock, so a thread can prepare the next batch "
+        "without a worker process.",
         claim="As much as reading takes, where a core is idle.",
         source="NVIDIA apex's data_prefetcher does the same on a GPU.",
         measured="It costs nothing of its own: 70 us of processor time for a JPEG file of 32 x 32, against "
         "72 us without.",
         command="python scripts/bench_data.py loaders",
-        avoid="Every core is at work already, or samples are in memory.",
+        avoid="All cores are busy, or samples are already in memory.",
         audit="A CPU that reads and trains by turns while a core is idle.",
         needs=("cores",),
         trial=("dataloader=plain", "model=mlp", "model.hidden=[16]"),
@@ -226,11 +229,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("dataloader.last=pad",),
         off=("dataloader.last=keep",),
-        why="Every step has one shape, for which kernels are searched or compiled once, and BatchNorm never "
-        "sees a handful of samples.",
+        why="Every step has the same shape, so kernels are searched or compiled once, and BatchNorm never "
+        "sees a tiny batch.",
         claim="Saves the compilation, the capture or the search for kernels that another size would cost.",
         source="PyTorch documentation of DistributedSampler, which fills up the same way.",
-        avoid="Every sample should count alike: those that an epoch begins with are seen twice in it.",
+        avoid="Every sample should count equally: the first samples of an epoch are repeated at its end.",
         audit="A compiled model whose last batch of an epoch is smaller than the others.",
         trial=("model=mlp", "model.hidden=[16]", "optimizer.lr=0.01"),
     ),
@@ -240,12 +243,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("data.shuffle_buffer=1000",),
         off=("data.shuffle_buffer=null",),
-        why="Reads follow one another within a few shards at a time, which disks that seek slowly and disks "
-        "across a network answer quicker than reads from all over the data.",
+        why="Reads stay within a few shards at a time, which slow disks and network storage serve faster "
+        "than random access.",
         claim="Large sequential reads instead of small random ones, on rotating and network disks; nothing "
         "where the shards lie in memory already.",
         source="WebDataset's documentation of why data is kept in tar shards.",
-        avoid="The disk is quick at random reads, or shards are sorted by class: the order is less random.",
+        avoid="The disk is fast at random reads, or shards are sorted by class: the order is less random.",
         audit="Samples of tar shards on a network disk are read in an order drawn over all of them.",
         trial=(
             "data=webdataset",
@@ -263,7 +266,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="exact",
         on=("dataloader.pin=true",),
         off=("dataloader.pin=false",),
-        why="Only from page-locked memory does a copy run beside the kernels while the host goes on.",
+        why="Copies overlap with kernels only from page-locked memory.",
         claim="Hides the copy behind the step; worth what copies take, so most for images in float32.",
         source="PyTorch tutorial 'A guide on good usage of non_blocking and pin_memory()'.",
         avoid="The host is short of memory, since pinned pages cannot be swapped out.",
@@ -277,7 +280,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="exact",
         on=("dataloader.side_stream=true", "dataloader.pin=true"),
         off=("dataloader.side_stream=false", "dataloader.pin=false"),
-        why="The next batch is copied while this one trains; on one stream they would take turns.",
+        why="The next batch is copied while the current one trains, instead of before it.",
         claim="Hides a copy behind the step, up to all of it; most for large inputs, such as images.",
         source="CUDA C++ Programming Guide, 'Overlap of Data Transfer and Kernel Execution'.",
         avoid="Device memory has no room for one more batch.",
@@ -289,7 +292,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="tensors made on the device",
         family="transfers",
         kind="exact",
-        why="A tensor made on the host and moved costs an allocation, a copy and often a wait.",
+        why="A tensor created on the host and then moved costs an allocation, a copy and often a wait.",
         claim="One copy less for each such tensor and step, and one wait where its memory is not pinned.",
         source="PyTorch Performance Tuning Guide, 'Create tensors directly on the target device'.",
         avoid="Never.",
@@ -299,7 +302,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="arrays without a copy",
         family="transfers",
         kind="exact",
-        why="as_tensor and from_numpy share an array's memory, where torch.tensor copies it.",
+        why="as_tensor and from_numpy share the array's memory; torch.tensor copies it.",
         claim="One copy of the data less in memory and in time.",
         source="PyTorch documentation of torch.from_numpy and torch.as_tensor.",
         avoid="The array is written to while the tensor is in use.",

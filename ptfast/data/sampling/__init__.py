@@ -121,15 +121,15 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("batching=longest",),
         off=("batching=none",),
-        why="A batch is as long as its longest text and not as the longest of all; padding costs as much as "
-        "text.",
+        why="Each batch is padded to its own longest text rather than the longest in the data set; padding "
+        "costs as much compute as text.",
         claim="CamemBERT-base on the French X-NLI, on an RTX 2080 Ti: 4h39 become 0h59 with 16 texts of "
         "up to 493 tokens a batch, and 0h56 become 0h48 with 64 of up to 128.",
         source="Benesty 2020, 'Divide Hugging Face Transformers training time by 2 or more with dynamic "
         "padding and uniform length batching'.",
         measured="A 4-layer encoder at batch 16, on texts of 8 to 256 tokens: 2.11x padding to one length.",
         command="python scripts/bench_data.py text",
-        avoid="Kernels are compiled or searched for each length: pad to a multiple of 64, or to one length.",
+        avoid="Kernels are compiled or searched per length: pad to a multiple of 64, or to one length.",
         audit="padding='max_length' in a tokenizer's call, or a collate function that pads to a constant.",
     ),
     _batching(
@@ -137,12 +137,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("batching.multiple=8",),
         off=("batching.multiple=1",),
-        why="Tensor cores work on tiles of eight, and lengths that are multiples of 64 are few, so that "
-        "little is compiled again.",
+        why="Tensor cores work in tiles of eight, and fewer distinct lengths mean fewer recompilations.",
         claim="Half-precision matrix products use tensor cores best at multiples of 8 elements, of 64 on "
         "an A100; before cuBLAS 11 at those of 8 alone.",
         source="NVIDIA, Matrix Multiplication Background User's Guide, table 1, 'Tensor Core requirements'.",
-        avoid="On a CPU, or texts of a few tokens, of which it would be mostly padding.",
+        avoid="On a CPU, or with texts of a few tokens, which would be mostly padding.",
         audit="Batches of odd lengths in half precision on a GPU, or a compiled model that compiles again "
         "and again.",
         trial=(*_LINES, "batching=longest"),
@@ -152,7 +151,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="uniform-length batches",
         on=("batching=buckets",),
         off=("batching=longest",),
-        why="Texts of like length come together, so that next to nothing of a batch is padding.",
+        why="Texts of similar length are batched together, so almost nothing is padding.",
         claim="On top of dynamic padding, CamemBERT-base on the French X-NLI, on an RTX 2080 Ti: 1h01 "
         "become 0h52 with 16 texts of up to 493 tokens a batch, and 0h48 become 0h30 with 64 of up "
         "to 128.",
@@ -161,41 +160,43 @@ TECHNIQUES: tuple[Technique, ...] = (
         measured="A 4-layer encoder at batch 16, on texts of 8 to 256 tokens: 6.1x padding to one length, "
         "with 1.6 % padding.",
         command="python scripts/bench_data.py text",
-        avoid="Length tells classes apart: batches are then of one class mostly. Or texts of one length.",
+        avoid="Length predicts the class, so that batches become nearly single-class; or all texts have one "
+        "length.",
         audit="More than a tenth of the tokens of a batch are padding.",
     ),
     _batching(
         name="token-budget batches",
         on=("batching=tokens", "batching.batch_tokens=256"),
         off=("batching=longest", "batching.batch_tokens=null"),
-        why="Every step does the same work: many short texts or few long ones, and memory is full at either.",
+        why="Each batch holds about the same number of tokens, many short texts or few long ones, so memory "
+        "is always full.",
         claim="How the original Transformer was trained: batches of about 25,000 source and 25,000 target "
         "tokens, of sentences of like length.",
         source="Vaswani et al. 2017, arXiv:1706.03762, section 5.1.",
-        avoid="A learning rate tuned to batches of so many samples is to be kept.",
+        avoid="The learning rate was tuned for a fixed number of samples per batch.",
         audit="Batches of a fixed number of texts whose step time and memory vary severalfold.",
     ),
     _batching(
         name="sequence packing",
         on=("batching=pack",),
         off=("batching=longest",),
-        why="Documents lie side by side in windows of one length, so that next to nothing is padding and "
-        "there is one shape.",
+        why="Documents are laid end to end in windows of one length: almost no padding, and a single shape.",
         claim="The second phase of BERT's pretraining twice as fast, at sequences of 512 tokens of which "
         "half had been padding, on IPUs.",
         source="Krell, Kosec, Perez, Fitzgibbon 2021, arXiv:2107.02027.",
-        avoid="Documents of one length, or much longer than the context. Attention under a mask misses the "
-        "quickest kernels of a GPU.",
+        avoid="Documents have one length or far exceed the context. Masked attention cannot use the fastest "
+        "GPU kernels.",
         audit="A language model whose batches hold a document a row, padded to the context length.",
     ),
     Technique(
         name="tokens kept on disk",
         family="batching",
         kind="exact",
-        why="A text is tokenised once; later runs read its token ids under the hash of text and tokenizer.",
+        why="A text is tokenised once; later runs read its token ids from a cache keyed by text and "
+        "tokenizer.",
         claim="No published figure: it saves the tokenizer's time at every start but the first.",
         source="Common practice, such as the map cache of Hugging Face datasets.",
-        avoid="Never: texts below a million characters are left out, and a damaged entry is made anew.",
+        avoid="Never: texts below a million characters are not cached, and a damaged entry is rebuilt.",
         audit="A tokenizer called in __getitem__, or at every start.",
         needs=("sequences",),
     ),

@@ -99,14 +99,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="crop and flip",
         on=("augment.crop_padding=1", "augment.flip=true"),
         off=("augment.crop_padding=0", "augment.flip=false"),
-        why="Every epoch shows other images, so that a network can train longer before it fits them by "
-        "heart; a whole batch is cropped and flipped by one gather of rows.",
+        why="Every epoch shows different images, so the network can train longer before it overfits; a whole"
+        " batch is cropped and flipped by one gather of rows.",
         claim="The standard of CIFAR since ResNet: 91.25 % test accuracy of ResNet-20.",
         source="He, Zhang, Ren, Sun 2015, arXiv:1512.03385, section 4.2.",
         measured="An image of 32 x 32 takes 0.80 us, against 170 us by PIL and torchvision in a DataLoader.",
         command="python scripts/bench_data.py crops",
-        avoid="Images whose mirror image means something else, such as digits and text, and objects that "
-        "fill the frame to its border.",
+        avoid="The mirror image means something else, as with digits and text, or objects fill the frame.",
         audit="Transforms of single images in a data set's __getitem__, or training images without any.",
         about=("augment/crop_flip",),
     ),
@@ -114,13 +113,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="alternating flip",
         on=("augment.flip=alternating",),
         off=("augment.flip=false",),
-        why="Each image and its mirror image come in turns, so that any two epochs in a row hold both of "
-        "all; a random flip shows half of the images the same way twice.",
+        why="Each image alternates with its mirror image, so any two consecutive epochs show both; with "
+        "random flips half of the images appear the same way twice.",
         claim="CIFAR-10, CIFAR-100 and ImageNet: better than random flips in every case in which flips "
         "help at all.",
         source="Jordan 2024, arXiv:2404.00498.",
-        avoid="Images whose mirror image means something else; in long runs the gain over random flips "
-        "fades.",
+        avoid="The mirror image means something else; in long runs the gain over random flips fades.",
         audit="RandomHorizontalFlip in a run of tens of epochs at most.",
         about=("augment/alternating_flip",),
     ),
@@ -128,12 +126,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="cutout",
         on=("augment.cutout=2",),
         off=("augment.cutout=0",),
-        why="With a square hidden a network cannot rely on one part of an object alone, and generalises "
-        "better at the same length; a batch costs one scattered write.",
+        why="With a square hidden, the network cannot rely on one part of an object and generalises better "
+        "at the same length; a batch costs one scattered write.",
         claim="ResNet-18 on CIFAR-10, 200 epochs, squares of 16 pixels: test error from 4.72 to 3.99 %; "
         "WRN-28-10: from 3.87 to 3.08 %.",
         source="DeVries, Taylor 2017, arXiv:1708.04552.",
-        avoid="Short runs, which underfit anyway, and images whose class shows in one small place only.",
+        avoid="Short runs, which underfit anyway, and images whose class shows in one small place.",
         audit="An image classifier trained for tens of epochs whose training loss falls far below its "
         "validation loss.",
         about=("augment/cutout",),
@@ -142,15 +140,15 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="colour jitter",
         on=("augment.brightness=0.2", "augment.contrast=0.2", "augment.saturation=0.2"),
         off=("augment.brightness=0", "augment.contrast=0", "augment.saturation=0"),
-        why="An object is the same in other light; brightness, contrast and saturation of a whole batch are "
-        "one product and one sum in whole numbers.",
+        why="An object stays the same under different light; brightness, contrast and saturation of a whole "
+        "batch are one product and one sum in integers.",
         claim="A related change, colours moved along their principal components, lowers AlexNet's top-1 "
         "error on ImageNet by over 1 point.",
         source="Krizhevsky, Sutskever, Hinton 2012, 'ImageNet Classification with Deep Convolutional "
         "Neural Networks', section 4.1.",
         measured="An image of 32 x 32 takes 10.2 us with it, 2.2 us with crops and flips alone.",
         command="python scripts/bench_data.py jitter",
-        avoid="Images whose colour tells the classes apart, and short runs.",
+        avoid="Colour tells the classes apart, or the run is short.",
         audit="ColorJitter of torchvision in __getitem__, which works on one image at a time.",
         about=("augment/colour",),
     ),
@@ -158,14 +156,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="affine jitter",
         on=("augment.rotation_degrees=5", "augment.translation=0.05", "augment.scaling=0.05"),
         off=("augment.rotation_degrees=0", "augment.translation=0", "augment.scaling=0"),
-        why="Objects turned, moved and scaled are objects all the same; a whole batch is sampled at once, "
-        "each image on a grid of its own.",
+        why="A rotated, shifted or scaled object is still the same object; a whole batch is resampled at "
+        "once, each image on its own grid.",
         claim="A plain perceptron reaches 0.35 % test error on MNIST with affine and elastic changes "
         "drawn anew every epoch.",
         source="Ciresan, Meier, Gambardella, Schmidhuber 2010, arXiv:1003.0358.",
         measured="An image of 32 x 32 takes 20.2 us with it, 2.2 us with crops and flips alone.",
         command="python scripts/bench_data.py jitter",
-        avoid="Images in which place, size or direction tell the classes apart, and short runs.",
+        avoid="Place, size or direction tell the classes apart, or the run is short.",
         audit="RandomAffine or RandomRotation of torchvision in __getitem__, one image at a time.",
         about=("augment/affine",),
     ),
@@ -173,15 +171,15 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="random resized crop",
         on=("augment.resized_crop=[0.5,1.0]",),
         off=("augment.resized_crop=null",),
-        why="An object is shown in another place, size and shape every epoch; the box is cut out first, "
-        "resized as bytes and normalised on the device, so that nothing that is not seen is worked on.",
+        why="Objects appear at a new place, size and shape every epoch; the box is cut first, resized as "
+        "bytes and normalised on the device, so no work is spent on pixels that are dropped.",
         claim="The standard of ImageNet since GoogLeNet: of boxes of 8 to 100 % of the area.",
         source="Szegedy et al. 2014, arXiv:1409.4842, section 6.",
         measured="JPEG files of 500 x 400 in 884 us each, against 2,199 us by PIL and torchvision's "
         "transforms.",
         command="python scripts/bench_data.py jpeg",
-        avoid="Short runs, which underfit anyway, images of a few dozen pixels a side, and classes that show "
-        "in one small place only.",
+        avoid="Short runs, which underfit anyway, images of a few dozen pixels, and classes that show in one"
+        " small place.",
         audit="RandomResizedCrop on PIL images, or ToTensor before a crop.",
         about=("augment/resized_crop",),
     ),
@@ -190,13 +188,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("data.decoder=nvjpeg",),
         off=("data.decoder=cpu",),
-        why="JPEG files go to the GPU as they are, a tenth of the bytes of their pixels, and are decoded, "
-        "cut and resized there, where the host's cores would be the limit.",
+        why="JPEG files are sent to the GPU compressed, at a tenth of the bytes, and decoded, cropped and "
+        "resized there when host cores are the bottleneck.",
         claim="The host's cores are left to other work; how much is gained depends on GPU and batch, and "
         "pixels differ from the host's by rounding.",
         source="NVIDIA, nvJPEG documentation; torchvision.io.decode_jpeg(..., device='cuda').",
-        avoid="Host cores are to spare, or the GPU is busy: decoding takes its time from training. A pack "
-        "costs less of either.",
+        avoid="Host cores are free, or the GPU is busy: decoding takes time from training. A pack costs less"
+        " of either.",
         audit="A GPU that waits for JPEG files while all cores decode.",
         needs=("cuda", "images"),
         trial=(
@@ -217,12 +215,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("augment.mixup=0.2",),
         off=("augment.mixup=0",),
-        why="A network trained on blends of two samples and of their targets, each by a share of its own, "
-        "remembers less by heart and generalises better at the same length.",
+        why="Training on blends of two samples and their targets reduces memorisation and generalises better"
+        " at the same length.",
         claim="PreAct ResNet-18 on CIFAR-10, 200 epochs: test error from 5.6 to 4.2 %; ResNet-50 on "
         "ImageNet: from 23.6 to 22.1 % over 200 epochs, but only from 23.5 to 23.3 % over 90.",
         source="Zhang, Cisse, Dauphin, Lopez-Paz 2018, arXiv:1710.09412.",
-        avoid="Short runs, which underfit anyway, and data in which a blend of two samples means nothing.",
+        avoid="Short runs, which underfit anyway, and data where a blend of two samples means nothing.",
         audit="An image classifier trained for tens of epochs whose training loss falls far below its "
         "validation loss.",
         about=("augment/mixup",),
@@ -231,12 +229,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="cutmix",
         on=("augment.cutmix=1",),
         off=("augment.cutmix=0",),
-        why="With a patch of another image in its place, elsewhere in every sample, a network cannot rely on "
-        "one part of an object alone.",
+        why="With a patch of another image pasted in, the network cannot rely on one part of an object.",
         claim="ResNet-50 on ImageNet, 300 epochs: top-1 error from 23.68 to 21.40 %; PyramidNet-200 on "
         "CIFAR-100: from 16.45 to 14.47 %.",
         source="Yun, Han, Oh, Chun, Choe, Yoo 2019, arXiv:1905.04899.",
-        avoid="Short runs, which underfit anyway, and images whose class shows in one small place only.",
+        avoid="Short runs, which underfit anyway, and images whose class shows in one small place.",
         audit="An image classifier trained for tens of epochs whose training loss falls far below its "
         "validation loss.",
         about=("augment/cutmix",),

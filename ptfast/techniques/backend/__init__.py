@@ -55,10 +55,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("backend.cudnn_benchmark=auto",),
         off=("backend.cudnn_benchmark=false",),
-        why="cuDNN times its kernels once for every shape of convolution and keeps the quickest.",
+        why="cuDNN times its kernels once per convolution shape and keeps the fastest.",
         claim="Quicker convolutions, for a search at every new shape; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Enable cuDNN auto-tuner'.",
-        avoid="Runs that have to repeat bit for bit, and inputs of many shapes, which turn it off.",
+        avoid="Runs that must repeat bit for bit, and inputs of many shapes, which turn it off.",
         audit="torch.backends.cudnn.benchmark is off while convolutions see few shapes.",
         needs=("cuda", "convolutions"),
         trial=("model=resnet20", "batch_size=32"),
@@ -67,8 +67,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="threads by cores",
         family="backend",
         kind="reordered",
-        why="Every rank computes on its share of the cores that nobody else keeps busy, of which torchrun "
-        "leaves it one.",
+        why="Each rank uses its share of the cores that nobody else keeps busy; torchrun would give it one.",
         claim="Up to as many times as a rank has cores; with more threads than cores they take turns.",
         source="PyTorch documentation, 'CPU threading'; torchrun sets OMP_NUM_THREADS=1.",
         avoid="Never; backend.threads and OMP_NUM_THREADS set the number.",
@@ -81,12 +80,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="exact",
         on=("backend.hold_memory=true",),
         off=("backend.hold_memory=false",),
-        why="Activations freed by one step serve the next, and the kernel need not take their pages away, "
-        "clear them and map them again; those it maps are huge, where it has such.",
+        why="Memory freed by one step is reused by the next, so the kernel need not unmap, clear and map "
+        "pages again; where available, the pages are huge.",
         claim="Allocators that reuse memory as much as possible do better than the default; the guide gives "
         "no figure.",
         source="PyTorch Performance Tuning Guide, 'Switch memory allocator'; mallopt(3), madvise(2).",
-        avoid="Other processes need what this one needs only at times, such as for a first large evaluation.",
+        avoid="Other processes need memory that this one uses only at times, for example in a large first "
+        "evaluation.",
         audit="Thousands of minor page faults a step, as getrusage counts them, on a CPU with glibc.",
         trial=("model=mlp", "model.hidden=[16]"),
     ),
@@ -98,14 +98,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("backend.flush_denormals=true",),
         off=("backend.flush_denormals=false",),
-        why="Moments of weights that have no gradient, such as of words that are rare, shrink below 1e-38 in "
-        "some 800 steps, where a CPU takes a hundred times as long for each operation.",
+        why="Moments of weights without gradients, such as embeddings of rare words, decay below 1e-38 "
+        "within about 800 steps, where each CPU operation takes a hundred times as long.",
         claim="Calculations with denormal values can be very slow; the documentation gives no figure.",
         source="PyTorch documentation of torch.set_flush_denormal; Intel 64 and IA-32 Architectures "
         "Optimization Reference Manual, 'Floating-point exceptions'.",
         measured="1.53x the samples a second in the last tenth of text_sst2, after 785 steps.",
         command="python scripts/bench_denormals.py",
-        avoid="Values below 1e-38 mean something in your model; and short runs gain nothing by it.",
+        avoid="Values below 1e-38 matter in your model; short runs gain nothing.",
         audit="A CPU's steps grow slower in the course of training, and torch.set_flush_denormal is off.",
         trial=("model=mlp", "model.hidden=[16]"),
     ),

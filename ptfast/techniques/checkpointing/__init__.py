@@ -91,46 +91,46 @@ TECHNIQUES: tuple[Technique, ...] = (
     _checkpointing(
         name="checkpointing of all blocks",
         on=("checkpointing=full",),
-        why="Blocks keep their input alone, which makes room for a larger batch or model, or for doing "
-        "without accumulation.",
+        why="Each block keeps only its input, which makes room for a larger batch or model or avoids "
+        "accumulation.",
         claim="A residual network of 1,000 layers on ImageNet in 7 GB instead of 48, for 30 % more time.",
         source="Chen, Xu, Zhang, Guestrin 2016, arXiv:1604.06174; torch.utils.checkpoint.",
         measured="ResNet-110 keeps 134 MiB instead of 513 for its backward pass, in 1.41 times the time.",
         command="python scripts/bench_memory.py resnet110",
-        avoid="Memory is not what limits the batch: then it only costs time.",
+        avoid="Memory does not limit the batch: then it only costs time.",
         audit="Memory runs out, or limits the batch, while activations take most of it.",
     ),
     _checkpointing(
         name="checkpointing of every n-th block",
         on=("checkpointing=every_n",),
-        why="Only as much is computed again as memory asks for.",
+        why="Recomputes only as many blocks as memory requires.",
         claim="A choice between all blocks and none; no figure is given.",
         source="torchtitan, activation checkpointing of every n-th layer.",
         measured="With every second block ResNet-110 keeps 324 MiB instead of 513, in 1.21 times the time.",
         command="python scripts/bench_memory.py resnet110",
-        avoid="Memory fits without it, or does not fit with it.",
+        avoid="The model fits without it, or does not fit even with it.",
         audit="Memory is short by a part of what `full` saves.",
     ),
     _checkpointing(
         name="selective checkpointing",
         on=("checkpointing=selective",),
-        why="Norms, activations and dropout take much of the memory and little of the arithmetic: their "
-        "results alone are computed again.",
+        why="Norms, activations and dropout hold much of the memory but little of the arithmetic, so only "
+        "they are recomputed.",
         claim="Large transformers on A100s, with sequence parallelism beside it: a fifth of the memory of"
         " activations, at over 90 % less than the time that computing whole layers again takes.",
         source="Korthikanti et al. 2022, arXiv:2205.05198; the choice by operation is that of torch.utils."
         "checkpoint.create_selective_checkpoint_contexts.",
         measured="ResNet-110 keeps 386 MiB instead of 513 for its backward pass, in 1.19 times the time.",
         command="python scripts/bench_memory.py resnet110",
-        avoid="Launches or Python bound the step: every operation of a block passes through Python twice.",
+        avoid="Launches or Python are the bottleneck: every operation of a block goes through Python twice.",
         audit="Checkpointing of whole blocks where matrix products make up most of the forward pass.",
     ),
     _checkpointing(
         name="memory budget of the compiler",
         kind="reordered",
         on=("compile=model", "checkpointing=budget"),
-        why="The compiler sees the whole graph, and computes again what costs least for the memory it frees, "
-        "within fused kernels.",
+        why="The compiler sees the whole graph and recomputes, inside fused kernels, whatever frees the most"
+        " memory for the least work.",
         claim="A transformer takes 50 % less memory by computing pointwise operations alone again.",
         source="PyTorch blog, March 2025, 'Current and New Activation Checkpointing Techniques in PyTorch'.",
         measured="A compiled GPT of 12 blocks keeps 209 MiB instead of 418 at a budget of 0.5, in 0.98 of "

@@ -107,62 +107,63 @@ TECHNIQUES: tuple[Technique, ...] = (
     _compile(
         name="compiled elementwise chains",
         on=("compile=pointwise",),
-        why="Elementwise operations wait for memory, and a chain of them in one kernel reads and writes its "
+        why="Elementwise operations are bound by memory; a chain fused into one kernel reads and writes its "
         "tensors once.",
         claim="Memory read and written once for a chain, which counts where activations or losses are "
         "written by hand; no figure is given.",
         source="PyTorch Performance Tuning Guide, 'Fuse operations'; torch.compile.",
-        avoid="Activations are torch's own: a single kernel each, with nothing to fuse. compile=model does "
+        avoid="Activations are torch's own, a single kernel each with nothing to fuse. compile=model does "
         "more wherever it works.",
         audit="Several elementwise operations in a row, such as an activation or a loss written by hand.",
     ),
     _compile(
         name="compiled blocks",
         on=("compile=blocks",),
-        why="Blocks become few fused kernels launched by little Python, and those of one class and shape "
+        why="Each block becomes a few fused kernels with little Python between them, and identical blocks "
         "are compiled once.",
         claim="Nearly the speed of a compiled model in many cases, for compiling one block in the place "
         "of all.",
         source="PyTorch tutorial 'Reducing torch.compile cold start compilation time with regional "
         "compilation'.",
-        avoid="Few blocks are alike, or the run is shorter than compiling. Dropout draws other masks than "
-        "without a compiler.",
+        avoid="Few blocks are identical, or the run is shorter than compiling. Dropout draws different masks"
+        " than without a compiler.",
         audit="A model of repeated blocks that runs for hours without a compiler.",
     ),
     _compile(
         name="compiled model",
         on=("compile=model",),
-        why="Few fused kernels read and write memory less often, and little Python launches them.",
+        why="Fused kernels touch memory less often and need little Python to launch.",
         claim="A geometric mean of 1.41 times in training over more than 180 models on an A100.",
         source="Ansel et al. 2024, 'PyTorch 2', ASPLOS.",
         measured="On one CPU thread a GPT of 12 blocks takes 1,777 ms a step instead of 1,283, with a peak "
         "of 436 MiB instead of 630.",
         command="python scripts/bench_memory.py gpt --compile --batch-size 4",
-        avoid="The run is shorter than compiling, or shapes change all the time. Dropout draws other masks "
-        "than without a compiler.",
+        avoid="The run is shorter than compiling, or shapes change all the time. Dropout draws different "
+        "masks than without a compiler.",
         audit="A run of hours on a GPU without a compiler.",
     ),
     _compile(
         name="compiled into CUDA graphs",
         on=("compile=reduce_overhead",),
-        why="A whole forward or backward pass is launched as one; small kernels do not wait for the host.",
+        why="A whole forward or backward pass is launched at once, so small kernels do not wait for the "
+        "host.",
         claim="Much where kernels are small and little where they are large.",
         source="PyTorch blog 2021, 'Accelerating PyTorch with CUDA Graphs'; torch.compile, mode "
         "reduce-overhead.",
-        avoid="Steps have several micro-batches (refused: each would overwrite the gradients of the last) "
-        "or memory is short: graphs keep their own.",
+        avoid="Steps have several micro-batches (refused: each would overwrite the last one's gradients), or"
+        " memory is short: graphs keep their own.",
         audit="Idle gaps between the kernels of a GPU in a trace, or a small batch.",
         needs=("cuda", "compiler"),
     ),
     _compile(
         name="autotuned kernels",
         on=("compile=max_autotune",),
-        why="Of many kernels for each matrix product and convolution the quickest is taken, and CUDA graphs "
+        why="The fastest of many kernels is chosen for each matrix product and convolution, and CUDA graphs "
         "launch them.",
         claim="What the choice gives over a compiled model, for minutes of compiling; no figure is given.",
         source="torch.compile, mode max-autotune.",
-        avoid="Bits must repeat: where the compiler's cache is gone, a resumed run times its kernels anew "
-        "and may choose others.",
+        avoid="Bits must repeat: without the compiler's cache a resumed run times its kernels again and may "
+        "choose others.",
         audit="A compiled model that will run for a day.",
     ),
     _compile(
@@ -170,11 +171,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="exact",
         on=("compile.keep=true",),
         off=("compile.keep=false",),
-        why="Code that has been made once is read from a folder that outlives a restart, another node and "
-        "/tmp, and is not made again.",
+        why="Compiled code is cached in a folder that survives restarts, other nodes and a wiped /tmp.",
         claim="A warm start skips all of the compiler but its front; no figure is given.",
         source="PyTorch tutorial 'Compile Time Caching in torch.compile'.",
-        avoid="The cache folder lies on a slow network, or TORCHINDUCTOR_CACHE_DIR names a better place.",
+        avoid="The cache folder is on a slow network, or TORCHINDUCTOR_CACHE_DIR names a better place.",
         audit="Compiled runs that are preempted, or whose containers are new every time.",
         trial=("compile=model", *_TRIAL),
         alternatives=None,

@@ -72,15 +72,15 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("curriculum=image_size",),
         off=("curriculum=none",),
-        why="A convolution's work falls with the square of the side, and what is learned first is learned "
-        "on small images too.",
+        why="The cost of a convolution falls with the square of the image side, and what is learned first "
+        "can be learned on small images.",
         claim="With other changes, ResNet-50 on ImageNet to 93 % top-5 accuracy in 18 minutes on 16 "
         "machines of 8 V100 (2018), with images of 128, then 224, then 288 pixels; EfficientNetV2 trains "
         "with it in less time to a higher accuracy, where regularisation grows with the images.",
         source="Howard, Shaw, Bulatov and others, fast.ai's entries to DAWNBench, 2018; Tan, Le 2021, "
         "arXiv:2104.00298.",
-        avoid="Models of one fixed size (an MLP, a plain ViT), images whose detail is what matters, and "
-        "compiled models, which are compiled anew for every size.",
+        avoid="Models of one fixed size (an MLP, a plain ViT), images whose fine detail matters, and "
+        "compiled models, which recompile for every size.",
         audit="Images of 128 pixels or more and a convolutional model trained at full size for many epochs.",
         needs=("images", "convolutions"),
         trial=("model=resnet_digits", "optimizer.lr=0.005"),
@@ -91,13 +91,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("curriculum.length_from=auto",),
         off=("curriculum.length_from=null",),
-        why="Short sequences cost less and keep the first steps stable, so that larger batches and "
-        "learning rates can be used.",
+        why="Short sequences are cheaper and keep early steps stable, which allows larger batches and rates.",
         claim="GPT-2 of 117 million and 1.5 billion parameters: up to 2.2 times fewer tokens and "
         "3.7 times less time, with 8 times larger batches and 4 times larger learning rates, which are not "
         "stable without it.",
         source="Li, Zhang, He 2022, arXiv:2108.06084.",
-        avoid="Short contexts and stable runs, in which only the tokens that are cut off are lost.",
+        avoid="Short contexts and stable runs, where cutting tokens only loses data.",
         audit="Language modelling with contexts of 1,024 tokens or more whose first steps need a long "
         "warm-up or a small learning rate.",
         about=("curriculum/sequence_length",),
@@ -119,14 +118,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("curriculum=batch_size",),
         off=("curriculum=none",),
-        why="Small batches make more steps out of the same samples while gradients are large against their "
-        "noise, and large ones run faster once they are not.",
+        why="While gradients are large compared with their noise, small batches get more steps out of the "
+        "same samples; later, large batches run faster.",
         claim="Batches that grow where the learning rate would fall give the same curves in fewer steps: "
         "ResNet-50 on ImageNet to 76.1 % in under 30 minutes (Smith et al.); the batch size that is"
         " worth its samples rises in the course of training (McCandlish et al.).",
         source="Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish, Kaplan, Amodei and others "
         "2018, arXiv:1812.06162.",
-        avoid="Batches that are small already, or of a size found to be the fastest for the machine.",
+        avoid="Batches that are already small, or of the size found to be fastest on this machine.",
         audit="Batches of thousands of samples from the first step on, and an early loss that falls no "
         "faster than with smaller ones.",
     ),

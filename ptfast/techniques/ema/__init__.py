@@ -56,7 +56,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     _evaluation(
         name="inference mode",
         kind="exact",
-        why="Nothing is kept for a backward pass that never comes, nor counted for views and versions.",
+        why="Nothing is recorded for a backward pass that never comes, and no views or versions are tracked.",
         claim="Activations are freed at once, and less is recorded of every operation than under no_grad.",
         source="torch.inference_mode, documentation.",
         avoid="Never.",
@@ -65,11 +65,11 @@ TECHNIQUES: tuple[Technique, ...] = (
     _evaluation(
         name="larger evaluation batches",
         kind="reordered",
-        why="Without gradients there is room for more samples in a forward pass, of which fewer are needed.",
+        why="Without gradients memory has room for larger batches, so fewer are needed.",
         claim="As much as kernels gain by it; no figure is given.",
         source="PyTorch Performance Tuning Guide, 'Disable gradient calculation for validation or "
         "inference'.",
-        avoid="Memory is short: eval.batch_size sets it.",
+        avoid="Memory is short: set eval.batch_size.",
         audit="Evaluation at the batch size of training on a device that is not full.",
     ),
     _evaluation(
@@ -77,11 +77,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("eval.last=pad",),
         off=("eval.last=keep",),
-        why="A split's last batch comes at the size of the others, with stand-ins that count for nothing, so "
-        "that no kernel is searched for another shape.",
+        why="The last batch of a split is padded to full size with samples of weight 0, so no kernel is "
+        "searched for a second shape.",
         claim="Saves that search, once for each split that does not divide; a full batch is computed for it.",
         source="As a padded last batch does in training, with what the stand-ins give left out.",
-        avoid="Kernels are not searched by trying, or a split is much smaller than eval.batch_size.",
+        avoid="Kernels are not searched, or the split is much smaller than eval.batch_size.",
         audit="cudnn.benchmark and a held-out split that the batch size does not divide.",
         trial=("model=mlp", "model.hidden=[16]"),
     ),
@@ -89,10 +89,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="test-time flip",
         on=("eval.flip=true",),
         off=("eval.flip=false",),
-        why="Two looks at an image err less than one, which saves epochs for the same accuracy.",
+        why="Averaging two views of an image is more accurate than one, which saves epochs at the same "
+        "accuracy.",
         claim="airbench's 94 % on CIFAR-10 is counted with it. The forward passes of evaluations double.",
         source="Jordan 2024, arXiv:2404.00498.",
-        avoid="Left and right mean something, as in text or digits, or evaluations take long.",
+        avoid="Left and right mean something, as in text or digits, or evaluation takes long.",
         audit="Images that were mirrored in training and are not in evaluation.",
         needs=("images",),
         trial=("model=mlp", "model.hidden=[16]", *_RATE),
@@ -101,13 +102,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="test-time shift",
         on=("eval.shift=1",),
         off=("eval.shift=0",),
-        why="A network that strides tells an image moved by a pixel from the image, and several looks err "
-        "less than one, which saves epochs for the same accuracy.",
+        why="A network with strides sees an image moved by a pixel differently; averaging several views is "
+        "more accurate, which saves epochs at the same accuracy.",
         claim="airbench's 94 % on CIFAR-10 is counted with it, beside the flip. The forward passes of "
         "evaluations treble.",
         source="Jordan 2024, arXiv:2404.00498; KellerJordan/cifar10-airbench.",
-        avoid="A single pixel matters, as in the 8 x 8 of digits, outputs are pixels (refused), or "
-        "evaluations take long.",
+        avoid="A single pixel matters, as in 8 x 8 digits, outputs are pixels (refused), or evaluation takes"
+        " long.",
         audit="Images that were cropped at random in training and are looked at once in evaluation.",
         needs=("images",),
         trial=("model=mlp", "model.hidden=[16]", *_RATE),
@@ -116,11 +117,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="moving average of the weights",
         on=("ema=ema",),
         off=("ema=none",),
-        why="The average of the last steps is where a lower rate would have led, at once.",
+        why="The average of recent weights is about where a lower learning rate would have led, without the "
+        "extra steps.",
         claim="How Inception-v3 is evaluated on ImageNet; its own share is not given.",
         source="Polyak, Juditsky 1992, 'Acceleration of Stochastic Approximation by Averaging'; Szegedy et"
         " al. 2015, arXiv:1512.00567, section 8.",
-        avoid="Memory for a copy of the weights is short; runs of fewer steps than 1 / (1 - ema.decay).",
+        avoid="Memory has no room for a copy of the weights, or the run has fewer steps than 1 / (1 - "
+        "ema.decay).",
         audit="Figures that jump from evaluation to evaluation.",
         alternatives="average of the weights",
         trial=_RATE,
@@ -129,13 +132,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="stochastic weight averaging",
         on=("ema=swa", "ema.swa_every=5steps"),
         off=("ema=none", "ema.swa_every=1epochs"),
-        why="Weights that wander at a rate that stays high surround a minimum wider than any of them has "
-        "found; their mean lies within it.",
+        why="At a rate that stays high, the weights wander around a wide minimum; their mean lies inside it.",
         claim="At the same length VGG-16 and ResNet-164 come to 73.9 and 79.8 % on CIFAR-100, where SGD "
         "comes to 72.6 and 78.5 %; pretrained ResNets gain more than half a point on ImageNet in "
         "ten more epochs.",
         source="Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407.",
-        avoid="The rate falls to nothing by the end: the weights do not wander any more.",
+        avoid="The rate falls to zero by the end: the weights no longer wander.",
         audit="A constant or cyclic rate whose last weights are used.",
         alternatives="average of the weights",
         trial=_RATE,

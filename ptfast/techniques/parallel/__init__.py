@@ -242,11 +242,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("parallel=ddp",),
         off=("parallel=single",),
-        why="Every rank takes a share of the batch, and gradients are averaged while backward still runs.",
+        why="Each rank takes a share of the batch, and gradients are averaged while backward is still "
+        "running.",
         claim="Nearly linear scaling to 256 GPUs, well configured (Li et al.).",
         source="Li et al. 2020, arXiv:2006.15704",
-        avoid="Ranks that share one device or its cores, or shares so small that gradients take longer to "
-        "send than to make.",
+        avoid="Ranks that share one device or its cores, or shares so small that sending gradients takes "
+        "longer than computing them.",
         audit="More than one visible GPU and parallel=single.",
         alternatives="parallel",
         trial=("micro_batches=2",),
@@ -256,12 +257,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("parallel=fsdp",),
         off=("parallel=single",),
-        why="Each rank keeps a share of weights, gradients and optimizer state and gathers weights block by "
-        "block, so that larger models and micro-batches fit.",
+        why="Each rank keeps a share of the weights, gradients and optimizer state and gathers weights block"
+        " by block, so larger models and micro-batches fit.",
         claim="Comparable to the speed of DDP, with significantly larger models and nearly linear scaling "
         "(Zhao et al.).",
         source="Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054",
-        avoid="Models that fit a device several times over: ranks send half as much again as with ddp.",
+        avoid="The model fits on a device several times over: ranks send half as much again as with ddp.",
         audit="Several GPUs, and a model whose weights, gradients and optimizer state take most of one.",
         alternatives="parallel",
         trial=("micro_batches=2",),
@@ -271,10 +272,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="exact",
         on=("parallel.gradient_as_bucket_view=true",),
         off=("parallel.gradient_as_bucket_view=false",),
-        why="Gradients are made in the buffers that are sent: one copy of them less, in time and memory.",
+        why="Gradients are written directly into the communication buffers, which saves a copy in time and "
+        "memory.",
         claim="Saves memory of the size of all gradients (PyTorch's documentation).",
         source="PyTorch, torch.nn.parallel.DistributedDataParallel",
-        avoid="Code of one's own that detaches gradients in place.",
+        avoid="Your code detaches gradients in place.",
         audit="parallel.gradient_as_bucket_view=false under ddp.",
     ),
     _parallel(
@@ -282,11 +284,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("parallel.bucket_mb=100",),
         off=("parallel.bucket_mb=25",),
-        why="Fewer, larger messages waste less time on latency; smaller ones start earlier in backward.",
+        why="Fewer, larger messages lose less to latency; smaller ones start earlier during backward.",
         claim="The best size depends on the model, the network and the number of GPUs (Li et al.); 25 MB is "
         "PyTorch's default.",
         source="Li et al. 2020, arXiv:2006.15704",
-        avoid="Fast interconnects, where the default of 25 MB is seldom what steps wait for.",
+        avoid="Fast interconnects, where steps rarely wait for the default of 25 MB.",
         audit="A trace in which short reductions follow one another, or a long one ends well after backward.",
     ),
     _parallel(
@@ -294,12 +296,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="exact",
         on=("parallel.static_graph=true",),
         off=("parallel.static_graph=false",),
-        why="DDP records in the first step which parameters are used in which order, and looks no more.",
+        why="DDP records once which parameters are used in which order and stops checking.",
         claim="Spares the walk over the graph that unused parameters otherwise take in every step; with all "
         "parameters used, little.",
         source="PyTorch, torch.nn.parallel.DistributedDataParallel",
-        avoid="Models whose steps use different parameters, and steps of several micro-batches a rank, which "
-        "torch does not take with it.",
+        avoid="Models that use different parameters from step to step, and several micro-batches per rank, "
+        "which torch does not support with it.",
         audit="parallel.unused_parameters=true and a model that leaves out the same ones in every step.",
     ),
     _parallel(
@@ -307,10 +309,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reduced",
         on=("parallel.compression=bf16",),
         off=("parallel.compression=none",),
-        why="Half the bytes of float32 cross between ranks.",
+        why="Ranks exchange half the bytes of float32.",
         claim="At most twice the speed, where steps wait for the network alone.",
         source="PyTorch, ddp_comm_hooks.default_hooks.bf16_compress_hook",
-        avoid="One machine with NVLink, where gradients are sent while backward runs anyway.",
+        avoid="One machine with NVLink, where communication already overlaps with backward.",
         audit="Ranks that wait for reductions after backward, with float32 gradients.",
         alternatives="compression",
         drift=0.01,
@@ -320,10 +322,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reduced",
         on=("parallel.compression=fp16",),
         off=("parallel.compression=none",),
-        why="Half the bytes of float32 cross between ranks, with three bits more than bf16 has.",
+        why="Ranks exchange half the bytes of float32, with three more bits than bf16.",
         claim="At most twice the speed, where steps wait for the network alone.",
         source="PyTorch, ddp_comm_hooks.default_hooks.fp16_compress_hook",
-        avoid="Gradients above 65,504 or below 6e-8, which fp16 does not hold.",
+        avoid="Gradients above 65,504 or below 6e-8, which fp16 cannot represent.",
         audit="Ranks that wait for reductions after backward, with float32 gradients.",
         alternatives="compression",
         drift=0.01,
@@ -333,11 +335,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reduced",
         on=("parallel.compression=powersgd", "parallel.powersgd_start=2"),
         off=("parallel.compression=none", "parallel.powersgd_start=1000"),
-        why="Two thin matrices cross between ranks for each gradient, and what they miss is sent later.",
+        why="Ranks exchange two thin matrices per gradient and send the approximation error later.",
         claim="ResNet-18 on CIFAR-10, 16 GPUs over 10 Gbit/s Ethernet: about a quarter less time per batch "
         "at rank 2 and the same test accuracy (Vogels et al.).",
         source="Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727",
-        avoid="Fast networks, and memory that has no room for one more copy of the gradients.",
+        avoid="Fast networks, or no memory for one more copy of the gradients.",
         audit="Machines joined by Ethernet, whose steps take much longer than those of one machine.",
         alternatives="compression",
         drift=0.1,
@@ -347,11 +349,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("parallel.sync_batchnorm=true",),
         off=("parallel.sync_batchnorm=false",),
-        why="Statistics of a few samples a rank are noise; those of all ranks let small shares train as one "
-        "large batch does.",
+        why="Statistics over a few samples per rank are noisy; computed over all ranks, small shares train "
+        "like one large batch.",
         claim="Lets detectors with 2 images a GPU train in batches of 256 (Peng et al.).",
         source="Ioffe, Szegedy 2015, arXiv:1502.03167; Peng et al. 2018, MegDet, arXiv:1711.07240",
-        avoid="Shares of 32 samples or more: every layer makes all ranks wait twice.",
+        avoid="32 or more samples per rank: every layer makes all ranks wait twice.",
         audit="A model with BatchNorm and fewer than 16 samples in each rank's micro-batch.",
         needs=("ranks", "batchnorm"),
         trial=(*_DDP, "optimizer.lr=0.01"),

@@ -73,46 +73,48 @@ TECHNIQUES: tuple[Technique, ...] = (
     _precision(
         name="mixed precision",
         on=("precision=amp",),
-        why="Half-width numbers halve memory traffic and go through matrix units, chosen by device.",
+        why="Half-precision numbers halve memory traffic and use matrix units; the format is chosen by "
+        "device.",
         claim="1.5 to 5.5x over float32 on V100s, and 1.3 to 2.5x more on A100s, on a variety of networks.",
         source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should "
         "Know About Mixed Precision Training in PyTorch'.",
-        avoid="A loss that needs float32 throughout; a CPU without bf16 instructions stays at fp32.",
+        avoid="The loss needs float32 throughout; CPUs without bf16 instructions stay at fp32.",
         audit="A forward pass outside torch.autocast on a device with matrix units.",
         needs=("half",),
     ),
     _precision(
         name="bfloat16 autocast",
         on=("precision=bf16",),
-        why="Half-width products with the range of float32, so that no gradient needs scaling.",
+        why="Half-precision products with the range of float32, so gradients need no scaling.",
         claim="The results of float32 in as many steps, at the same settings, in several fields.",
         source="Kalamkar et al. 2019, arXiv:1905.12322.",
         measured="On a CPU that multiplies bfloat16, `resnet_cifar` trains on 784 samples/s with "
         "preset=fast, which has it, and on 581 with preset=safe.",
         command="python scripts/bench_switches.py resnet_cifar",
-        avoid="The hardware has no bf16, where it is emulated and slow.",
+        avoid="The hardware emulates bf16, which is slow.",
         audit="A forward pass outside torch.autocast on a device with bf16.",
         needs=("bf16",),
     ),
     _precision(
         name="float16 autocast",
         on=("precision=amp_fp16",),
-        why="Half-width products with three bits more than bf16; scaling the loss makes up for the range.",
+        why="Half-precision products with three more bits than bf16; loss scaling makes up for the smaller "
+        "range.",
         claim="1.5 to 5.5x over float32 on V100s, on a variety of networks.",
         source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should "
         "Know About Mixed Precision Training in PyTorch'.",
-        avoid="Where bf16 is as fast: steps whose scaled gradients overflow are lost.",
+        avoid="bf16 is as fast: steps whose scaled gradients overflow are lost.",
         audit="bf16 on a GPU before Ampere, or a GradScaler beside an optimizer that is not fused.",
         needs=("fp16",),
     ),
     _precision(
         name="bfloat16 weights",
         on=("precision=bf16_true",),
-        why="Weights, gradients and optimizer state take half the memory, and no step converts them.",
+        why="Weights, gradients and optimizer state take half the memory, and no step casts them.",
         claim="Half of float32's memory; rounding to the nearest cancels small updates, which can cost "
         "accuracy.",
         source="Zamirai et al. 2020, arXiv:2010.06192.",
-        avoid="Small learning rates: a bf16 weight takes no change below about 1/256 of its size.",
+        avoid="Small learning rates: a bf16 weight ignores changes below about 1/256 of its value.",
         audit="A model that fits into memory only in half width, trained with autocast.",
         needs=("bf16",),
         drift=0.02,
@@ -121,13 +123,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="float8 products",
         on=("precision.float8=true",),
         off=("precision.float8=false",),
-        why="Matrix units multiply numbers of 8 bits twice as fast as those of 16, and linear layers are "
-        "most of a large transformer.",
+        why="Matrix units multiply 8-bit numbers twice as fast as 16-bit ones, and linear layers dominate a "
+        "large transformer.",
         claim="Up to 1.25 times the throughput of compiled bfloat16 for 8 billion parameters on 8 GPUs, up "
         "to 1.5 times for 405 billion on 512.",
         source="torchao documentation, 'Quantized Training'; Micikevicius et al. 2022, arXiv:2209.05433.",
-        avoid="Layers are narrower than some thousand channels, or nothing is compiled: scaling and rounding "
-        "then cost more than the products save.",
+        avoid="Layers have fewer than some thousand channels, or nothing is compiled: scaling and rounding "
+        "then cost more than they save.",
         audit="A transformer of a billion parameters or more in bfloat16 on a GPU of capability 8.9 or "
         "later.",
         needs=("float8",),
@@ -138,10 +140,10 @@ TECHNIQUES: tuple[Technique, ...] = (
     _precision(
         name="TF32",
         on=("precision=tf32",),
-        why="Tensor cores take float32 inputs rounded to 10 bits and sum in float32.",
+        why="Tensor cores take float32 inputs rounded to 10 bits and accumulate in float32.",
         claim="156 against 19.5 TFLOP/s at peak on an A100; torch by itself uses it in convolutions only.",
         source="NVIDIA's data sheet of the A100; PyTorch notes, 'CUDA semantics'.",
-        avoid="Products that need more than three digits, as in linear algebra on ill-conditioned matrices.",
+        avoid="Products that need more than three digits, such as ill-conditioned linear algebra.",
         audit="torch.get_float32_matmul_precision() is 'highest' on a GPU of capability 8.0 or later.",
         about=("precision/fp32",),
         needs=("nvidia_tf32",),
@@ -152,11 +154,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("precision.matmul_precision=auto",),
         off=("precision.matmul_precision=highest",),
-        why="On some CPUs torch's setting `medium` is another library, quicker at full precision.",
+        why="On some CPUs torch's `medium` setting selects another library that is faster at full precision.",
         claim="As much as the CPU's quicker kind gives, which is timed before it is taken; no "
         "figure is given.",
         source="PyTorch documentation of torch.set_float32_matmul_precision.",
-        avoid="Layers of some 64 features, whose products are too short for it.",
+        avoid="Layers with about 64 features, whose products are too small for it.",
         audit="Large float32 Linear layers on a CPU at the setting `highest`.",
         trial=_SMALL,
     ),

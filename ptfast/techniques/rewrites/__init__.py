@@ -34,8 +34,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("rewrites.channels_last=true",),
         off=("rewrites.channels_last=false",),
-        why="Convolution kernels read all channels of a pixel together, so that the default layout is "
-        "converted back and forth around each of them.",
+        why="Convolution kernels read all channels of a pixel together; the default layout is converted back"
+        " and forth around each of them.",
         claim="8 to 35 % on Volta GPUs, 26 to 76 % on Intel's CPUs since Ice Lake (PyTorch); over 796 "
         "models under AMP on an RTX 3090 the median is 1.11 times, ResNet-50 1.47, ViT 1.0 and "
         "RegNetY 0.38 (timm's tables).",
@@ -53,13 +53,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("rewrites.bias_before_norm=false",),
         off=("rewrites.bias_before_norm=true",),
-        why="A BatchNorm subtracts the mean and any bias with it, so that adding the bias and summing its "
-        "gradient are passes over activations for nothing.",
+        why="BatchNorm subtracts the mean and with it any bias, so adding the bias and reducing its gradient"
+        " are wasted passes over the activations.",
         claim="Some memory-bound kernels fewer for each such layer; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Disable bias for convolutions directly followed by a "
         "batch norm'; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.",
-        avoid="A pattern of optimizer.groups names such a bias, or it is to train on after its norm has been "
-        "frozen.",
+        avoid="A pattern in optimizer.groups names such a bias, or the bias should keep training after its "
+        "norm is frozen.",
         audit="A convolution or linear layer with a bias, whose output goes to one BatchNorm alone.",
         about=("rewrites/default",),
         needs=("batchnorm",),
@@ -71,8 +71,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("rewrites.chunked_loss=true",),
         off=("rewrites.chunked_loss=false",),
-        why="The logits of all tokens, their softmax and its gradient are the largest activations of a "
-        "model with a large vocabulary, and are never there at once.",
+        why="With a large vocabulary, the logits, their softmax and its gradient are the largest "
+        "activations; in chunks they never exist all at once.",
         claim="The memory of the loss of Gemma 2 (2B) falls from 24 GB to 1 MB, at the same speed, by "
         "kernels of the source's own; without them it pays where there are more tokens than channels, and "
         "more words in the vocabulary than channels.",

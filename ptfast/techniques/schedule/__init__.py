@@ -69,50 +69,49 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="warm-up",
         on=("schedule.warmup=20%",),
         off=("schedule.warmup=0",),
-        why="The first steps, along gradients that change fast, are short; the rate that follows can be "
-        "higher.",
+        why="The first steps are short while gradients change quickly, which allows a higher rate "
+        "afterwards.",
         claim="Without it ResNet-50 at a batch of 8,192 loses accuracy; with it, it has that of 256.",
         source="Goyal et al. 2017, arXiv:1706.02677.",
-        avoid="The schedule begins low of itself, as one cycle and triangles do.",
+        avoid="The schedule already starts low, as one cycle and triangular schedules do.",
         audit="A loss that jumps up in the first hundred steps at a high rate.",
         alternatives=None,
     ),
     _schedule(
         name="one cycle",
         on=("schedule=onecycle",),
-        why="Rates far above what a constant one could bear regularise in the middle of the run, so that a "
-        "shorter one is enough.",
+        why="A very high rate in the middle of the run acts as regularisation, so a shorter run is enough.",
         claim="ResNet-56 on CIFAR-10: 92.4 % after 10,000 iterations, 90.3 % in steps after 80,000 (Smith's "
         "logs); the fair comparison, steps over as short a run, is not among them.",
         source="Smith, Topin 2018, arXiv:1708.07120; Smith 2018, arXiv:1803.09820.",
-        avoid="The length of the run is not known beforehand.",
+        avoid="The length of the run is not known in advance.",
         audit="A constant rate, or one divided now and then, over many epochs.",
     ),
     _schedule(
         name="one cycle as in torch",
         on=("schedule=onecycle_torch",),
-        why="One cycle with a shorter rise from a lower rate and a long fall along a cosine.",
+        why="One cycle with torch's shape: a shorter rise from a lower rate, then a long cosine decay.",
         claim="fast.ai's variant, which its authors found better than two equal phases; no figure is given.",
         source="torch.optim.lr_scheduler.OneCycleLR, whose defaults it takes.",
-        avoid="The length of the run is not known beforehand.",
+        avoid="The length of the run is not known in advance.",
         audit="A constant rate, or one divided now and then, over many epochs.",
     ),
     _schedule(
         name="cycled momentum",
         on=("schedule=onecycle", "schedule.momentum_max=0.95", "schedule.momentum_min=0.85"),
         off=("schedule=onecycle", "schedule.momentum_max=null", "schedule.momentum_min=null"),
-        why="A low momentum where the rate is high keeps the steps from growing twice, so that the rate can "
-        "be higher.",
+        why="Lower momentum while the rate is high keeps the effective step size in check, which allows a "
+        "higher rate.",
         claim="Part of one cycle: as good as the best constant momentum, and stable at higher rates.",
         source="Smith 2018, arXiv:1803.09820, section 4.3.",
-        avoid="The optimizer has no momentum: the panel then says that it is not cycled.",
+        avoid="The optimizer has no momentum; the panel then says that it is not cycled.",
         audit="One cycle with a constant momentum.",
         alternatives=None,
     ),
     _schedule(
         name="cyclical learning rate",
         on=("schedule=cyclic",),
-        why="Rates between two bounds leave plateaus behind and spare the search for the one best rate.",
+        why="Cycling between two bounds escapes plateaus and avoids searching for the one best rate.",
         claim="CIFAR-10: 81.4 % after 25,000 iterations, where a fixed rate took 70,000.",
         source="Smith 2017, arXiv:1506.01186.",
         avoid="The length of the run is known: one cycle does better.",
@@ -121,7 +120,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     _schedule(
         name="cosine",
         on=("schedule=cosine",),
-        why="The rate is high while there is far to go, and nothing by the end, however long the run.",
+        why="The rate is high early on and reaches zero at the end, whatever the length of the run.",
         claim="As good as tuned steps without steps to tune; the restarts that the paper adds are left out.",
         source="Loshchilov, Hutter 2017, arXiv:1608.03983.",
         avoid="The run is to be extended later.",
@@ -130,8 +129,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     _schedule(
         name="linear decay",
         on=("schedule=linear",),
-        why="The rate falls to nothing in a straight line, so that no step is taken at a rate too high for "
-        "its place.",
+        why="The rate falls to zero in a straight line, so the last steps are small enough to settle.",
         claim="Better overall than the other usual schedules, cosine included, on ten problems of deep "
         "learning.",
         source="Defazio, Cutkosky, Mehta, Mishchenko 2023, arXiv:2310.07831.",
@@ -141,18 +139,18 @@ TECHNIQUES: tuple[Technique, ...] = (
     _schedule(
         name="warm-up, stable, decay",
         on=("schedule=wsd",),
-        why="The rate stays high for longer than a cosine's, and a state from before the decay serves runs "
-        "of every length.",
+        why="The rate stays high for longer than with a cosine, and a state from before the decay can be "
+        "continued to any length.",
         claim="With a decay over 10 to 20 % of the run about as good as a cosine of the same length on "
         "language models; a decay of one minus the root is better than a straight line.",
         source="Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.",
-        avoid="The weights are used before the decay: a rate that falls throughout gives better ones.",
+        avoid="You use weights from before the decay: a rate that falls throughout gives better ones.",
         audit="Several cosine runs of different lengths from the same start.",
     ),
     _schedule(
         name="polynomial decay",
         on=("schedule=polynomial",),
-        why="The rate falls fast at first and slowly to nothing at the end.",
+        why="The rate falls quickly at first and slowly towards zero at the end.",
         claim="Used with LARS at large batches with power 2, with LAMB with power 1, and for segmentation"
         " with power 0.9.",
         source="You, Gitman, Ginsburg 2017, arXiv:1708.03888; You et al. 2020, arXiv:1904.00962; Chen et "
@@ -163,19 +161,19 @@ TECHNIQUES: tuple[Technique, ...] = (
     _schedule(
         name="steps at milestones",
         on=("schedule=multistep",),
-        why="The loss falls by a step each time the rate is divided, as noise that kept it up goes away.",
+        why="Each cut in the rate removes the gradient noise that kept the loss up.",
         claim="How the ResNets were trained: 91.25 % with ResNet-20 on CIFAR-10.",
         source="He, Zhang, Ren, Sun 2015, arXiv:1512.03385.",
-        avoid="A shorter run at the same accuracy is wanted: one cycle or a straight line need fewer steps.",
+        avoid="You want the same accuracy sooner: one cycle or linear decay need fewer steps.",
         audit="A constant rate.",
     ),
     _schedule(
         name="steps at equal distances",
         on=("schedule=step",),
-        why="The same without milestones to find.",
+        why="The same with cuts at a fixed interval, so there are no milestones to find.",
         claim="As its relative; the 30 epochs of torchvision's and PyTorch's ImageNet example.",
         source="torch.optim.lr_scheduler.StepLR; pytorch/examples, imagenet.",
-        avoid="A shorter run at the same accuracy is wanted: one cycle or a straight line need fewer steps.",
+        avoid="You want the same accuracy sooner: one cycle or linear decay need fewer steps.",
         audit="A constant rate.",
     ),
 )
