@@ -65,7 +65,7 @@ class Stretches:
         }
 
     def warm_up(self, most_s: float) -> dict[str, Any]:
-        """Train until the time of a step no longer falls, for `most_s` seconds at most and 3 steps at least.
+        """Train until the time of a step no longer falls, for `most_s` seconds at most and 2 steps at least.
 
         Losses are read after each step, so that two runs can be compared on the same batches.
         """
@@ -78,7 +78,7 @@ class Stretches:
             losses.append(self._take(1))
             times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
             elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)
-            if len(times) >= 3 and elapsed_s > most_s:
+            if len(times) >= 2 and elapsed_s > most_s:
                 break
             if len(times) >= WARM_STEPS and elapsed_s > WARM_S and _is_steady(times[1:]):
                 break

@@ -165,7 +165,9 @@ class WarmParent:
         return found
 
     def _take_turns(self, request: Request, found: list[dict[str, Any]], trials: dict[int, Trial]) -> None:
-        for turn in range(request.passes):
+        is_slow = any(found[index]["step_s"] > request.turn_s for index in trials)
+        # There and back once is enough of steps that take longer than a turn is meant to.
+        for turn in range(min(request.passes, 2) if is_slow else request.passes):
             for index in sorted(trials, reverse=turn % 2 == 1):
                 trials[index].ask("train", request.turn_s)
                 self._note(found, trials, index, trials[index].answer(BUILD_S))
@@ -281,7 +283,8 @@ class Turns:
         data = self.rank.data
         if asks and data is not None:
             facts["data"] = {"device": self.stretches.run.device.type, **_facts_of(data.train)}
-        return facts | {"loss": math.fsum(warm["losses"]) / len(warm["losses"]), "compiles": warm["compiles"]}
+        loss = math.fsum(warm["losses"]) / len(warm["losses"])
+        return facts | {"step_s": self.step_s, "loss": loss, "compiles": warm["compiles"]}
 
     def train(self, seconds: float) -> dict[str, Any]:
         """Train for about `seconds`, and report the logarithm of the time of a token, or of a sample."""
