@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ptfast.optim.parameters.groups import Freezing
     from ptfast.techniques.compile.compilation import Compilation
     from ptfast.techniques.ema.weight_averages import Average
-    from ptfast.techniques.precision.number_formats import Precision
-    from ptfast.techniques.schedule.scheduled_run import Schedule
+    from ptfast.techniques.precision.number_formats import NumberFormats
+    from ptfast.techniques.schedule.scheduled_run import LrSchedule
 
 
 @dataclass
@@ -129,8 +129,8 @@ class Run:
     task: Task
     info: DataInfo
     optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    precision: Precision
+    schedule: LrSchedule
+    precision: NumberFormats
     clip: Callable[[], Any] | None
     ema: Average | None
     compilation: Compilation | None

@@ -64,7 +64,7 @@ def predict_files(
     import torch
 
     from ptfast.data.new_inputs import read_inputs
-    from ptfast.training.evaluation.test_time_views import averaged_over_views
+    from ptfast.training.evaluate import averaged_over_views
     from ptfast.training.saved_model import load_saved
     from ptfast.training.user_code import naming_user_code
 

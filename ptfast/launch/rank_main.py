@@ -292,7 +292,7 @@ def _note_environment(folder: Path, run: Run) -> None:
 
 def _note_examples(run: Run) -> None:
     """Write what the model says of some samples, for the report."""
-    from ptfast.training.evaluation.examples import examples
+    from ptfast.training.examples import examples
 
     run.clock.to("evaluation")
     # The task of a user may predict nothing, or something else, and its data be no pairs.

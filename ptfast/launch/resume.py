@@ -156,8 +156,7 @@ def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, confi
     """
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.saved_state import check_length
-    from ptfast.techniques.schedule.own_schedules import build_shape
-    from ptfast.techniques.schedule.scheduled_run import build_schedule
+    from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
 
     step, old_steps = int(facts["progress"]["step"]), resolved.total_steps
     new_steps, old_epochs = config.steps, before.get("epochs")

@@ -13,7 +13,7 @@ from ptfast.core.errors import described, name_of
 from ptfast.core.protocols import LOGGER_METHODS, StepBatch
 from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger, truncate_after
 from ptfast.run import Run
-from ptfast.training.user_code import Part, constructing
+from ptfast.training.user_code import UserPart, constructing
 
 
 def build_loggers(config: Config) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def build_loggers(config: Config) -> dict[str, Any]:
         missing = [name for name in LOGGER_METHODS if not hasattr(loggers[key], name)]
         if missing:
             what = f"gives {described(loggers[key])}, which is no logger: it has no method {missing[0]}"
-            raise Part(f"{key}._target_", target.resolve()).error(what)
+            raise UserPart(f"{key}._target_", target.resolve()).error(what)
     return loggers
 
 

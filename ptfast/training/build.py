@@ -27,6 +27,7 @@ from ptfast.run import Cadence, Run, Settings
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
+from ptfast.training.seeding import build_seeder, seed_everything
 from ptfast.training.stages.data_stage import build_loaders, choose_task, full_size, load_splits
 from ptfast.training.stages.machine_stage import BuildContext, set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, check_fits, place_model, shape_model
@@ -34,7 +35,6 @@ from ptfast.training.stages.optimizer_stage import add_average, add_optimizer, a
 from ptfast.training.stages.training_plan import build_plan, check_last_batch
 from ptfast.training.state import restore_model, restore_training
 from ptfast.training.step import OPTIMIZER_NAME
-from ptfast.training.step_parts.seeding import build_seeder, seed_everything
 from ptfast.training.user_code import constructing
 
 CURVE_POINTS = 100

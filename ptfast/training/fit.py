@@ -19,7 +19,7 @@ from ptfast.core.protocols import EvalLoader, MicroBatch, StepBatch, hooks
 from ptfast.report.metric_tables import write_tables
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import Table
-from ptfast.training.evaluation.evaluate import Abandoned, evaluate
+from ptfast.training.evaluate import Abandoned, evaluate
 from ptfast.training.state import save_training
 from ptfast.training.step import Trainer
 from ptfast.training.stopping import Stopped, interruptible

@@ -27,8 +27,8 @@ from ptfast.report.terminal.display import is_terminal, standard_output, termina
 from ptfast.tasks.added_metrics import Table
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
-from ptfast.techniques.precision.number_formats import Precision
-from ptfast.training.evaluation.evaluate import evaluate
+from ptfast.techniques.precision.number_formats import NumberFormats
+from ptfast.training.evaluate import evaluate
 from ptfast.training.stages.data_stage import (
     build_eval_loaders,
     choose_task,
@@ -59,7 +59,7 @@ class SavedModel:
         return self.context.device
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> NumberFormats:
         return self.context.precision
 
 

@@ -19,12 +19,12 @@ from ptfast.core.tensors.torch_internals import after_backward
 from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.run import Run
 from ptfast.techniques.parallel.ddp import GradientAveraging
-from ptfast.techniques.parallel.running_statistics import RunningStatistics
+from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
-from ptfast.training.step_parts.first_step import FirstStep
-from ptfast.training.step_parts.loss_window import GradientInspection, LossWindow
+from ptfast.training.first_step import FirstStep
+from ptfast.training.loss_window import GradientInspection, LossWindow
 from ptfast.training.stopping import Stopped
-from ptfast.training.user_code import Part
+from ptfast.training.user_code import UserPart
 
 OPTIMIZER_NAME = "optimizer"
 """The key of a parameter group that says which of a task's own optimizers steps it."""
@@ -200,7 +200,7 @@ class Trainer:
             given: Any = task.step(run.forward, batch.micro_batches[0].data, optimizers)
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)):
             what = f"step gives {described(given)}, where the sum of its losses and their count are due"
-            raise Part("task", task).error(what)
+            raise UserPart("task", task).error(what)
         self.window.add(given[0].detach(), given[1])
 
     def switch(self) -> bool:

@@ -32,7 +32,7 @@ LOSS = "task.loss._target_"
 TRACEBACK = "Add --traceback to see where it comes from"
 
 
-class Part(NamedTuple):
+class UserPart(NamedTuple):
     """A part of a run that the config names by import path."""
 
     key: str
@@ -43,7 +43,7 @@ class Part(NamedTuple):
         return ConfigError("C017", what, key=self.key, value=name_of(self.made), suggestion=suggestion)
 
 
-def parts_of(run: Any, *, ours: bool = False) -> list[Part]:
+def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
     """The parts of a run that may be of a user's making, the model first.
 
     Args:
@@ -52,11 +52,11 @@ def parts_of(run: Any, *, ours: bool = False) -> list[Part]:
     """
     task, callbacks = run.task, getattr(run, "callbacks", ())
     parts = [
-        Part(MODEL, run.model),
-        Part(LOSS, getattr(task, "own_loss", None)),
-        Part("task", task),
-        Part("optimizer._target_", getattr(run, "optimizer", None)),
-        *(Part(f"callbacks.{index}._target_", callback) for index, callback in enumerate(callbacks)),
+        UserPart(MODEL, run.model),
+        UserPart(LOSS, getattr(task, "own_loss", None)),
+        UserPart("task", task),
+        UserPart("optimizer._target_", getattr(run, "optimizer", None)),
+        *(UserPart(f"callbacks.{index}._target_", callback) for index, callback in enumerate(callbacks)),
     ]
     kept = [part for part in parts if part.made is not None and not name_of(part.made).startswith(NOT_THEIRS)]
     return [parts[0], *kept[kept[:1] == parts[:1] :]] if ours else kept
@@ -81,7 +81,7 @@ def failure(
     learners = [part for part in parts if part.key in (MODEL, LOSS)]
     stack = list(traceback.walk_tb(error.__traceback__))
     # The innermost part, and the outermost of its methods: it is that which the run has called.
-    found: tuple[Part, str, int] | None = None
+    found: tuple[UserPart, str, int] | None = None
     for depth, (frame, _) in enumerate(stack):
         for part in parts:
             at_work = frame.f_locals.get("self") is part.made or frame.f_code is _code(part.made)
@@ -118,7 +118,7 @@ def misfit(model: Any, task: Any, outputs: Any, data: Any, where: str = "") -> C
         return None
     what = f"forward gives {described(outputs)}{where}, and {type(task).__name__} takes {wanted}"
     hint = "Have it give that, or name a task that fits, by name or import path: task=..."
-    return Part(MODEL, model).error(what, hint)
+    return UserPart(MODEL, model).error(what, hint)
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ def _code(made: Any) -> Any:
     return getattr(function, "__code__", None)
 
 
-def _method(part: Part, code: CodeType) -> str:
+def _method(part: UserPart, code: CodeType) -> str:
     if _code(part.made) is not None:
         return ""
     # Torch calls a module's forward by way of functions of its own.
@@ -181,7 +181,7 @@ def callback_states(run: Run) -> list[Any]:
         states.append(callback.state_dict() if hasattr(callback, "state_dict") else None)
         if (odd := _unsavable(states[-1])) is not None:
             what = f"state_dict gives {described(odd)}, where tensors and plain values are saved"
-            raise Part(f"callbacks.{index}._target_", callback).error(what)
+            raise UserPart(f"callbacks.{index}._target_", callback).error(what)
     return states
 
 

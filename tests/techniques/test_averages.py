@@ -14,9 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError, SavedStateError
 from ptfast.core.protocols import DataInfo
-from ptfast.techniques.ema.weight_averages import Ema, Swa
-from ptfast.training.evaluation.evaluate import evaluate
-from ptfast.training.evaluation.test_time_views import ViewAveraged, check_views
+from ptfast.techniques.ema.weight_averages import MovingAverage, Swa
+from ptfast.training.evaluate import ViewAveraged, check_views, evaluate
 from ptfast.training.fit import fit
 from ptfast.training.step import Trainer
 
@@ -38,7 +37,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_equals_torchs_averaged_model():
     model = conv_net()
     ema, reference = (
-        Ema(model, 0.9),
+        MovingAverage(model, 0.9),
         AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -55,7 +54,7 @@ def test_equals_torchs_averaged_model():
 @pytest.mark.parametrize("inference", [False, True])
 def test_swapping_is_undone_bit_for_bit(inference):
     model = conv_net()
-    ema, optimizer = Ema(model, 0.5), torch.optim.SGD(model.parameters(), lr=0.01)
+    ema, optimizer = MovingAverage(model, 0.5), torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         train_step(model, optimizer)
         ema.update(1)
@@ -71,7 +70,7 @@ def test_swapping_is_undone_bit_for_bit(inference):
 
 def test_weights_come_back_after_an_error():
     model = conv_net()
-    ema = Ema(model, 0.5)
+    ema = MovingAverage(model, 0.5)
     ema.update(1)
     with torch.no_grad():
         model[3].weight.fill_(7)
@@ -82,10 +81,10 @@ def test_weights_come_back_after_an_error():
 
 def test_state_goes_on_where_it_was():
     model = conv_net()
-    ema, optimizer = Ema(model, 0.9), torch.optim.SGD(model.parameters(), lr=0.01)
+    ema, optimizer = MovingAverage(model, 0.9), torch.optim.SGD(model.parameters(), lr=0.01)
     train_step(model, optimizer)
     ema.update(1)
-    other = Ema(model, 0.9)
+    other = MovingAverage(model, 0.9)
     other.load_state_dict(
         {**ema.state_dict(), "averages": {n: t.clone() for n, t in ema.state_dict()["averages"].items()}}
     )
@@ -100,14 +99,14 @@ def test_state_goes_on_where_it_was():
 def test_state_of_another_model():
     for other in (nn.Linear(2, 2), conv_net(groups=2)):
         with pytest.raises(SavedStateError, match=r"another model: \S+ differs") as caught:
-            Ema(other, 0.9).load_state_dict(Ema(conv_net(), 0.9).state_dict())
+            MovingAverage(other, 0.9).load_state_dict(MovingAverage(conv_net(), 0.9).state_dict())
         assert caught.value.code == "S002"
 
 
 def test_what_does_not_train_is_left_alone():
     model = conv_net()
     model[0].requires_grad_(False)
-    assert set(Ema(model, 0.9).state_dict()["averages"]) == {
+    assert set(MovingAverage(model, 0.9).state_dict()["averages"]) == {
         "1.weight",
         "1.bias",
         "1.running_mean",
@@ -163,7 +162,7 @@ def test_statistics_are_measured_without_dropout():
 def test_a_step_that_was_left_out_does_not_count():
     model, plain = conv_net(), conv_net()
     left_out, kept = torch.tensor(True), torch.tensor(False)
-    ema, reference = Ema(model, 0.9), Ema(plain, 0.9)
+    ema, reference = MovingAverage(model, 0.9), MovingAverage(plain, 0.9)
     ema.update(1, left_out)
     assert not ema.ready
     for step, skipped in enumerate((kept, left_out, kept, left_out, kept), 1):

@@ -23,7 +23,7 @@ from ptfast.techniques.checkpointing.activation_checkpointing import (
     apply_checkpointing,
     naming_mismatch,
 )
-from ptfast.techniques.parallel.running_statistics import RunningStatistics
+from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
 
 
 @pytest.mark.parametrize("case", CASES)

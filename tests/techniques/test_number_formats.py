@@ -15,7 +15,7 @@ from running import build_run, same_bits, summary, train, weights
 from torch import Tensor, nn
 
 from ptfast.cli import command_line
-from ptfast.techniques.ema.weight_averages import Ema
+from ptfast.techniques.ema.weight_averages import MovingAverage
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper
 from ptfast.techniques.precision.number_formats import apply_half_weights
@@ -130,7 +130,7 @@ def test_the_average_of_half_weights_is_kept_in_float32() -> None:
         with torch.no_grad():
             model.weight.fill_(1.0)
             model.bias.fill_(1.0)
-        ema = Ema(model, 0.999)
+        ema = MovingAverage(model, 0.999)
         ema.update(1)
         with torch.no_grad():
             model.weight.fill_(2.0)
@@ -139,7 +139,7 @@ def test_the_average_of_half_weights_is_kept_in_float32() -> None:
         averages.append(ema.state_dict()["averages"])
     assert averages[0]["weight"].dtype is torch.float32
     assert same_bits(averages[0], averages[1])
-    ema = Ema(narrow, 0.999)
+    ema = MovingAverage(narrow, 0.999)
     ema.load_state_dict({"averages": averages[0], "updates": 101})
     with ema.swapped():
         assert torch.equal(narrow.weight, averages[0]["weight"].bfloat16())

@@ -24,8 +24,7 @@ from ptfast.techniques.schedule.lr_schedules import (
     Shape,
     Step,
 )
-from ptfast.techniques.schedule.own_schedules import build_shape
-from ptfast.techniques.schedule.scheduled_run import Schedule, build_schedule
+from ptfast.techniques.schedule.scheduled_run import LrSchedule, build_schedule, build_shape
 from ptfast.techniques.schedule.wsd import Wsd
 
 TOTAL = 97
@@ -37,7 +36,7 @@ def plan(steps_per_epoch: int | None) -> BatchPlan:
 
 def built(
     shape: Shape, warmup: str = "0", total_steps: int = TOTAL, steps_per_epoch: int | None = 10
-) -> Schedule:
+) -> LrSchedule:
     return build_schedule(
         shape,
         warmup=Duration.parse(warmup),

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from ptfast.cli.command_line import run
 from ptfast.core.errors import ConfigError, DataError, PtfastError
 from ptfast.run import Run
-from ptfast.training.evaluation.evaluate import evaluate
-from ptfast.training.evaluation.pad_batches import FullSize
+from ptfast.training.evaluate import FullSize, evaluate
 
 WORDS = ("model.hidden=[8]", "steps=2", "data.val=30samples", "eval.batch_size=8")
 

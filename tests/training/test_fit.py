@@ -99,7 +99,7 @@ def test_ranks_evaluate_the_first_ranks_statistics(tmp_path: Path, monkeypatch: 
     def note(buffers: list[Tensor], ranks: Any) -> None:
         sent.append([buffer.clone() for buffer in buffers])
 
-    monkeypatch.setattr("ptfast.training.evaluation.evaluate.broadcast_buffers", note)
+    monkeypatch.setattr("ptfast.training.evaluate.broadcast_buffers", note)
     fit(run)
     assert run.ema is not None
     newest = [buffer.clone() for buffer in run.model.buffers()]

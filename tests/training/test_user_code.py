@@ -17,7 +17,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.run import Run
 from ptfast.tasks.build_task import build_task
-from ptfast.training.step_parts.first_step import FirstStep, fitting
+from ptfast.training.first_step import FirstStep, fitting
 from ptfast.training.user_code import failure
 
 NET = ("model=custom", "model._target_=misfits.Net", "log_every=5", "saving.every=1000steps")

@@ -22,8 +22,8 @@ from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.training.build import build
+from ptfast.training.loss_window import sum_and_read
 from ptfast.training.step import Trainer
-from ptfast.training.step_parts.loss_window import sum_and_read
 
 WARM_STEPS, WARM_S = 5, 0.3
 """Steps and seconds that a warm-up takes at least, where its limit allows so many."""

@@ -16,9 +16,9 @@ import torch
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameters.groups import reference_lr
 from ptfast.run import Run
-from ptfast.techniques.schedule.scheduled_run import Schedule
+from ptfast.techniques.schedule.scheduled_run import LrSchedule
+from ptfast.training.loss_window import MOST_SKIPPED, sum_and_read
 from ptfast.training.step import Trainer
-from ptfast.training.step_parts.loss_window import MOST_SKIPPED, sum_and_read
 
 LOSS_DIVERGED = "the loss diverged"
 SMOOTHING = 0.85
@@ -202,7 +202,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
     skipped_in_a_row = 0
     with preserving_state(run):
         base = reference_lr(run.optimizer, "initial_lr")
-        run.schedule = Schedule(
+        run.schedule = LrSchedule(
             lambda step: lrs[min(step - first, len(lrs) - 1)] / base,
             None,
             warmup_steps=0,

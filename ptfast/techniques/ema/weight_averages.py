@@ -131,7 +131,7 @@ class Average:
         self._updates = int(state["updates"])
 
 
-class Ema(Average):
+class MovingAverage(Average):
     """Running average `average <- decay * average + (1 - decay) * weight`.
 
     The average of the last steps often generalises better than the last weights, for the price of one more

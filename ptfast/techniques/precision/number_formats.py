@@ -18,7 +18,7 @@ from ptfast.core.errors import import_extra
 from ptfast.core.resolved import Resolved, unless_resolved
 from ptfast.core.sections.problem import cannot_run
 from ptfast.core.tensors.torch_internals import BatchNorm
-from ptfast.techniques.precision import Precision as PrecisionSection
+from ptfast.techniques.precision import Precision
 
 Mode = Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"]
 Matmul = Literal["highest", "high", "medium"]
@@ -31,7 +31,7 @@ PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True)
-class Precision:
+class NumberFormats:
     """The number formats of a run.
 
     Enter `autocast()` around one micro-batch's forward pass and loss, and leave it before backward. Weights
@@ -67,12 +67,12 @@ class Precision:
 
 
 def build_precision(
-    section: PrecisionSection,
+    section: Precision,
     device: torch.device,
     ranks: Ranks | None = None,
     *,
     before: Resolved | None = None,
-) -> Precision:
+) -> NumberFormats:
     """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
 
     Half-width types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU that has
@@ -131,7 +131,7 @@ def build_precision(
         slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
         warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
     halves_weights = mode == "bf16_true"
-    return Precision(half is not None, scaler, context, text + note, halves_weights, chosen, warning)
+    return NumberFormats(half is not None, scaler, context, text + note, halves_weights, chosen, warning)
 
 
 def _quick_half(device: str) -> torch.dtype | None:
@@ -164,7 +164,7 @@ def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
     return " and ".join(f"{name} take {ratio:.1f}x" for name, ratio in found.items()) + " as long as in fp32"
 
 
-class Trial(NamedTuple):
+class MatmulTrial(NamedTuple):
     """How a setting of `torch.set_float32_matmul_precision` fares beside `highest`."""
 
     setting: Matmul
@@ -177,7 +177,9 @@ class Trial(NamedTuple):
         return f"{self.speedup:.1f}x at relative error {self.error:.0e}, {grade}"
 
 
-def try_matmuls(settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7) -> dict[Matmul, Trial]:
+def try_matmuls(
+    settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7
+) -> dict[Matmul, MatmulTrial]:
     """Error and speed of float32 products at each of `settings`, on `device`, beside `highest`.
 
     What a setting does is up to the hardware: `medium` is another library at full precision on some CPUs,
@@ -200,7 +202,7 @@ def try_matmuls(settings: tuple[Matmul, ...], device: torch.device, rounds: int 
             if name not in errors:
                 errors[name] = float((product.to(exact_on).double() - exact).norm() / exact.norm())
     fastest = {name: min(times) for name, times in seconds.items()}
-    return {name: Trial(name, fastest["highest"] / fastest[name], errors[name]) for name in settings}
+    return {name: MatmulTrial(name, fastest["highest"] / fastest[name], errors[name]) for name in settings}
 
 
 def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, float]:

@@ -33,8 +33,7 @@ from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
 from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.build_task import build_task, collate_of
-from ptfast.training.evaluation.pad_batches import check_full_size
-from ptfast.training.evaluation.test_time_views import check_views
+from ptfast.training.evaluate import check_full_size, check_views
 from ptfast.training.stages.machine_stage import BuildContext
 from ptfast.training.stages.training_plan import arrange, describe_padding
 from ptfast.training.user_code import constructing

@@ -24,8 +24,8 @@ from ptfast.techniques.backend.torch_settings import apply_backend
 from ptfast.techniques.compile.compilation import Compilation
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.parallel import check_ranks
-from ptfast.techniques.precision.number_formats import Precision, build_precision
-from ptfast.techniques.schedule.scheduled_run import Schedule
+from ptfast.techniques.precision.number_formats import NumberFormats, build_precision
+from ptfast.techniques.schedule.scheduled_run import LrSchedule
 from ptfast.training.stages.training_plan import TrainingPlan
 
 
@@ -36,7 +36,7 @@ class BuildContext:
     config: Config
     ranks: Ranks
     device: torch.device
-    precision: Precision
+    precision: NumberFormats
     display: Display
     before: Resolved
     """As resolved when the run was begun; nothing for a new one."""
@@ -63,7 +63,7 @@ class BuildContext:
     eval_loaders: dict[str, EvalLoader] = field(default_factory=dict)
     """By split."""
     optimizer: torch.optim.Optimizer = field(init=False)
-    schedule: Schedule = field(init=False)
+    schedule: LrSchedule = field(init=False)
     average: Average | None = None
 
     @property

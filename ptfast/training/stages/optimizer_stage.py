@@ -10,9 +10,8 @@ from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.optim.build_optimizer import build_optimizer, has_momentum, start_momentum
 from ptfast.optim.parameters.groups import reference_lr, scale_for_batch
-from ptfast.techniques.ema.weight_averages import Ema, ScheduleFree, Swa
-from ptfast.techniques.schedule.own_schedules import build_shape
-from ptfast.techniques.schedule.scheduled_run import build_schedule
+from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
+from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
 from ptfast.training.stages.data_stage import evaluated_at_once
 from ptfast.training.stages.machine_stage import BuildContext
 
@@ -57,7 +56,7 @@ def add_average(context: BuildContext) -> None:
     """
     section, model, plan, optimizer = context.config.ema, context.model, context.plan, context.optimizer
     if section.decay is not None:
-        context.average = Ema(model, section.decay)
+        context.average = MovingAverage(model, section.decay)
         return
     by_optimizer = hasattr(optimizer, "eval") and hasattr(optimizer, "train")
     if section.swa_start is None and not by_optimizer:

@@ -30,7 +30,7 @@ from ptfast.data.transforms.augment.mask_moves import moved
 from ptfast.data.transforms.mixup_cutmix import Mix
 from ptfast.tasks.build_task import build_task
 from ptfast.tasks.semantic_segmentation import SemanticSegmentation
-from ptfast.training.evaluation.test_time_views import ViewAveraged, check_views
+from ptfast.training.evaluate import ViewAveraged, check_views
 
 SIDE, STEP = 24, 10
 """Of the images, and between the grey values of pixels beside each other."""

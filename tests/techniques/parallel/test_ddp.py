@@ -27,7 +27,7 @@ from ptfast.core.run_directory import write_json
 from ptfast.launch.agent import Agent, Ended
 from ptfast.launch.launcher import _check_started, _outcome
 from ptfast.launch.rank_main import report_failure
-from ptfast.techniques.parallel.running_statistics import RunningStatistics
+from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
 
 WORDS = ("model.hidden=[16]", "model.dropout=0.2", "micro_batches=2", "log_every=3", "ema.decay=0.5")
 DDP = ("parallel=ddp", "parallel.nproc=2")

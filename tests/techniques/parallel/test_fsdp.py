@@ -19,7 +19,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.core.resolved import Resolved
 from ptfast.report.terminal.plain_display import Display
 from ptfast.tasks.classification import Classification
-from ptfast.training.evaluation.evaluate import evaluate
+from ptfast.training.evaluate import evaluate
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
 

@@ -15,8 +15,7 @@ from toys import DoubleNormed, Lines
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
-from ptfast.techniques.parallel.running_statistics import RunningStatistics
-from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
+from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics, apply_sync_batchnorm
 from ptfast.training.fit import fit
 
 DDP: Tree = {"strategy": "ddp", "nproc": 2}

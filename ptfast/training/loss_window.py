@@ -19,7 +19,7 @@ from ptfast.optim.parameters.groups import reference_lr
 from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.techniques.precision.scaled_steps import ScaledSteps
-from ptfast.training.step_parts.first_step import FirstStep
+from ptfast.training.first_step import FirstStep
 
 LEAST_S = 1.0
 """Time between two looks: over less, a share of busy time says little, and a look is no longer cheap."""

@@ -18,7 +18,7 @@ from ptfast.data.decoding.text_tokenizer import tokenizer_of
 from ptfast.run import Run
 from ptfast.tasks.classification import names_of_classes
 from ptfast.tasks.semantic_segmentation import mask_picture
-from ptfast.training.evaluation.test_time_views import averaged_over_views
+from ptfast.training.evaluate import averaged_over_views
 
 if TYPE_CHECKING:
     from PIL.Image import Image
