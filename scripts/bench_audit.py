@@ -107,8 +107,8 @@ def main() -> None:
     """Print a row for each defect."""
     from ptfast.config.read import read_config
     from ptfast.core.durations import Duration
+    from ptfast.measure.audit.audit_context import examining
     from ptfast.measure.audit.audit_run import run_checks
-    from ptfast.measure.audit.examined import examining
     from ptfast.measure.audit.prices import price_here
     from ptfast.measure.experiment.laboratory import Laboratory
     from ptfast.measure.experiment.pairs import Pair, judge_pairs, measure_pairs

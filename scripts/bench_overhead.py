@@ -124,13 +124,13 @@ def by_hand(bench: Bench) -> Mlp:
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.durations import Duration
     from ptfast.data.build_data import build_data
-    from ptfast.data.loaders.loading import Loading
+    from ptfast.data.loaders.loading import ReaderOptions
     from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
 
     data = build_data(bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)
     sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
-    in_memory = Loading(torch.device("cpu"), normalize=False, kind="memory")
+    in_memory = ReaderOptions(torch.device("cpu"), normalize=False, kind="memory")
     batches = build_train_loader(data, sharding, in_memory, seed=0)
     model = Mlp()
     parameters = list(model.parameters())

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ptfast.measure.experiment.effects import Fit, fit, turn_means
 from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.experiment.plan import Block, Factor, columns, draw_blocks
-from ptfast.measure.experiment.verdicts import Word, judge
+from ptfast.measure.experiment.verdicts import Verdict, judge
 from ptfast.report.terminal.display import say, table
 
 TRUE = {0: 0.20, 1: 0.10, 2: 0.10, 3: 0.06, 4: 0.03, 5: -0.10}
@@ -128,7 +128,7 @@ def _judged(
     }
 
 
-def _is_false(word: Word, gain: float) -> bool:
+def _is_false(word: Verdict, gain: float) -> bool:
     wrong = {"faster": gain <= 0, "slower": gain >= 0, "no difference": abs(gain) > 0.021}
     return bool(wrong.get(word, False))
 
@@ -169,7 +169,7 @@ class Switched(nn.Module):
         return self.layers(images)
 
 
-def real_session(seed: int, sleep_s: float) -> tuple[Fit, list[Word]]:
+def real_session(seed: int, sleep_s: float) -> tuple[Fit, list[Verdict]]:
     """Measure 12 switches for 60 s, of which the first sleeps."""
     factors = [Factor(str(each)) for each in range(NUM_PLANTED)]
     blocks: list[Block] = []

@@ -69,9 +69,9 @@ def _dispatch(words: list[str]) -> int:
     if args.config_dir is not None:
         search_in(args.config_dir)
     if COMMANDS[name].alone:
-        from ptfast.core.distributed import told_of_nodes, world
+        from ptfast.core.distributed import nodes_from_environment, world
 
-        if world() is not None or told_of_nodes():
+        if world() is not None or nodes_from_environment():
             hint = "Start it without torchrun; parallel=ddp launches the ranks"
             raise ConfigError("C014", "every rank would measure by itself", key=name, suggestion=hint)
     shows = getattr(args, "cfg", None) or getattr(args, "info", None)

@@ -39,14 +39,14 @@ def train(args: Namespace) -> int:
         else:
             print(show_config(args.cfg, words, file), end="")
         return EXIT_OK
-    from ptfast.core.distributed import told_of_nodes, world
+    from ptfast.core.distributed import nodes_from_environment, world
 
     ranks = world(meets=any(word.startswith("parallel.nnodes=") for word in words))
     if args.multirun:
         from ptfast.cli.command_line import run
         from ptfast.cli.sweep_command import sweep
 
-        if ranks is not None or told_of_nodes():
+        if ranks is not None or nodes_from_environment():
             hint = "Start it without torchrun; parallel=ddp launches the ranks of each job"
             raise ConfigError("C014", "every rank would run the whole sweep", key="-m", suggestion=hint)
         return sweep(words, run)

@@ -14,13 +14,13 @@ def read_typed(arguments: list[str], file: Path | None = None) -> Any:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
     from ptfast.config.checks.rules import unused_keys
     from ptfast.config.read import load_config, read_config
-    from ptfast.core.distributed import told_of_nodes, world
+    from ptfast.core.distributed import nodes_from_environment, world
     from ptfast.report.terminal.display import say
 
     composed, config = load_config(file, arguments) if file else read_config(arguments)
     if file:
         composed = dataclasses.replace(composed, arguments=["--config", str(file), *arguments])
-    if world(meets=True) is None and (config.parallel.nnodes > 1 or told_of_nodes()):
+    if world(meets=True) is None and (config.parallel.nnodes > 1 or nodes_from_environment()):
         # The first of all ranks says it.
         return composed, config
     for warning in [*composed.warnings, *unused_keys(config, composed.place)]:

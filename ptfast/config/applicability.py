@@ -25,7 +25,7 @@ OF_THE_RUN: dict[Need, str] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Applicability:
     """The answer for one technique."""
 
     applies: bool
@@ -94,10 +94,10 @@ class ThisMachine:
         return "CPU" if self.device == "cpu" else "GPU"
 
 
-def verdict(technique: Technique, machine: ThisMachine) -> Verdict:
+def verdict(technique: Technique, machine: ThisMachine) -> Applicability:
     """Judge if `technique` applies on `machine`, by what it needs."""
     for need in technique.needs:
         if lack := machine.lacks(need):
-            return Verdict(False, f"no: {lack}")
+            return Applicability(False, f"no: {lack}")
     where = [OF_THE_RUN[need] for need in technique.needs if need in OF_THE_RUN]
-    return Verdict(True, ", ".join(["yes", *where]))
+    return Applicability(True, ", ".join(["yes", *where]))

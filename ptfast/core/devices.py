@@ -1,7 +1,7 @@
 """Capabilities of the device and the tools of this machine. Asks torch, which is imported only for that.
 
-What a machine lacks for a switch is one of three: it cannot run here (a `Lack`, an error before training); it
-runs, but slower (a `Lack` that `runs`, a warning); or the switch is `auto` and takes what is quick here.
+A switch may not be able to run here (an `Unsupported`: an error before training), may run but slowly (an
+`Unsupported` that `runs`: a warning), or, when it is `auto`, takes whatever is fast here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp", "arm_fp16_arith"}
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
-class Lack(NamedTuple):
+class Unsupported(NamedTuple):
     """Something that a switch needs to run, or to run well, and this machine lacks."""
 
     what: str
@@ -69,7 +69,7 @@ def usable_type(name: str) -> str:
     return device_type(name) if lack_of_device(name) is None else "cpu"
 
 
-def lack_of_device(name: str) -> Lack | None:
+def lack_of_device(name: str) -> Unsupported | None:
     """Return the reason why there is no device `name` (`cuda`, `mps`; any other is there)."""
     if name not in ("cuda", "mps"):
         return None
@@ -77,10 +77,10 @@ def lack_of_device(name: str) -> Lack | None:
 
     if torch.cuda.device_count() if name == "cuda" else torch.backends.mps.is_available():
         return None
-    return Lack(f"no {'CUDA device' if name == 'cuda' else 'Apple GPU'} is visible", "Use device=cpu")
+    return Unsupported(f"no {'CUDA device' if name == 'cuda' else 'Apple GPU'} is visible", "Use device=cpu")
 
 
-def lack_of_precision(mode: str, device: str) -> Lack | None:
+def lack_of_precision(mode: str, device: str) -> Unsupported | None:
     """Return what such a device lacks for a precision's `mode`; None where it computes in it natively.
 
     `fp32` runs anywhere, and `amp` takes a format that is quick here.
@@ -90,41 +90,45 @@ def lack_of_precision(mode: str, device: str) -> Lack | None:
     if mode in ("bf16", "bf16_true"):
         return _lack_of_bf16(device)
     if mode == "amp_fp16" and device not in ("cuda", "cpu"):
-        return Lack(f"gradient scaling runs on CUDA and on the CPU, not on {device}", "Use precision=amp")
+        return Unsupported(
+            f"gradient scaling runs on CUDA and on the CPU, not on {device}", "Use precision=amp"
+        )
     if mode == "amp_fp16" and device == "cpu" and _cpu_flags().isdisjoint(FP16_FLAGS):
-        return Lack("this CPU has no float16 instructions", "Use precision=amp", runs=True)
+        return Unsupported("this CPU has no float16 instructions", "Use precision=amp", runs=True)
     return None
 
 
-def lack_of_compiler(device: str) -> Lack | None:
+def lack_of_compiler(device: str) -> Unsupported | None:
     """Return the reason why torch.compile cannot make code for a device of that type."""
     words = os.environ.get("CXX", "").split()
     if device != "mps" and not any(shutil.which(name) for name in (*words[:1], *COMPILERS)):
-        return Lack(
+        return Unsupported(
             "compiling needs a C++ compiler, and none is installed", "Install g++, or use compile=none"
         )
     if device == "cuda" and not _has_triton():
         what = "compiling needs triton, which is not installed"
-        return Lack(what, "Install triton, or use compile=none")
+        return Unsupported(what, "Install triton, or use compile=none")
     return None
 
 
-def lack_of_cuda_graphs(device: str) -> Lack | None:
+def lack_of_cuda_graphs(device: str) -> Unsupported | None:
     """Return the reason why steps cannot be recorded in CUDA graphs on a device of that type."""
     if device == "cuda":
         return None
-    return Lack(f"CUDA graphs need a CUDA device, and this is {device}", "Use compile=model")
+    return Unsupported(f"CUDA graphs need a CUDA device, and this is {device}", "Use compile=model")
 
 
-def lack_of_float8(device: str) -> Lack | None:
+def lack_of_float8(device: str) -> Unsupported | None:
     """Return the reason why a device of that type cannot multiply float8."""
     hint = "Use precision=bf16 alone"
     if device != "cuda":
-        return Lack(f"float8 products need an NVIDIA GPU, and this is {device}", hint)
+        return Unsupported(f"float8 products need an NVIDIA GPU, and this is {device}", hint)
     import torch
 
     if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):
-        return Lack(f"{torch.cuda.get_device_name()} has no float8, which came with capability 8.9", hint)
+        return Unsupported(
+            f"{torch.cuda.get_device_name()} has no float8, which came with capability 8.9", hint
+        )
     return None
 
 
@@ -157,30 +161,36 @@ def cpu_facts(*names: str) -> list[str]:
     )
 
 
-def _lack_of_tf32(device: str) -> Lack | None:
+def _lack_of_tf32(device: str) -> Unsupported | None:
     hint = "Use precision=fp32, or precision=amp"
     if device != "cuda":
-        return Lack(f"TF32 needs an NVIDIA GPU, and this is {device}", hint)
+        return Unsupported(f"TF32 needs an NVIDIA GPU, and this is {device}", hint)
     import torch
 
     if torch.version.hip is not None:
-        return Lack("TF32 needs an NVIDIA GPU, and this one is AMD's", hint)
+        return Unsupported("TF32 needs an NVIDIA GPU, and this one is AMD's", hint)
     if torch.cuda.get_device_capability() < (8, 0):
-        return Lack(f"{torch.cuda.get_device_name()} has no TF32, which came with capability 8.0", hint)
+        return Unsupported(
+            f"{torch.cuda.get_device_name()} has no TF32, which came with capability 8.0", hint
+        )
     return None
 
 
-def _lack_of_bf16(device: str) -> Lack | None:
+def _lack_of_bf16(device: str) -> Unsupported | None:
     if multiplies_bf16(device):
         return None
     if device == "mps":
-        return Lack("bf16 needs macOS 14 on an Apple GPU", "Use precision=fp32")
+        return Unsupported("bf16 needs macOS 14 on an Apple GPU", "Use precision=fp32")
     if device == "cpu":
-        return Lack("this CPU has no bf16 instructions", "Use precision=amp, which is fp32 here", runs=True)
+        return Unsupported(
+            "this CPU has no bf16 instructions", "Use precision=amp, which is fp32 here", runs=True
+        )
     import torch
 
     name, hint = torch.cuda.get_device_name(), "Use precision=amp, which is fp16 here"
-    return Lack(f"{name} has no bf16", hint, runs=torch.cuda.is_bf16_supported(including_emulation=True))
+    return Unsupported(
+        f"{name} has no bf16", hint, runs=torch.cuda.is_bf16_supported(including_emulation=True)
+    )
 
 
 def _cpu_flags() -> set[str]:

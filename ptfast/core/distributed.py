@@ -98,7 +98,7 @@ def world(*, meets: bool = False) -> Ranks | None:
             do not know of each other: each would train by itself. The first says so; others exit.
     """
     if not under_torchrun() and not all(map(os.environ.get, WORLD)):
-        if not (meets or told_of_nodes()):
+        if not (meets or nodes_from_environment()):
             _refuse_several()
         return None
     rank, size, local_rank = map(_number, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -116,7 +116,7 @@ def _number(name: str, default: str = "") -> int:
     return int(text)
 
 
-def told_of_nodes() -> bool:
+def nodes_from_environment() -> bool:
     """Return True if torchrun's variables (`PET_*`) make this one of several machines, as Kubeflow's do."""
     return os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
 

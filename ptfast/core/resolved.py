@@ -35,7 +35,7 @@ class Resolved:
     cudnn_benchmark: bool | None = None
     deterministic: bool = False
     holds_memory: bool = False
-    """What the CPU frees is held for the next step."""
+    """Memory that the CPU frees is kept for the next step."""
     flushes_denormals: bool = False
     """The CPU takes numbers below 1e-38 for 0."""
     precision: str = ""
@@ -84,7 +84,7 @@ class Resolved:
         run_directory.write_json(folder / run_directory.RESOLVED, asdict(self))
 
 
-def unless_resolved(wanted: Any, before: Any) -> Any:
+def resolved_or(wanted: Any, before: Any) -> Any:
     """The value in the config, or what its `auto` was resolved to before."""
     return before or wanted if wanted == "auto" else wanted
 

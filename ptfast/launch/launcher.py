@@ -28,7 +28,7 @@ from ptfast.core.distributed import (
     broadcast_text,
     count_neighbours,
     gather_texts,
-    told_of_nodes,
+    nodes_from_environment,
     under_torchrun,
     world,
 )
@@ -50,12 +50,12 @@ from ptfast.core.errors import (
 from ptfast.core.machine import die_with_parent
 from ptfast.launch.elastic import on_several_machines, on_this_machine, run_elastic
 from ptfast.launch.resume import Place, find_place
-from ptfast.launch.several_nodes import Node, check_nodes, check_shared, sees
+from ptfast.launch.several_nodes import Node, can_reach, check_nodes, check_shared
 
 if TYPE_CHECKING:
     from ptfast.launch.agent import Ended
 
-NEVER_BEGUN = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
+NOT_STARTED = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
 """Exit codes of what is wrong before training begins, if it is wrong at all."""
 
 
@@ -68,7 +68,7 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
     Raises:
         PtfastError: whatever stops the run before or during training.
     """
-    if config.parallel.nnodes > 1 or told_of_nodes():
+    if config.parallel.nnodes > 1 or nodes_from_environment():
         return _launch_node(config, words)
     num_ranks = resolve_num_ranks(config)
     accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
@@ -121,7 +121,7 @@ def _start_rank(
     if not ranks.is_first:
         word = json.loads(broadcast_text(None, ranks))
         if several and "exit_code" not in word:
-            gather_texts(sees(Path(word["folder"]), word["started"]), ranks, "seen")
+            gather_texts(can_reach(Path(word["folder"]), word["started"]), ranks, "seen")
             word |= json.loads(broadcast_text(None, ranks, "shared"))
         return int(word["exit_code"]) if "exit_code" in word else _train_rank(word, ranks)
     with contextlib.ExitStack() as stack:
@@ -213,7 +213,7 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
         finally:
             # Under the user's torchrun another rank may have spoken for this one.
             failure = run_directory.read_json(place.folder / run_directory.FAILURE)
-            if (exit_code or failure.get("exit_code")) in NEVER_BEGUN:
+            if (exit_code or failure.get("exit_code")) in NOT_STARTED:
                 run_directory.discard(place.folder, made)
 
 

@@ -65,7 +65,7 @@ def _other(rank: int, node: Node, what: str, hint: str) -> ParallelError:
     return ParallelError("P002", what, key=f"rank {rank} on {node.host}", suggestion=hint)
 
 
-def sees(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
+def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
     """Return this machine's name if `folder` is not the one that the first rank has begun a run in, else "".
 
     Args:
@@ -83,7 +83,7 @@ def check_shared(folder: Path, unseen: Sequence[str]) -> None:
     """Refuse a run directory that is not one folder on all machines.
 
     Args:
-        unseen: what `sees` returns on each rank.
+        unseen: what `can_reach` returns on each rank.
 
     Raises:
         MachineError: E001.

@@ -29,7 +29,7 @@ class _Enough(BaseException):
     """The time for a look is over."""
 
 
-def looks_unfit(model: nn.Module, info: DataInfo) -> bool:
+def mismatch(model: nn.Module, info: DataInfo) -> bool:
     """Return True if a forward pass on the meta device fails within `LOOK_S`, for inputs of the data's shape.
 
     That is a suspicion: some models cannot run there. A copy of the model runs, for one that notes anything

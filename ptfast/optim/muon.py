@@ -125,7 +125,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Loading puts new groups and state in the place of the old.
+        # Loading replaces the groups and their state.
         self._rest.state = self.state
         self._rest.param_groups = [group for group in self.param_groups if not group["muon"]]
         self._step_rest()

@@ -49,7 +49,7 @@ SWITCHES = {
 """By the value of `debug` that is for it."""
 
 
-class Fitting:
+class OutputCheck:
     """A model whose outputs are held against what the task can compare with the targets.
 
     Args:
@@ -78,9 +78,9 @@ class Fitting:
 
 
 def fitting(forward: Any, model: Any, task: Any, data: Any, where: str = "") -> Any:
-    """`forward` as `Fitting`, where the task can say what fits; else itself."""
+    """`forward` as `OutputCheck`, where the task can say what fits; else itself."""
     misfit = getattr(task, "misfit", None)
-    return forward if misfit is None else Fitting(forward, model, task, data, where)
+    return forward if misfit is None else OutputCheck(forward, model, task, data, where)
 
 
 class FirstStep:
@@ -128,7 +128,7 @@ class FirstStep:
             if self._fresh and named.key == MODEL and (hint := run.remedy()):
                 named = named.suggesting(hint)
             raise named from error
-        outputs = seen.outputs if isinstance(seen, Fitting) else None
+        outputs = seen.outputs if isinstance(seen, OutputCheck) else None
         self._check_loss(given, outputs)
         self._note_finite("data", data)
         self._note_finite("model", outputs)

@@ -48,7 +48,7 @@ def fit(run: Run) -> str:
         return _fit(run)
     except Stopped:
         # It hung outside of a step.
-        status, _ = _look_up(run)
+        status, _ = _poll_signals(run)
         _save(run, False, settles=False)
         return status
 
@@ -65,16 +65,16 @@ def _fit(run: Run) -> str:
             if trainer.switch():
                 with run.clock.gathering("warm_up"):
                     batches = trainer.warm_up(batches)
-            stretch = _train_stretch(run, trainer, batches, first_step, look_steps)
-            data_comes = stretch.data_comes
-            status, look_steps = _look_up(run, stretch.step_s)
-            _report(run, trainer, stretch, run.total_steps - first_step)
+            segment = _train_stretch(run, trainer, batches, first_step, look_steps)
+            data_comes = segment.data_comes
+            status, look_steps = _poll_signals(run, segment.step_s)
+            _report(run, trainer, segment, run.total_steps - first_step)
         is_best = False
         if progress.evaluation_due and status in ("finished", "paused"):
             try:
                 is_best = evaluate_and_rank(run)
             except Abandoned:
-                status, _ = _look_up(run)
+                status, _ = _poll_signals(run)
                 data_comes = False
             except Exception:
                 if not run.saves_together:
@@ -90,7 +90,7 @@ def _fit(run: Run) -> str:
         try:
             evaluate_split(run, "test")
         except Abandoned:
-            status, _ = _look_up(run)
+            status, _ = _poll_signals(run)
     run.call_back("on_end", status)
     return status
 
@@ -112,7 +112,7 @@ def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
     return batches if run.watch is None else run.watch(batches)
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Steps that were taken back to back."""
 
     steps: int
@@ -125,7 +125,7 @@ class Stretch(NamedTuple):
 
 def _train_stretch(
     run: Run, trainer: Trainer, batches: Iterator[StepBatch], first_step: int, look_steps: int
-) -> Stretch:
+) -> Segment:
     """Train up to the next moment at which something is due, for `look_steps` steps at most.
 
     Workers start, caches fill and kernels are chosen in a process's first step, which is one alone; so is one
@@ -153,22 +153,22 @@ def _train_stretch(
         progress.timed_steps += steps
         progress.timed_samples += progress.samples - samples
         progress.timed_s += clock.pace_s() - paced_s
-    return Stretch(steps, loss, (clock.elapsed_s() - start_s) / max(1, steps), data_comes)
+    return Segment(steps, loss, (clock.elapsed_s() - start_s) / max(1, steps), data_comes)
 
 
-def _report(run: Run, trainer: Trainer, stretch: Stretch, steps_of_process: int) -> None:
+def _report(run: Run, trainer: Trainer, segment: Segment, steps_of_process: int) -> None:
     """Call back at the end of an epoch, note if an evaluation is due, and log or show figures."""
     progress, cadence = run.progress, run.settings.cadence
-    step, took_any = progress.step, stretch.steps > 0
+    step, took_any = progress.step, segment.steps > 0
     if took_any and step in cadence.epoch_steps:
         run.call_back("on_epoch", round(run.epoch))
     progress.evaluation_due = took_any and (step >= run.total_steps or step in cadence.eval_steps)
     if not progress.evaluation_due and not (took_any and step in cadence.log_steps):
-        trainer.window.show(stretch.loss)
+        trainer.window.show(segment.loss)
         return
-    trainer.window.log(stretch.loss)
+    trainer.window.log(segment.loss)
     if run.compilation is not None and (
-        advice := run.compilation.complaint(stretch.step_s, steps_of_process)
+        advice := run.compilation.complaint(segment.step_s, steps_of_process)
     ):
         run.display.warn(advice)
 
@@ -301,7 +301,7 @@ def _judge(run: Run) -> str:
     return "stopped"
 
 
-def _look_up(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
+def _poll_signals(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
     """How the run stands after this step, and after how many more to look up again.
 
     All ranks agree on both, so that none waits for one that has left.

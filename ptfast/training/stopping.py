@@ -256,7 +256,7 @@ def _watched(signals: Signals) -> Iterator[None]:
 
 @contextlib.contextmanager
 def caught_signals(display: Any, ranks: Ranks) -> Iterator[Signals]:
-    """Have signals caught; SIGHUP stays ignored where it is, as under nohup."""
+    """Install the signal handlers; SIGHUP stays ignored where it is already, as under nohup."""
     caught = [*CAUGHT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         caught.append(signal.SIGHUP)

@@ -71,13 +71,13 @@ def noise() -> Any:
 def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
     """Whole epochs as the training loop takes them, one a call."""
     from ptfast.core.batch_plan import BatchPlan, constant
-    from ptfast.data.loaders.loading import Loading
+    from ptfast.data.loaders.loading import ReaderOptions
     from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment.augment_plan import build_augment
 
     sharding = Sharding(BatchPlan(NUM_IMAGES, constant(BATCH_SIZE)), 1)
-    loading = Loading(torch.device("cpu"), channels_last=True, kind=kind)
+    loading = ReaderOptions(torch.device("cpu"), channels_last=True, kind=kind)
     changes = build_augment(augment, data.info, images=True, task_name="auto", normalize=True)
     built = build_train_loader(data, sharding, loading, seed=0, augment=changes)
     steps, epoch = built.plan.steps_per_epoch or 1, 0

@@ -15,7 +15,7 @@ from data_bench._photos import write_photos
 from ptfast.core.durations import Duration
 from ptfast.data.decoding.original_images import HeldImages
 from ptfast.data.loaders.fetch import RawBatches
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.loaders.to_device import Prepare, build_prepare
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
@@ -91,7 +91,7 @@ def by_ptfast(root: Path, *, normalize: bool = False, hold: bool = False) -> Cal
 def _prepare(source: Any, info: Any) -> Prepare:
     statistics = {"mean": [255 * x for x in MEAN], "std": [255 * x for x in STD]}
     info.extra["normalize"] = statistics
-    return build_prepare(source, info, Loading(torch.device("cpu"), channels_last=True))
+    return build_prepare(source, info, ReaderOptions(torch.device("cpu"), channels_last=True))
 
 
 def _epoch_of(dataset: Any) -> Callable[[], int]:

@@ -62,13 +62,15 @@ def opened(root: Path, hold: bool) -> Any:
 def loader(data: Any, kind: str, read_ahead: bool = False) -> Any:
     """The training loader of one kind."""
     from ptfast.core.batch_plan import BatchPlan, constant
-    from ptfast.data.loaders.loading import Loading
+    from ptfast.data.loaders.loading import ReaderOptions
     from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment.augment_plan import build_augment
 
     sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
-    loading = Loading(torch.device("cpu"), channels_last=True, kind=kind, workers=1, read_ahead=read_ahead)
+    loading = ReaderOptions(
+        torch.device("cpu"), channels_last=True, kind=kind, workers=1, read_ahead=read_ahead
+    )
     augment = build_augment(CROP_FLIP, data.info, images=True, task_name="auto", normalize=True)
     return build_train_loader(data, sharding, loading, seed=0, augment=augment)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ptfast.core.resolved import Resolved, unless_resolved
+from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.run import Cadence
 
 
@@ -59,7 +59,7 @@ def test_the_keys_of_resolved_json_are_those_of_earlier_runs(tmp_path: Path) -> 
     [("auto", 0, "auto"), ("auto", 4, 4), (2, 4, 2), ("auto", "", "auto"), ("plain", "memory", "plain")],
 )
 def test_what_the_config_gives_is_not_overruled(wanted: object, before: object, expected: object) -> None:
-    assert unless_resolved(wanted, before) == expected
+    assert resolved_or(wanted, before) == expected
 
 
 def test_the_host_looks_up_where_the_next_thing_is_due() -> None:

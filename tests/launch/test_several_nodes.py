@@ -15,7 +15,7 @@ from running import records, same_bits, train, weights
 from ptfast.core.errors import MachineError, ParallelError
 from ptfast.core.run_directory import write_json
 from ptfast.launch.elastic import on_several_machines, run_elastic
-from ptfast.launch.several_nodes import Node, check_nodes, check_shared, sees
+from ptfast.launch.several_nodes import Node, can_reach, check_nodes, check_shared
 
 HERE = Node("n1", {"torch": "2.9.0", "python": "3.12.1"}, ["optimizer.lr=0.1", "epochs=2"])
 
@@ -53,8 +53,11 @@ def test_a_node_tells_no_secrets() -> None:
 
 def test_a_folder_that_is_not_shared_is_named(in_tmp: Path) -> None:
     write_json(in_tmp / "environment.json", {"started": "today"})
-    assert sees(in_tmp, "today") == ""
-    unseen = [sees(in_tmp, "yesterday", timeout_s=0.01), sees(in_tmp / "other", "today", timeout_s=0.01)]
+    assert can_reach(in_tmp, "today") == ""
+    unseen = [
+        can_reach(in_tmp, "yesterday", timeout_s=0.01),
+        can_reach(in_tmp / "other", "today", timeout_s=0.01),
+    ]
     assert unseen == [socket.gethostname()] * 2
     check_shared(in_tmp, ["", ""])
     with pytest.raises(MachineError, match=r"n2, n3 cannot see what .* writes there") as caught:

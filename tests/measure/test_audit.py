@@ -19,9 +19,9 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core import devices
 from ptfast.measure.audit import audit_run, data_checks, loop_checks, machine_checks, prices
-from ptfast.measure.audit import examined as examination
+from ptfast.measure.audit import audit_context as examination
+from ptfast.measure.audit.audit_context import AuditContext, audit_context
 from ptfast.measure.audit.audit_run import run_checks
-from ptfast.measure.audit.examined import Examined, examining
 from ptfast.measure.audit.finding import Finding, Price
 from ptfast.measure.audit.prices import price_here
 from ptfast.report.terminal.display import Display
@@ -35,9 +35,9 @@ def findings(tmp_path: Path, *words: str, waiting: float = 0.0, **facts: Any) ->
     """What an audit finds in a run of `words`, the machine left out."""
     chosen = {word.partition("=")[0]: word for word in (*NET, *POINTS, *PLAIN, *words)}
     config = read_config([*chosen.values()])[1]
-    with examining(config, tmp_path, Display()) as examined:
-        steps = replace(examined.steps, waiting=waiting)
-        return [*run_checks(replace(examined, steps=steps, **facts), ("model", "data", "loop"))]
+    with audit_context(config, tmp_path, Display()) as context:
+        steps = replace(context.steps, waiting=waiting)
+        return [*run_checks(replace(context, steps=steps, **facts), ("model", "data", "loop"))]
 
 
 @pytest.fixture(autouse=True)
@@ -160,52 +160,54 @@ def test_nothing_is_found_where_nothing_is_planted(tmp_path: Path) -> None:
 
 def test_many_shapes_under_a_search_for_kernels(tmp_path: Path) -> None:
     config = read_config([*NET, *POINTS, *PLAIN, "backend.cudnn_benchmark=true"])[1]
-    with examining(config, tmp_path, Display()) as examined:
-        steps = replace(examined.steps, shapes=set(range(9)))
+    with audit_context(config, tmp_path, Display()) as context:
+        steps = replace(context.steps, shapes=set(range(9)))
         found = [
-            *data_checks.shapes_under_a_search_for_kernels(replace(examined, steps=steps, device_type="cuda"))
+            *data_checks.shapes_under_a_search_for_kernels(replace(context, steps=steps, device_type="cuda"))
         ]
-        few = [*data_checks.shapes_under_a_search_for_kernels(replace(examined, device_type="cuda"))]
+        few = [*data_checks.shapes_under_a_search_for_kernels(replace(context, device_type="cuda"))]
     assert [finding.where for finding in found] == ["backend.cudnn_benchmark"]
     assert few == []
 
 
 @pytest.fixture(scope="module")
-def examined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditContext]:
     """A run without a defect, for checks of the machine to be tried on."""
     config = read_config([*NET, *POINTS, *PLAIN])[1]
     with (
         pytest.MonkeyPatch.context() as patch,
-        examining(config, tmp_path_factory.mktemp("run"), Display()) as it,
+        audit_context(config, tmp_path_factory.mktemp("run"), Display()) as it,
     ):
         patch.setattr(examination, "STEPS_S", 0.0)
         yield replace(it, steps=replace(it.steps, others_cores=0.0, throttled=False))
 
 
-def machine(examined: Examined) -> list[str]:
-    return [check.__name__ for check in machine_checks.CHECKS if [*check(examined)]]
+def machine(context: AuditContext) -> list[str]:
+    return [check.__name__ for check in machine_checks.CHECKS if [*check(context)]]
 
 
-def test_what_a_machine_lacks_is_found(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks, "usable_cores", lambda hyperthreads=False: torch.get_num_threads())
     monkeypatch.setattr(machine_checks.devices, "lack_of_compiler", lambda device: None)
     monkeypatch.setattr(machine_checks, "shared_memory", lambda: 2**40)
     monkeypatch.setattr(machine_checks.devices, "lack_of_precision", lambda mode, device: None)
-    assert machine(examined) == []
+    assert machine(context) == []
     with monkeypatch.context() as patch:
         patch.setattr(machine_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
-        assert machine(examined) == ["threads_beside_cores"]
+        assert machine(context) == ["threads_beside_cores"]
     with monkeypatch.context() as patch:
         patch.setattr(
-            machine_checks.devices, "lack_of_compiler", lambda device: devices.Lack("none", "Install g++")
+            machine_checks.devices,
+            "lack_of_compiler",
+            lambda device: devices.Unsupported("none", "Install g++"),
         )
-        assert machine(examined) == ["compiler_missing"]
+        assert machine(context) == ["compiler_missing"]
     with monkeypatch.context() as patch:
         patch.setattr(machine_checks, "shared_memory", lambda: 10)
-        assert machine(examined) == ["shared_memory_small"]
-    assert machine(replace(examined, device_type="cuda")) == ["tf32_off"]
-    assert machine(replace(examined, steps=replace(examined.steps, throttled=True))) == ["clocks_throttled"]
-    assert machine(replace(examined, steps=replace(examined.steps, others_cores=1.0))) == ["noisy_neighbours"]
+        assert machine(context) == ["shared_memory_small"]
+    assert machine(replace(context, device_type="cuda")) == ["tf32_off"]
+    assert machine(replace(context, steps=replace(context.steps, throttled=True))) == ["clocks_throttled"]
+    assert machine(replace(context, steps=replace(context.steps, others_cores=1.0))) == ["noisy_neighbours"]
 
 
 def test_what_mends_a_finding_in_this_process_is_measured(
@@ -213,8 +215,8 @@ def test_what_mends_a_finding_in_this_process_is_measured(
 ) -> None:
     monkeypatch.setattr(prices, "STRETCH_S", 0.0)
     config = read_config([*NET, *POINTS, *PLAIN, "model.defect=anomaly"])[1]
-    with examining(config, tmp_path, Display()) as examined:
-        found = [*run_checks(examined, ("loop",))]
+    with audit_context(config, tmp_path, Display()) as context:
+        found = [*run_checks(context, ("loop",))]
         price_here(found, 1.0, "cpu")
         (finding,) = found
         assert finding.price is not None
@@ -226,8 +228,8 @@ def test_what_mends_a_finding_in_this_process_is_measured(
 @pytest.mark.parametrize("defect", ["gelu", "attention"])
 def test_a_formula_is_measured_beside_its_kernel(tmp_path: Path, defect: str) -> None:
     config = read_config([*NET, *POINTS, *PLAIN, f"model.defect={defect}"])[1]
-    with examining(config, tmp_path, Display()) as examined:
-        ((finding,),) = [[*run_checks(examined, ("model",))]]
+    with audit_context(config, tmp_path, Display()) as context:
+        ((finding,),) = [[*run_checks(context, ("model",))]]
     assert finding.trial is not None
     as_it_is, mended = finding.trial()
     as_it_is()
@@ -275,11 +277,11 @@ def test_a_model_that_cannot_be_traced_is_audited_without(
 
 
 def test_graphs_that_are_compiled_again_are_found(
-    examined: Examined, monkeypatch: pytest.MonkeyPatch
+    context: AuditContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for report, num_found in (({"recompiled": 9, "advice": "pad"}, 1), ({"recompiled": 1}, 0)):
-        monkeypatch.setattr(examined.run, "compilation", SimpleNamespace(report=lambda report=report: report))
-        assert len([*loop_checks.compiled_again(examined)]) == num_found
+        monkeypatch.setattr(context.run, "compilation", SimpleNamespace(report=lambda report=report: report))
+        assert len([*loop_checks.compiled_again(context)]) == num_found
 
 
 @pytest.mark.slow

@@ -99,9 +99,9 @@ def test_a_model_against_gradients_of_single_samples(tmp_path: Path) -> None:
     true = float(of_samples.mean(0).square().sum())
     variance = float(of_samples.var(0).sum())
     found: dict[str, list[float]] = {"signal": [], "noise": [], "square": []}
-    for stretch in noise_of(run, 22):
+    for segment in noise_of(run, 22):
         for name, values in found.items():
-            values += stretch[name]
+            values += segment[name]
     assert len(found["signal"]) == 22
     assert sum(found["noise"]) / 22 == pytest.approx(variance, rel=0.03)
     assert sum(found["signal"]) / 22 == pytest.approx(true, rel=0.03)
@@ -122,8 +122,8 @@ def test_it_trains_as_training_does(precision: str, tmp_path: Path) -> None:
     plain, watched = build_run(tmp_path / "plain", *words), build_run(tmp_path / "watched", *words)
     trainer = Trainer(plain)
     trainer.train(plain.train_loader.steps(0, 20), 20)
-    stretches = list(noise_of(watched, 20))
-    assert sum(len(stretch["loss"]) for stretch in stretches) == 20
+    segments = list(noise_of(watched, 20))
+    assert sum(len(segment["loss"]) for segment in segments) == 20
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(watched.model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
     assert same_bits(plain.progress.samples, watched.progress.samples)
@@ -203,7 +203,7 @@ def child(monkeypatch: pytest.MonkeyPatch, *results: dict[str, Any], fails: Exce
     monkeypatch.setattr(batch_search, "measure_once", measure_once)
 
 
-def stretch(signal: list[float], **facts: Any) -> dict[str, Any]:
+def segment(signal: list[float], **facts: Any) -> dict[str, Any]:
     length = len(signal)
     fixed = {"noise": [50.0] * length, "square": [2.0] * length, "loss": [1.0] * length}
     return {"signal": signal, **fixed, "total_steps": 500, **facts}
@@ -212,7 +212,7 @@ def stretch(signal: list[float], **facts: Any) -> dict[str, Any]:
 def test_a_swamped_gradient_is_said_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    child(monkeypatch, stretch([1.0, -0.9] * 20))
+    child(monkeypatch, segment([1.0, -0.9] * 20))
     forecast = forecast_noise(measured({32: 1000.0}, tmp_path), 40)
     out = capsys.readouterr().out
     assert "the noise swamps the true gradient" in out
@@ -223,7 +223,7 @@ def test_a_swamped_gradient_is_said_plainly(
 def test_what_was_seen_before_an_end_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    child(monkeypatch, stretch([1.0, 1.1] * 10), {"no_room": "no memory for a tensor"})
+    child(monkeypatch, segment([1.0, 1.1] * 10), {"no_room": "no memory for a tensor"})
     forecast = forecast_noise(measured({32: 1000.0}, tmp_path), 40)
     out = capsys.readouterr().out
     assert "ended early: out of memory: no memory for a tensor" in out

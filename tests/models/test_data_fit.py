@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.targets import Target
-from ptfast.models.data_fit import looks_unfit, remedy
+from ptfast.models.data_fit import mismatch, remedy
 
 HERE = __name__
 IMAGES = DataInfo("image", "classification", num_classes=10, input_shape=(3, 8, 8), in_channels=3)
@@ -93,17 +93,17 @@ def test_the_remedy_was_tried(
     name: str, keywords: dict[str, int], data: Target, info: DataInfo, says: str
 ) -> None:
     target = Target(f"{HERE}.{name}", keywords)
-    assert looks_unfit(target.build(num_classes=10), info)
+    assert mismatch(target.build(num_classes=10), info)
     assert remedy(target, data, info) == says
 
 
 def test_a_look_leaves_the_model_and_the_generator_as_they_were() -> None:
     model, state = Rgb(10), torch.get_rng_state()
-    assert not looks_unfit(model, IMAGES)
+    assert not mismatch(model, IMAGES)
     assert not model.seen
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
-    assert not looks_unfit(model, replace(IMAGES, kind="text"))
+    assert not mismatch(model, replace(IMAGES, kind="text"))
 
 
 def test_a_run_is_refused_with_the_key_that_mends_it(

@@ -12,18 +12,18 @@ from ptfast.core.batch_plan import BatchPlan, Stages, constant
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loader_choice import choose
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.transforms.augment.augment_plan import build_augment
 
 
-def loading(given: Mapping[str, Any]) -> tuple[Loading, dict[str, Any]]:
-    """The keywords of `given` that are of `Loading`, and the others."""
-    names = {field.name for field in fields(Loading)}
+def loading(given: Mapping[str, Any]) -> tuple[ReaderOptions, dict[str, Any]]:
+    """The keywords of `given` that are of `ReaderOptions`, and the others."""
+    names = {field.name for field in fields(ReaderOptions)}
     own = {name: value for name, value in given.items() if name in names}
     others = {name: value for name, value in given.items() if name not in names}
-    return Loading(**{"device": torch.device("cpu"), **own}), others
+    return ReaderOptions(**{"device": torch.device("cpu"), **own}), others
 
 
 def train_loader(

@@ -15,7 +15,7 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import StepBatch
 from ptfast.data.build_data import build_data
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.loaders.to_device import build_prepare
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
@@ -120,7 +120,7 @@ def build(dataset: Any, sums: Any = None, **options: Any) -> Any:
     source = IterableSource(dataset, 0) if isinstance(dataset, IterableDataset) else dataset
     info, how = load(Plain()).info, ("kind", "workers")
     given = {"micro_batches": 2, "last": "keep", **options}
-    loading = Loading(
+    loading = ReaderOptions(
         torch.device("cpu"), normalize=False, **{name: given.pop(name) for name in how if name in given}
     )
     sharding = Sharding(BatchPlan(None, constant(6), given.pop("last")), **given)

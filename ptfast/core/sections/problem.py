@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptfast.core.devices import Lack
+from ptfast.core.devices import Unsupported
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 
 
@@ -48,7 +48,7 @@ def not_set(key: str) -> Problem:
     return Problem("C016", "required, but not set", key=key, suggestion=f"Give {key}=VALUE")
 
 
-def cannot_run(lack: Lack | None, key: str, value: Any) -> Problem | None:
+def cannot_run(lack: Unsupported | None, key: str, value: Any) -> Problem | None:
     """An E005 for a lack that stops a run; one that only slows it down is no problem."""
     if lack is None or lack.runs:
         return None

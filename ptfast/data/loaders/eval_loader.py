@@ -14,7 +14,7 @@ from ptfast.core.protocols import DataInfo, MicroBatch
 from ptfast.data.dataset import Source
 from ptfast.data.loaders.fetch import RawBatches
 from ptfast.data.loaders.loader_choice import count_workers
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.loaders.side_stream import SideStream, prefetched
 from ptfast.data.loaders.to_device import Prepare, build_prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
@@ -52,7 +52,7 @@ class EvaluationLoader:
 def build_eval_loader(
     source: Source,
     info: DataInfo,
-    loading: Loading,
+    loading: ReaderOptions,
     *,
     batch_size: int,
     rank: int = 0,

@@ -12,7 +12,7 @@ from ptfast.data.loaders.worker_processes import WorkerPool
 
 
 @dataclass(frozen=True)
-class Loading:
+class ReaderOptions:
     """How batches are read, and how they reach the device."""
 
     device: torch.device

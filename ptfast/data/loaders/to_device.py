@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptfast.core.protocols import DataInfo, MicroBatch
 from ptfast.core.tensors.trees import map_tensors
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling.order import Indices
 from ptfast.data.sampling.sampler import Share
@@ -80,7 +80,7 @@ class Prepare:
         return tensor.to(self.device, non_blocking=self.pin)
 
 
-def build_prepare(source: BaseSource, info: DataInfo, loading: Loading) -> Prepare:
+def build_prepare(source: BaseSource, info: DataInfo, loading: ReaderOptions) -> Prepare:
     """The preparation of `source`'s batches, with the statistics that `info` holds."""
     return Prepare(
         device=loading.device,

@@ -17,7 +17,7 @@ from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import build_device_batches
 from ptfast.data.loaders.fetch import AugmentedStream, MemoryBatches, RawBatches
 from ptfast.data.loaders.loader_choice import HELD, count_workers
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.side_stream import SideStream, prefetched
 from ptfast.data.loaders.step_batches import SampledBatches, StaticBatches, StepBatches
@@ -121,7 +121,7 @@ class Loader:
 def build_train_loader(
     data: Data,
     sharding: Sharding,
-    loading: Loading,
+    loading: ReaderOptions,
     *,
     seed: int,
     augment: Augment | None = None,
@@ -159,7 +159,12 @@ def build_train_loader(
 
 
 def _read_stream(
-    source: IterableSource, info: DataInfo, sharding: Sharding, loading: Loading, seed: int, augment: Augment
+    source: IterableSource,
+    info: DataInfo,
+    sharding: Sharding,
+    loading: ReaderOptions,
+    seed: int,
+    augment: Augment,
 ) -> Read:
     augmented = AugmentedStream(augment, seed) if augment else None
     prepare = build_prepare(source, info, loading)
@@ -168,7 +173,7 @@ def _read_stream(
 
 
 def _read_samples(
-    source: MapSource, data: Data, sharding: Sharding, loading: Loading, seed: int, augment: Augment
+    source: MapSource, data: Data, sharding: Sharding, loading: ReaderOptions, seed: int, augment: Augment
 ) -> Read:
     kind, reason = loading.kind, loading.reason
     prepare = build_prepare(source, data.info, loading)

@@ -201,7 +201,7 @@ def _adapt(
     sample = first[0][0], first[1][0]
     source.images = _is_image(sample[0])
     if isinstance(first[1], Tensor) and kind_of_target(first[1], sample[0].shape, task) in ("mask", "map"):
-        # Those of 2,000 images would fill the memory, and one shows what they are.
+        # One mask shows their kind; 2,000 would fill memory.
         return Splits(_info(dataset, sample, first[1], task, known), source, note=note)
     labels = _labels(dataset, source)
     source.all_count = len(labels) == len(dataset) and not bool((labels == IGNORE_INDEX).any())

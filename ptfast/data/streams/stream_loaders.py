@@ -13,7 +13,7 @@ from ptfast.core.distributed import host_sums, joined, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loader_choice import count_workers
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.loaders.step_batches import StepBatches
 from ptfast.data.loaders.to_device import Prepare
 from ptfast.data.sampling.sampler import Sharding
@@ -46,7 +46,7 @@ class ReaderLayout(NamedTuple):
         return [Reader(self.rank, self.num_ranks, worker, num_workers) for worker in range(num_workers)]
 
 
-def share_out(source: IterableSource, sharding: Sharding, loading: Loading) -> ReaderLayout:
+def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions) -> ReaderLayout:
     """Which processes read `source`.
 
     Raises:
@@ -77,7 +77,7 @@ def build_stream_batches(
     source: IterableSource,
     prepare: Prepare,
     sharding: Sharding,
-    loading: Loading,
+    loading: ReaderOptions,
     augment: Augmented | None = None,
 ) -> WholeBatches | PartBatches:
     """The training batches of iterable data, on one rank.
@@ -106,7 +106,13 @@ def build_stream_batches(
 
 
 def build_stream_evaluation(
-    source: IterableSource, prepare: Prepare, loading: Loading, *, batch_size: int, rank: int, num_ranks: int
+    source: IterableSource,
+    prepare: Prepare,
+    loading: ReaderOptions,
+    *,
+    batch_size: int,
+    rank: int,
+    num_ranks: int,
 ) -> StreamEvaluation:
     """The batches of one pass over iterable data on one rank.
 
@@ -177,7 +183,7 @@ class StreamBatches(StepBatches):
         prepare: Prepare,
         layout: ReaderLayout,
         sharding: Sharding,
-        loading: Loading,
+        loading: ReaderOptions,
         augment: Augmented | None = None,
         *,
         once: bool = False,

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ptfast.core.sections.technique import Technique
-from ptfast.measure.experiment.verdicts import Effect, Word
+from ptfast.measure.experiment.verdicts import Effect, Verdict
 
 PER_STEP = ("reduced", "training")
 """Classes of which a faster step is not yet the same loss sooner."""
@@ -28,7 +28,7 @@ class Finding:
     technique: Technique
     effect: Effect | None = None
     expected: float = 0.0
-    verdict: Word = "cannot tell"
+    verdict: Verdict = "cannot tell"
     why: str = ""
     memory_bytes: float | None = None
     loss_drift: float | None = None

@@ -17,14 +17,14 @@ from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
 from ptfast.launch.rank_main import out_of_memory
 from ptfast.measure.audit import data_checks, loop_checks, machine_checks, model_checks
-from ptfast.measure.audit.examined import Examined, examining
+from ptfast.measure.audit.audit_context import AuditContext, audit_context
 from ptfast.measure.audit.finding import Finding
 from ptfast.measure.audit.prices import OnTrial, price_by_override, price_here
 from ptfast.measure.experiment.pairs import NOT_REACHED
 from ptfast.measure.found import RECEIPT, check_outputs, label, make_folder
 from ptfast.report.terminal.display import Display, build_display, is_terminal, say, standard_output
 
-Check = Callable[[Examined], Iterator[Finding]]
+Check = Callable[[AuditContext], Iterator[Finding]]
 FIX = "--fix"
 AREAS: dict[str, tuple[Check, ...]] = {
     "model": model_checks.CHECKS,
@@ -110,12 +110,12 @@ class Audit:
         """
         folder.mkdir()
         try:
-            with examining(config, folder, display) as examined:
-                self.findings += run_checks(examined)
-                if examined.untraced:
-                    self.notes.append(f"operators could not be traced: {examined.untraced}")
+            with audit_context(config, folder, display) as context:
+                self.findings += run_checks(context)
+                if context.untraced:
+                    self.notes.append(f"operators could not be traced: {context.untraced}")
                 if budget_s:
-                    price_here(self.findings, budget_s, examined.device_type, _showing(display))
+                    price_here(self.findings, budget_s, context.device_type, _showing(display))
         except Exception as error:
             if not is_memory_error(error):
                 raise
@@ -133,11 +133,11 @@ def _showing(display: Display) -> OnTrial:
     return lambda what, left_s: display.status(f"measuring {what}", left_s)
 
 
-def run_checks(examined: Examined, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
+def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
     """Yield what each check finds, area by area."""
     for area in areas:
         for check in AREAS[area]:
-            for finding in check(examined):
+            for finding in check(context):
                 yield replace(finding, area=area, check=name_of(check))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptfast.core.sections.technique import Kind
-from ptfast.measure.experiment.verdicts import Effect, Word
+from ptfast.measure.experiment.verdicts import Effect, Verdict
 
 Sides = tuple[Callable[[], object], Callable[[], object]]
 """What a step does as it is, and mended."""
@@ -35,11 +35,11 @@ class Price:
     low_s: float | None = None
     """Of the interval of a paired trial, as `high_s`; None where its calls were timed as they are."""
     high_s: float | None = None
-    verdict: Word | None = None
+    verdict: Verdict | None = None
     """What the trial says of the step without it: `faster` is what a finding promises."""
 
     @classmethod
-    def of(cls, effect: Effect, step_s: float, verdict: Word) -> Price:
+    def of(cls, effect: Effect, step_s: float, verdict: Verdict) -> Price:
         """Return what `effect`, the speed-up by mending it, saves of `step_s` seconds."""
         seconds, low_s, high_s = (step_s * (1 - 1 / ratio) for ratio in (effect.ratio, *effect.interval()))
         return cls(seconds, low_s, high_s, verdict)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from ptfast.measure.audit.examined import CALL_STEPS, Examined
+from ptfast.measure.audit.audit_context import CALL_STEPS, AuditContext
 from ptfast.measure.audit.finding import Finding, Price
 from ptfast.measure.audit.model_checks import times
 
@@ -23,10 +23,10 @@ _MENDS = {
 _ELSE = "an operation whose result has a shape that is known beforehand"
 
 
-def reads_on_the_host(examined: Examined) -> Iterator[Finding]:
+def reads_on_the_host(context: AuditContext) -> Iterator[Finding]:
     """A value that is read from the device in every step, for which the host waits."""
-    for (what, place), calls in examined.calls.reads.items():
-        if _is_debugging(examined, place):
+    for (what, place), calls in context.calls.reads.items():
+        if _is_debugging(context, place):
             continue
         often = calls.count / CALL_STEPS
         yield Finding(
@@ -35,16 +35,16 @@ def reads_on_the_host(examined: Examined) -> Iterator[Finding]:
             _MENDS.get(what, _ELSE),
             price=Price(calls.seconds / CALL_STEPS),
         )
-    known = {place for _, place in examined.calls.reads}
-    for place, count in examined.syncs.items():
+    known = {place for _, place in context.calls.reads}
+    for place, count in context.syncs.items():
         if place not in known:
             yield Finding(f"{times(count / CALL_STEPS)} a step, the host waits for the device", place, _ELSE)
 
 
-def tensors_made_on_the_host(examined: Examined) -> Iterator[Finding]:
+def tensors_made_on_the_host(context: AuditContext) -> Iterator[Finding]:
     """A tensor that the model makes on the host and moves to the device."""
-    for place, calls in examined.calls.moved.items():
-        if not _is_debugging(examined, place):
+    for place, calls in context.calls.moved.items():
+        if not _is_debugging(context, place):
             yield Finding(
                 f"a tensor made on the host and moved, {times(calls.count / CALL_STEPS)} a step",
                 place,
@@ -53,25 +53,25 @@ def tensors_made_on_the_host(examined: Examined) -> Iterator[Finding]:
             )
 
 
-def debugging_left_on(examined: Examined) -> Iterator[Finding]:
+def debugging_left_on(context: AuditContext) -> Iterator[Finding]:
     """Anomaly detection, a profiler, NVTX marks or gradcheck that the user's own code turns on."""
     names = {
         "anomaly": "anomaly detection is on",
         "profiler": "a profiler is on",
         "gradcheck": "gradcheck runs",
     }
-    for aid, places in examined.aids.items():
+    for aid, places in context.aids.items():
         yield Finding(
             names[aid],
             ", ".join(places) or "unknown",
             f"remove it; debug={aid} when it is needed",
-            trial=examined.trial(_without_anomaly_detection) if aid == "anomaly" else None,
+            trial=context.trial(_without_anomaly_detection) if aid == "anomaly" else None,
         )
 
 
-def gradients_in_evaluation(examined: Examined) -> Iterator[Finding]:
+def gradients_in_evaluation(context: AuditContext) -> Iterator[Finding]:
     """Operations that record gradients while a batch is evaluated."""
-    if (place := examined.evaluation.with_gradients) is not None:
+    if (place := context.evaluation.with_gradients) is not None:
         yield Finding(
             "gradients are recorded in evaluation",
             place,
@@ -79,9 +79,9 @@ def gradients_in_evaluation(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def graph_breaks(examined: Examined) -> Iterator[Finding]:
+def graph_breaks(context: AuditContext) -> Iterator[Finding]:
     """Places where compiling breaks off, where something is compiled."""
-    for reason, count in examined.graph_breaks.items():
+    for reason, count in context.graph_breaks.items():
         yield Finding(
             f"{times(count)}, compiling broke off: {reason}",
             "compile",
@@ -89,14 +89,14 @@ def graph_breaks(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def compiled_again(examined: Examined) -> Iterator[Finding]:
+def compiled_again(context: AuditContext) -> Iterator[Finding]:
     """Graphs that are compiled again while steps run, as shapes or settings change."""
-    compilation = examined.run.compilation
+    compilation = context.run.compilation
     report = compilation.report() if compilation is not None else {}
     # Once is usual: the last batch of an epoch is smaller.
     if "advice" in report:
         yield Finding(
-            f"{report['recompiled']} graphs compiled again within {examined.run.progress.step} steps",
+            f"{report['recompiled']} graphs compiled again within {context.run.progress.step} steps",
             "compile",
             "",
             ("compile.dynamic=true",),
@@ -116,9 +116,9 @@ def _without_anomaly_detection() -> Iterator[None]:
         torch.set_anomaly_enabled(*before)
 
 
-def _is_debugging(examined: Examined, place: str) -> bool:
+def _is_debugging(context: AuditContext, place: str) -> bool:
     """Return True for the line of a debugging aid, which is found as such."""
-    return any(place.endswith(known) for places in examined.aids.values() for known in places)
+    return any(place.endswith(known) for places in context.aids.values() for known in places)
 
 
 CHECKS = (

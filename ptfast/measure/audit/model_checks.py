@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptfast.core.protocols import takes_own_steps
-from ptfast.measure.audit.examined import Examined
+from ptfast.measure.audit.audit_context import AuditContext
 from ptfast.measure.audit.finding import Finding, Sides, Trial
 from ptfast.measure.audit.operator_trace import AttentionShape, GeluShape
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
@@ -31,16 +31,16 @@ _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def bias_before_a_norm(examined: Examined) -> Iterator[Finding]:
+def bias_before_a_norm(context: AuditContext) -> Iterator[Finding]:
     """A convolution or linear layer with a bias, whose output goes to one BatchNorm alone."""
-    run, config = examined.run, examined.config
+    run, config = context.run, context.config
     dropped = run.resolved.dropped_biases or {}
     handled = bool(dropped)
     if not handled and config.rewrites.bias_before_norm and not takes_own_steps(run.task):
 
         def forward() -> object:
             with run.precision.autocast():
-                return run.task.loss(run.model, examined.batch)
+                return run.task.loss(run.model, context.batch)
 
         with run.uncompiled():
             dropped = find_cancelled_biases(run.model, forward)
@@ -55,10 +55,10 @@ def bias_before_a_norm(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def widths_beside_tensor_cores(examined: Examined) -> Iterator[Finding]:
+def widths_beside_tensor_cores(context: AuditContext) -> Iterator[Finding]:
     """Channels, features or a vocabulary that are no multiple of 8, in half precision on a CUDA device."""
-    run, info = examined.run, examined.run.info
-    if examined.device_type != "cuda" or examined.config.precision.mode in ("fp32", "tf32"):
+    run, info = context.run, context.run.info
+    if context.device_type != "cuda" or context.config.precision.mode in ("fp32", "tf32"):
         return
     given = {info.in_channels, info.num_classes, *(info.input_shape or ())}
     whole = sum(p.numel() for p in run.model.parameters())
@@ -84,35 +84,35 @@ def widths_beside_tensor_cores(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def attention_by_hand(examined: Examined) -> Iterator[Finding]:
+def attention_by_hand(context: AuditContext) -> Iterator[Finding]:
     """softmax(QK^T)V by operators of their own, whose weights nothing else reads."""
-    for place, calls in examined.operators.attentions.items():
+    for place, calls in context.operators.attentions.items():
         modules = dict.fromkeys(module for module, _ in calls if module)
         yield Finding(
             f"attention by a softmax between two products, {times(len(calls))} a step",
             f"{place} ({_listed(modules)})" if modules else place,
             "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)",
             kind="reordered",
-            trial=_trial(_attention, [shape for _, shape in calls], examined.run.device),
+            trial=_trial(_attention, [shape for _, shape in calls], context.run.device),
         )
 
 
-def gelu_by_hand(examined: Examined) -> Iterator[Finding]:
+def gelu_by_hand(context: AuditContext) -> Iterator[Finding]:
     """GELU written out with erf or tanh, which is told by its values."""
-    for place, calls in examined.operators.gelus.items():
+    for place, calls in context.operators.gelus.items():
         tanh = calls[0].approximate == "tanh"
         yield Finding(
             f"GELU in single operators, {times(len(calls))} a step",
             place,
             'F.gelu(x, approximate="tanh")' if tanh else "F.gelu(x)",
             kind="reordered",
-            trial=_trial(_gelu, calls, examined.run.device),
+            trial=_trial(_gelu, calls, context.run.device),
         )
 
 
-def dropout_of_zero(examined: Examined) -> Iterator[Finding]:
+def dropout_of_zero(context: AuditContext) -> Iterator[Finding]:
     """Dropout layers that train with p=0: a call of Python each for nothing."""
-    model = examined.run.model
+    model = context.run.model
     names = [
         name for name, module in model.named_modules() if isinstance(module, _DROPOUTS) and module.p == 0
     ]
@@ -121,13 +121,13 @@ def dropout_of_zero(examined: Examined) -> Iterator[Finding]:
             f"{_counted(len(names), 'dropout layer')} with p=0",
             _listed(names),
             "nn.Identity() where p is 0",
-            trial=examined.trial(partial(_replaced, model, names)),
+            trial=context.trial(partial(_replaced, model, names)),
         )
 
 
-def data_parallel(examined: Examined) -> Iterator[Finding]:
+def data_parallel(context: AuditContext) -> Iterator[Finding]:
     """nn.DataParallel, which copies the model to every GPU in every step, from one process."""
-    for name, module in examined.run.model.named_modules():
+    for name, module in context.run.model.named_modules():
         if isinstance(module, nn.DataParallel):
             yield Finding(
                 "nn.DataParallel copies the model in every step",
@@ -136,28 +136,28 @@ def data_parallel(examined: Examined) -> Iterator[Finding]:
             )
 
 
-def unused_parameters(examined: Examined) -> Iterator[Finding]:
+def unused_parameters(context: AuditContext) -> Iterator[Finding]:
     """Parameters that train and get no gradient: they take memory, and make several ranks search for them."""
-    if not examined.unused or examined.untraced:
+    if not context.unused or context.untraced:
         return
-    parameters = dict(examined.run.model.named_parameters())
-    total = sum(parameters[name].numel() for name in examined.unused)
+    parameters = dict(context.run.model.named_parameters())
+    total = sum(parameters[name].numel() for name in context.unused)
     yield Finding(
-        f"{_counted(len(examined.unused), 'parameter')} of {total:,} numbers got no gradient in any step",
-        _listed(examined.unused),
+        f"{_counted(len(context.unused), 'parameter')} of {total:,} numbers got no gradient in any step",
+        _listed(context.unused),
         "leave these layers out, or set requires_grad=False",
     )
 
 
-def float64(examined: Examined) -> Iterator[Finding]:
+def float64(context: AuditContext) -> Iterator[Finding]:
     """Tensors of float64 in the forward pass, or parameters of it."""
-    names = [name for name, p in examined.run.model.named_parameters() if "float64" in str(p.dtype)]
+    names = [name for name, p in context.run.model.named_parameters() if "float64" in str(p.dtype)]
     if names:
         yield Finding(
             f"{_counted(len(names), 'parameter')} in float64", _listed(names), "model.float()", kind="reduced"
         )
         return
-    for place, count in examined.operators.doubles.items():
+    for place, count in context.operators.doubles.items():
         yield Finding(
             f"float64, {_counted(count, 'operator')} in a forward pass",
             place,
@@ -166,11 +166,11 @@ def float64(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def deep_without_normalisation(examined: Examined) -> Iterator[Finding]:
+def deep_without_normalisation(context: AuditContext) -> Iterator[Finding]:
     """A net of ten layers or more that normalises nowhere, neither in a layer nor by an operator."""
-    operators, model = examined.operators, examined.run.model
+    operators, model = context.operators, context.run.model
     named = any(re.search("norm", type(module).__name__, re.IGNORECASE) for module in model.modules())
-    if operators.weighted >= DEEP and not operators.normalises and not named and not examined.untraced:
+    if operators.weighted >= DEEP and not operators.normalises and not named and not context.untraced:
         yield Finding(
             f"{operators.weighted} layers with weights, and no normalisation",
             type(model).__name__,

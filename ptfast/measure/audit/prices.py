@@ -16,12 +16,12 @@ from ptfast.config.overrides import merge
 from ptfast.measure.audit.finding import Finding, Price, Trial
 from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.experiment.pairs import Pair, judge_pairs, measure_pairs
-from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Word, estimate, judge
+from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Verdict, estimate, judge
 
 ORDER = (0, 1, 1, 0)
 """The sides of a round, in the order they are measured: what drifts evenly weighs on both alike."""
 STRETCH_S = 0.1
-"""Least time of a stretch, next to which what begins and ends it counts for nothing."""
+"""Least time of a segment, next to which what begins and ends it counts for nothing."""
 SHARE = 0.2
 """Largest part of the budget that one finding in this process may take."""
 MOST_ROUNDS = 20
@@ -82,7 +82,7 @@ def _put(
     findings: list[Finding],
     tried: Sequence[int],
     results: Sequence[tuple[Effect | None, float]],
-    verdicts: Sequence[Word],
+    verdicts: Sequence[Verdict],
 ) -> None:
     """Note what trials have shown so far; each may change the verdicts on those before it."""
     for number, (effect, step_s), verdict in zip(tried, results, verdicts, strict=False):
@@ -95,7 +95,7 @@ def _measure(trial: Trial | None, seconds: float, device_type: str) -> tuple[Eff
     assert trial is not None
     sides = trial()
 
-    def stretch(side: Callable[[], object], count: int) -> float:
+    def segment(side: Callable[[], object], count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
             side()
@@ -105,12 +105,12 @@ def _measure(trial: Trial | None, seconds: float, device_type: str) -> tuple[Eff
 
     end = time.perf_counter() + seconds
     for side in sides:
-        stretch(side, 1)
-    count = max(1, math.ceil(STRETCH_S / max(*(stretch(side, 1) for side in sides), 1e-6)))
+        segment(side, 1)
+    count = max(1, math.ceil(STRETCH_S / max(*(segment(side, 1) for side in sides), 1e-6)))
     rounds: list[list[float]] = []
     while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
         if len(rounds) < LEAST_ROUNDS and time.perf_counter() > end + seconds:
             return None, 0.0
-        rounds.append([stretch(sides[side], count) for side in ORDER])
+        rounds.append([segment(sides[side], count) for side in ORDER])
     ratios = [(math.log(a) + math.log(d) - math.log(b) - math.log(c)) / 2 for a, b, c, d in rounds]
     return estimate(ratios), statistics.median((a + d) / 2 for a, _, _, d in rounds)

@@ -15,7 +15,7 @@ import torch
 
 from ptfast.core.errors import DataError
 from ptfast.core.machine import memory_limit, peak_memory_bytes
-from ptfast.measure.experiment.stretches import ENDLESS, mean_over_ranks
+from ptfast.measure.experiment.segments import ENDLESS, mean_over_ranks
 from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.run import Run
 from ptfast.techniques.checkpointing import Checkpointing
@@ -120,7 +120,7 @@ def _time(run: Run, seconds: float) -> dict[str, Any]:
 
 
 WINDOWS = 5
-"""Stretches that are timed, of which the median counts: a neighbour's burst spoils one of them."""
+"""Segments that are timed, of which the median counts: a neighbour's burst spoils one of them."""
 
 
 def time_steps(

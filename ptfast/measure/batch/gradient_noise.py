@@ -62,7 +62,7 @@ def train_for_noise(
 
 
 def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str, Any]]:
-    """Train `run` and yield the moments of its gradients, a stretch of steps at a time, of `reads` in all.
+    """Train `run` and yield the moments of its gradients, a segment of steps at a time, of `reads` in all.
 
     Yields:
         Lists with an entry for each step: `signal` and `noise` as `moments` gives them, `square`, the squared

@@ -16,7 +16,7 @@ from ptfast.report.terminal.display import say, standard_output, table
 LEAST_STEPS = 10
 """Fewer steps say nothing about their own spread."""
 NUM_STRETCHES = 20
-"""About how many stretches a run is cut into, within each of which gradients are taken to be equally long."""
+"""About how many segments a run is cut into, within each of which gradients are taken to be equally long."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[f
     length = max(len(finite) // NUM_STRETCHES, 5)
     scaled: list[tuple[float, float]] = []
     for start in range(0, len(finite), length):
-        stretch = finite[start : start + length]
-        mean = sum(row[2] for row in stretch) / len(stretch)
+        segment = finite[start : start + length]
+        mean = sum(row[2] for row in segment) / len(segment)
         if mean > 0:
-            scaled += [(row[0] / mean, row[1] / mean) for row in stretch]
+            scaled += [(row[0] / mean, row[1] / mean) for row in segment]
     num_steps = len(scaled)
     if not num_steps:
         return None

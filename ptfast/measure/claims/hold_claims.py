@@ -40,7 +40,7 @@ class Claim:
         workload: overrides of both runs; `{images}`, `{files}` and `{texts}` stand for data made for it.
         without, with_it: overrides of the run without the technique, and of that with it.
         least, most: the range in which the ratio has to lie: of samples per second, or of memory saved
-            (without over with); above 1 is better. To gain more than is claimed refutes nothing.
+            (without over with); above 1 is better. A gain above the claimed range confirms it.
         needs: of the machine.
         takes: what a test would take that no trial of some seconds can give; there is no workload then.
         against: what the technique is held against, where that is no override.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ptfast.measure.experiment.effects import fit_pairs
 from ptfast.measure.experiment.laboratory import Laboratory, Measured
-from ptfast.measure.experiment.verdicts import Effect, Word, judge
+from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
 
 NOT_REACHED = "not reached: give a longer --budget"
 
@@ -50,7 +50,7 @@ class Pair:
         taken = [self.median("peak_memory_bytes", of) - self.median("built_bytes", of) for of in (0, 1)]
         return taken[0] / max(taken[1], 1)
 
-    def receipt(self, effect: Effect | None, verdict: Word) -> dict[str, Any]:
+    def receipt(self, effect: Effect | None, verdict: Verdict) -> dict[str, Any]:
         """Its figures as plain values."""
         low, high = effect.interval() if effect is not None else (None, None)
         figures = {"speedup": effect and effect.ratio, "low": low, "high": high, "verdict": verdict}
@@ -80,7 +80,7 @@ def measure_pairs(
                 pair.blocks.append(found)
 
 
-def judge_pairs(pairs: Sequence[Pair]) -> tuple[list[Effect | None], list[Word]]:
+def judge_pairs(pairs: Sequence[Pair]) -> tuple[list[Effect | None], list[Verdict]]:
     """Effects and verdicts of pairs of one workload, as a family."""
     effects = fit_pairs([pair.times for pair in pairs])
     words = judge(effects)

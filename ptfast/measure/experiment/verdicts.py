@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Word = Literal["faster", "slower", "no difference", "cannot tell", "not applicable"]
+Verdict = Literal["faster", "slower", "no difference", "cannot tell", "not applicable"]
 EQUAL = 0.02
 """Two variants whose times differ by no more than this part are as quick as each other."""
 ALPHA = 0.05
@@ -96,14 +96,14 @@ def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
     return rejected
 
 
-def judge(effects: Sequence[Effect | None]) -> list[Word]:
+def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
     """The verdict on each comparison of a family; None is one with too few rounds."""
     known = [effect for effect in effects if effect is not None]
     rejected = iter(holm([effect.p_value for effect in known]))
     return ["cannot tell" if effect is None else _word(effect, next(rejected)) for effect in effects]
 
 
-def _word(effect: Effect, differs: bool) -> Word:
+def _word(effect: Effect, differs: bool) -> Verdict:
     if effect.is_equal():
         return "no difference"
     if not differs:

@@ -34,7 +34,7 @@ from ptfast.data.build_data import Data, Source
 from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.experiment.stretches import Stretches
+from ptfast.measure.experiment.segments import Segments
 from ptfast.measure.trials.trial_process import reason
 from ptfast.measure.trials.trial_rank import TrialRank
 from ptfast.techniques.backend.torch_settings import resolve_device
@@ -272,24 +272,24 @@ class Turns:
 
     def __init__(self, rank: TrialRank) -> None:
         self.rank, self.step_s = rank, 0.0
-        self.stretches = Stretches(rank)
+        self.segments = Segments(rank)
 
     def warm_up(self, most_s: float, asks: bool = False) -> dict[str, Any]:
         """Warm up; the mean loss of the first steps tells runs apart that train differently."""
-        warm = self.stretches.warm_up(most_s)
+        warm = self.segments.warm_up(most_s)
         self.step_s = warm["step_s"]
-        built = self.stretches.built
+        built = self.segments.built
         facts = {name: built[name] for name in _FACTS}
         data = self.rank.data
         if asks and data is not None:
-            facts["data"] = {"device": self.stretches.run.device.type, **_facts_of(data.train)}
+            facts["data"] = {"device": self.segments.run.device.type, **_facts_of(data.train)}
         loss = math.fsum(warm["losses"]) / len(warm["losses"])
         return facts | {"step_s": self.step_s, "loss": loss, "compiles": warm["compiles"]}
 
     def train(self, seconds: float) -> dict[str, Any]:
         """Train for about `seconds`, and report the logarithm of the time of a token, or of a sample."""
         num_steps = max(1, round(seconds / max(self.step_s, 1e-6)))
-        figures = self.stretches.train(num_steps)
+        figures = self.segments.train(num_steps)
         units = figures["tokens"] or figures["samples"]
         names = ("peak_memory_bytes", "waiting", "system")
         workers = [process.pid for process in multiprocessing.active_children() if process.pid]

@@ -160,7 +160,7 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
     seen = f", {facts['epochs']:.2g} epochs" if facts["epochs"] else ""
     say(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}", stream)
     if facts["epochs"] and facts["epochs"] > 2:
-        say("each sample was seen more than twice: the true curve falls less at its end", stream)
+        say("samples were reused more than twice, so the end of this curve is optimistic", stream)
     if is_terminal(stream):
         say(f"picture and figures: {folder}", stream)
     else:

@@ -24,7 +24,7 @@ START = Duration(0, "epochs")
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedGroup:
     """Settings of one parameter; parameters of the same settings make a group."""
 
     lr_scale: float = 1.0
@@ -87,11 +87,13 @@ class Grouping:
             self._notes.append(f"lr x {layer_decay:g} per layer, {deepest + 1} layers")
         if section.backbone_from is not None:
             self._notes.append(f"all below the last layer from {section.backbone_from}")
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, RequestedGroup] = {}
         matches = [0] * len(groups)
         for name, parameter in model.named_parameters():
             scale = 1.0 if layer_decay is None else layer_decay ** (deepest - depths[name])
-            asked = Asked(lr_scale=scale, weight_decay=None if decay_1d or parameter.ndim > 1 else 0.0)
+            asked = RequestedGroup(
+                lr_scale=scale, weight_decay=None if decay_1d or parameter.ndim > 1 else 0.0
+            )
             if section.backbone_from is not None and depths[name] < deepest:
                 asked = replace(asked, trains_from=section.backbone_from)
             for index, entry in enumerate(groups):
@@ -102,7 +104,7 @@ class Grouping:
         for index, entry in enumerate(groups):
             if not matches[index] and not any(fnmatchcase(name, entry.match) for name in dropped):
                 raise _no_match(entry.match, [name for known in names.values() for name in known], index)
-            self._notes.append(f"{entry.match} ({matches[index]}){_said(entry)}")
+            self._notes.append(f"{entry.match} ({matches[index]}){_format_override(entry)}")
         stepped = {asked.optimizer for asked in self._asked.values() if not asked.frozen}
         for index, entry in enumerate(groups):
             if entry.name is not None and entry.name not in stepped:
@@ -133,7 +135,7 @@ class Grouping:
         Each has `lr_scale`, on the optimizer's rate, `weight_decay` where it is not the optimizer's, and
         `optimizer` where a task steps it by that name.
         """
-        parts: dict[Asked, dict[str, Any]] = {}
+        parts: dict[RequestedGroup, dict[str, Any]] = {}
         for asked, parameter in self._parameters():
             if parameter.requires_grad:
                 said = {"weight_decay": asked.weight_decay, "optimizer": asked.optimizer}
@@ -160,7 +162,7 @@ class Grouping:
         Raises:
             ConfigError: C011 for parameters that would stop before they begin, or steps that train nothing.
         """
-        members: dict[Asked, list[Tensor]] = {}
+        members: dict[RequestedGroup, list[Tensor]] = {}
         for asked, parameter in self._parameters():
             if parameter.requires_grad:
                 members.setdefault(asked, []).append(parameter)
@@ -193,7 +195,7 @@ class Grouping:
         """One line for the panel; None where nothing is asked."""
         return "; ".join(self._notes) or None
 
-    def _parameters(self) -> list[tuple[Asked, Tensor]]:
+    def _parameters(self) -> list[tuple[RequestedGroup, Tensor]]:
         return [(self._asked[name], parameter) for name, parameter in self._model.named_parameters()]
 
 
@@ -240,7 +242,7 @@ def reference_lr(optimizer: torch.optim.Optimizer, name: str = "lr") -> float:
     return group[name] / group.get("lr_scale", 1.0)
 
 
-def _refined(asked: Asked, entry: ParameterGroup, index: int, scale: float) -> Asked:
+def _refined(asked: RequestedGroup, entry: ParameterGroup, index: int, scale: float) -> RequestedGroup:
     """`asked` with what an entry says."""
     changes: dict[str, Any] = {
         "lr_scale": None if entry.lr_scale is None else scale * entry.lr_scale,
@@ -253,7 +255,7 @@ def _refined(asked: Asked, entry: ParameterGroup, index: int, scale: float) -> A
     return replace(asked, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _said(entry: ParameterGroup) -> str:
+def _format_override(entry: ParameterGroup) -> str:
     """An entry in words, for the panel."""
     until = entry.trains_until
     parts = {

@@ -15,7 +15,7 @@ from ptfast.core.tensors.trees import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
-class Shaped:
+class TensorMeta:
     """A tensor without its values."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Operator:
     """`torch.ops.aten.mm.default`, say."""
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    """By name; tensors, there and in `args`, are `Shaped`, and lists are tuples."""
+    """By name; tensors, there and in `args`, are `TensorMeta`, and lists are tuples."""
     outputs: Any
     phase: str
     """Phase of a step: `forward`, `backward` or `optimizer`."""
@@ -51,12 +51,12 @@ class Operator:
         return str(self.op.overloadpacket.__name__)
 
     @property
-    def tensors(self) -> list[Shaped]:
+    def tensors(self) -> list[TensorMeta]:
         """Those it reads."""
         return _shaped_in((self.args, self.kwargs))
 
     @property
-    def results(self) -> list[Shaped]:
+    def results(self) -> list[TensorMeta]:
         """Those it returns; what it writes in place is among them."""
         return _shaped_in(self.outputs)
 
@@ -132,18 +132,18 @@ class Operators(TorchDispatchMode):
 
 
 def shaped(value: Any) -> Any:
-    """`value`, with `Shaped` for tensors and tuples for lists."""
+    """`value`, with `TensorMeta` for tensors and tuples for lists."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
-            return Shaped(tuple(value.shape), (1,) * value.dim(), value.dtype)
-        return Shaped(tuple(value.shape), value.stride(), value.dtype)
+            return TensorMeta(tuple(value.shape), (1,) * value.dim(), value.dtype)
+        return TensorMeta(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
         return tuple(shaped(item) for item in value)
     return value
 
 
-def _shaped_in(value: Any) -> list[Shaped]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Shaped)]
+def _shaped_in(value: Any) -> list[TensorMeta]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, TensorMeta)]
 
 
 def total_flops(operators: Iterable[Operator]) -> int:
@@ -173,6 +173,6 @@ def flops(operator: Operator) -> int:
 
 
 def _on_meta(value: Any) -> Any:
-    if isinstance(value, Shaped):
+    if isinstance(value, TensorMeta):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return value

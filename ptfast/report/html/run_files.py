@@ -96,7 +96,7 @@ class RunFiles:
 
 
 def training_times(records: Sequence[Record]) -> dict[int, float]:
-    """Seconds of training up to each step that was logged, 0 among them, by the speed of each stretch.
+    """Seconds of training up to each step that was logged, 0 among them, by the speed of each segment.
 
     Evaluations, saving and starting up are left out; the first steps, which warm up and are not timed, count
     as the others.

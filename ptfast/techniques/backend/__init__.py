@@ -44,7 +44,7 @@ def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
     searched = f"cuDNN takes the quickest by trying{until}" if resolved.cudnn_benchmark else None
     return {
         "kernels": "deterministic" if resolved.deterministic else searched,
-        "memory": "what a step frees is held for the next" if resolved.holds_memory else None,
+        "memory": "freed blocks are kept for the next step" if resolved.holds_memory else None,
     }
 
 

@@ -15,7 +15,7 @@ from ptfast.core.devices import device_type, lack_of_device
 from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
 from ptfast.core.machine import others_cores, read_setting, usable_cores
 from ptfast.core.protocols import StepBatch
-from ptfast.core.resolved import Resolved, unless_resolved
+from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.sections.problem import cannot_run
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.techniques.backend import Backend
@@ -55,7 +55,7 @@ def apply_backend(
         `flushes_denormals`, which go into JSON.
     """
     before = before or Resolved()
-    threads, deterministic = unless_resolved(backend.threads, before.threads), backend.deterministic
+    threads, deterministic = resolved_or(backend.threads, before.threads), backend.deterministic
     reason = before.threads_reason if before.threads else ""
     if threads == "auto":
         busy = others_cores(num_local_ranks) if device.type == "cpu" else 0.0
@@ -72,7 +72,7 @@ def apply_backend(
         # cuBLAS reads this when it first makes a handle.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():
-        # Asked first because the call imports the compiler, which takes seconds.
+        # RequestedGroup first because the call imports the compiler, which takes seconds.
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     # Kernels chosen by timing differ from run to run.

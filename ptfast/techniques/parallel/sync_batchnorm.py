@@ -56,7 +56,7 @@ class SyncedBatchNorm(BatchNorm):
     """
 
     counts: bool
-    """The next input counts; the stand-in of an empty share takes part and does not."""
+    """Whether the next input counts; the dummy batch of a rank without samples does not."""
 
     def __init__(self, norm: BatchNorm) -> None:
         nn.Module.__init__(self)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ptfast.core.devices import lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
-from ptfast.core.resolved import Resolved, unless_resolved
+from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.sections.problem import cannot_run
 from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.techniques.precision import Precision
@@ -97,7 +97,7 @@ def build_precision(
     """
     mode, matmul = (
         section.mode,
-        unless_resolved(section.matmul_precision, (before or Resolved()).matmul_precision),
+        resolved_or(section.matmul_precision, (before or Resolved()).matmul_precision),
     )
     lack = lack_of_precision(mode, device.type)
     if problem := cannot_run(lack, "precision", mode):

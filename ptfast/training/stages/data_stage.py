@@ -15,12 +15,12 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import DataError, PtfastError, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, EvalLoader
-from ptfast.core.resolved import Resolved, unless_resolved
+from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loader_choice import Choice, choose
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.data.loaders.side_stream import SideStream, open_side_stream
 from ptfast.data.loaders.train_loader import build_train_loader
@@ -137,9 +137,9 @@ def build_choice(
     loader, augment = config.dataloader, Augment(**config.augment.model_dump(exclude={"mixup", "cutmix"}))
     return partial(
         choose,
-        kind=unless_resolved(loader.kind, before.dataloader),
+        kind=resolved_or(loader.kind, before.dataloader),
         # Kinds without workers have found out nothing about their number.
-        workers=unless_resolved(loader.workers, before.workers),
+        workers=resolved_or(loader.workers, before.workers),
         micro_batch_size=config.batch_size // micro_batches,
         num_samples=None if config.steps is None else config.steps * config.batch_size,
         prefetch=loader.prefetch,
@@ -185,7 +185,7 @@ def full_size(context: BuildContext) -> int | None:
     return evaluated_at_once(context) if context.config.eval.last == "pad" else None
 
 
-def few_samples(data: Data, loading: Loading, num_samples: int = 2) -> Any:
+def few_samples(data: Data, loading: ReaderOptions, num_samples: int = 2) -> Any:
     """Training samples, evenly spaced, as a task takes them, for a look at them before training.
 
     Raises:
@@ -268,6 +268,8 @@ def build_loaders(context: BuildContext, mark: Callable[[str], None]) -> None:
         context.display.warn(f"{what}: one step is an epoch")
 
 
-def readers(context: BuildContext, **how: Any) -> Loading:
+def readers(context: BuildContext, **how: Any) -> ReaderOptions:
     """How samples are made ready for the model; keywords say who reads them, by default this process."""
-    return Loading(context.device, context.config.data.normalize, bool(context.resolved.channels_last), **how)
+    return ReaderOptions(
+        context.device, context.config.data.normalize, bool(context.resolved.channels_last), **how
+    )

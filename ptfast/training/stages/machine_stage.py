@@ -17,7 +17,7 @@ from ptfast.core.protocols import DataInfo, Display, EvalLoader, Task
 from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import State
 from ptfast.data.build_data import Data
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.loaders.train_loader import Loader
 from ptfast.optim.parameters.groups import Grouping
 from ptfast.techniques.backend.torch_settings import apply_backend
@@ -57,7 +57,7 @@ class BuildContext:
     """Makes of the model what the loop calls; again where freezing changes what ranks exchange."""
     forward: Any = None
     """What it has made."""
-    reading: Loading = field(init=False)
+    reading: ReaderOptions = field(init=False)
     """How samples are made ready."""
     train_loader: Loader = field(init=False)
     eval_loaders: dict[str, EvalLoader] = field(default_factory=dict)

@@ -24,11 +24,11 @@ from ptfast.core.sections.targets import Target, check_constructs, keywords
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes
 from ptfast.data.build_data import Data
-from ptfast.data.loaders.loading import Loading
+from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.models import Model
 from ptfast.models.build_model import build_model
-from ptfast.models.data_fit import looks_unfit, remedy
+from ptfast.models.data_fit import mismatch, remedy
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.parameters.groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask
@@ -80,7 +80,7 @@ def check_fits(context: BuildContext) -> None:
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     # Other tasks may call the model with more than the inputs, or in other ways.
     calls = getattr(type(task), "loss", None) is SupervisedTask.loss and not takes_own_steps(task)
-    if ours or not calls or context.state is not None or not looks_unfit(model, data.info):
+    if ours or not calls or context.state is not None or not mismatch(model, data.info):
         return
     if isinstance(data.train, IterableSource):
         return
@@ -272,7 +272,7 @@ def shape_model(context: BuildContext) -> None:
     context.forward = wrap()
 
 
-def _reading_for(model: nn.Module, context: BuildContext) -> Loading:
+def _reading_for(model: nn.Module, context: BuildContext) -> ReaderOptions:
     """How samples are brought to a model that may not be on its device yet."""
     return replace(readers(context), device=next((p.device for p in model.parameters()), context.device))
 

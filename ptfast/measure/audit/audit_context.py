@@ -32,7 +32,7 @@ from ptfast.data.sources.image_files import ImageFiles
 from ptfast.measure.audit.call_trace import CallTrace, cuda_syncs
 from ptfast.measure.audit.finding import Trial, code_place
 from ptfast.measure.audit.operator_trace import OperatorTrace
-from ptfast.measure.experiment.stretches import ProcessorTimes
+from ptfast.measure.experiment.segments import ProcessorTimes
 from ptfast.profiling.debug_aids.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
@@ -64,7 +64,7 @@ class Steps:
 
 
 @dataclass
-class Examined:
+class AuditContext:
     """A run, and what some of its steps have shown."""
 
     config: Config
@@ -106,7 +106,7 @@ class Examined:
 
 
 @contextmanager
-def examining(config: Config, folder: Path, display: Display) -> Iterator[Examined]:
+def audit_context(config: Config, folder: Path, display: Display) -> Iterator[AuditContext]:
     """Build the run of `config` in `folder` and train it for some steps to see what they do.
 
     The first step warms up; some are timed as they are, and some traced. One batch is evaluated.
@@ -126,7 +126,7 @@ def examining(config: Config, folder: Path, display: Display) -> Iterator[Examin
         run.close()
 
 
-def _examine(config: Config, run: Run, source: Source) -> Examined:
+def _examine(config: Config, run: Run, source: Source) -> AuditContext:
     run.settings.total_steps = ENDLESS
     breaks_before = _graph_breaks() if run.compilation is not None else Counter[str]()
     run.call_back("on_start")
@@ -154,7 +154,7 @@ def _examine(config: Config, run: Run, source: Source) -> Examined:
         trainer.train(batches, run.progress.step + 1)
         trainer.window.read()
 
-    return Examined(
+    return AuditContext(
         config=config,
         run=run,
         source=source,

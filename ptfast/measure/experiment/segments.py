@@ -1,4 +1,4 @@
-"""Training in stretches, each measured, for as long as a process lives."""
+"""Training in segments, each measured, for as long as a process lives."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ STEADY = 0.97
 """A step time that is no shorter than this part of the one before has settled."""
 ENDLESS = 2**31
 SHORT_S = 0.05
-"""Steps that take no longer are repeated once before a stretch, for caches that went cold while idle."""
+"""Steps that take no longer are repeated once before a segment, for caches that went cold while idle."""
 
 
-class Stretches:
-    """A run that trains in stretches; it evaluates, saves and logs nothing, and calls no callbacks."""
+class Segments:
+    """A run that trains in segments; it evaluates, saves and logs nothing, and calls no callbacks."""
 
     def __init__(self, trial: TrialRank) -> None:
         start_s = time.perf_counter()
@@ -150,7 +150,7 @@ class Stretches:
             yield batch
 
     def _tokens(self) -> int | None:
-        """Tokens of the stretch over all ranks, padding left out; None for data that has none."""
+        """Tokens of the segment over all ranks, padding left out; None for data that has none."""
         if self.counts_items:
             return int(self.run.progress.window_items)
         if self.num_tokens is None:
@@ -177,7 +177,7 @@ def _is_steady(times: list[float]) -> bool:
 
 
 def _prefetched_steps(run: Run, prefetch: int) -> int:
-    """Steps whose batches may lie ready when a stretch begins."""
+    """Steps whose batches may lie ready when a segment begins."""
     per_rank = max(1, run.settings.micro_batches // run.ranks.num_ranks)
     of_workers = -(-run.resolved.workers * prefetch // per_rank)
     return of_workers + run.resolved.read_ahead
@@ -194,7 +194,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class ProcessorTimes:
-    """Seconds so far, of which two readings give what a stretch of time has cost.
+    """Seconds so far, of which two readings give what a segment of time has cost.
 
     Cost: about 0.2 ms for a reading.
     """
@@ -214,7 +214,7 @@ class ProcessorTimes:
         return cls(time.perf_counter(), processor_time_s(), busy_s, steal_s)
 
     def until(self, later: ProcessorTimes, own_s: float) -> dict[str, Any]:
-        """What a stretch up to `later` looks like from outside.
+        """What a segment up to `later` looks like from outside.
 
         Args:
             own_s: processor time of all processes of the measurement, on every rank.
