@@ -18,8 +18,8 @@ from toys import callback
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core import devices
-from ptfast.measure.audit import audit_run, data_checks, loop_checks, machine_checks, prices
 from ptfast.measure.audit import audit_context as examination
+from ptfast.measure.audit import audit_run, data_checks, loop_checks, machine_checks, prices
 from ptfast.measure.audit.audit_context import AuditContext, audit_context
 from ptfast.measure.audit.audit_run import run_checks
 from ptfast.measure.audit.finding import Finding, Price
