@@ -59,7 +59,7 @@ def pack(args: Namespace) -> int:
         if whole.skipped and args.on_corrupt != "skip":
             first = whole.skipped[0]
             what = f"was left out of the pack: {first['reason']}"
-            hint = "Mend or remove it and pack again, or give --on-corrupt skip"
+            hint = "Fix or remove it and pack again, or give --on-corrupt skip"
             raise DataError("D005", what, key=first["file"], suggestion=hint)
         print(f"{folder} is already a complete pack of {source}: nothing to do")
         return EXIT_OK

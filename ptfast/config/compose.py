@@ -319,7 +319,7 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], Loader]:
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError) as error:
         raise translate(error) from error
     except RecursionError as error:
-        raise ConfigError("C007", "option files whose defaults choose each other, without end") from error
+        raise ConfigError("C007", "option files whose defaults select each other in a circle") from error
     result = OmegaConf.to_container(config, resolve=False)
     assert isinstance(result, dict)
     return result, loader

@@ -203,7 +203,7 @@ def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -
         what = "no such view"
         raise ConfigError("C015", what, key="--cfg", value=kind, suggestion="Write --cfg job, hydra or all")
     if file and kind != "job":
-        what = "a whole config says nothing of Hydra"
+        what = "a complete config says nothing about Hydra"
         raise ConfigError("C011", what, key="--cfg", value=kind, suggestion="Write --cfg job")
     sections: list[str] = []
     if kind in ("job", "all"):

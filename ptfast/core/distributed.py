@@ -406,7 +406,7 @@ def _meeting() -> Iterator[None]:
         yield
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        what = f"the ranks do not find each other there ({str(error).splitlines()[0]})"
+        what = f"the ranks cannot reach each other there ({str(error).splitlines()[0]})"
         hint = "MASTER_ADDR and MASTER_PORT name the machine of rank 0, and a free port of it"
         raise ParallelError("P001", what, key=address, suggestion=hint) from error
 

@@ -23,7 +23,7 @@ def check_labels(labels: Tensor, num_classes: int, split: str, ignore_index: int
         if not len(labels):
             return
         what = f"every label of the {split} split is {ignore_index}, which means ignored"
-        hint = "Look at how labels are read: there is nothing to learn"
+        hint = "Check how labels are read: there is nothing to learn"
         raise DataError("D004", what, key="data", suggestion=hint)
     check_range(labels, num_classes, f"{split} sample", ignore_index=ignore_index)
 
@@ -124,11 +124,11 @@ def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | No
     if labels.dim() == 2:
         places = labels.argmax(1)
         wrong = (labels != torch.zeros_like(labels).scatter_(1, places[:, None], 1)).any(1)
-        what = "is no row of zeros with a single 1, which would name its class"
+        what = "is not one-hot (zeros and a single 1)"
     elif labels.dim() == 1:
         places = labels.long()
         wrong = labels != places
-        what = "is no whole number, and so no class"
+        what = "is not a whole number, so it names no class"
     else:
         what = f"task=classification takes one class for each sample, not labels of {shape_of(labels)}"
         raise DataError("D004", what, key="task", value="classification", suggestion="Use task=auto")
@@ -155,7 +155,7 @@ def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
     if target_kind == "map":
         return "regression", "floats for each pixel"
     if labels.dim() > 2:
-        what = f"what labels of {shape_of(labels)} are for cannot be told"
+        what = f"the task of labels of {shape_of(labels)} cannot be told"
         hint = "Set task to a built-in one, or to the import path of your own, such as task=mine.Boxes"
         raise DataError("D004", what, key="data", suggestion=hint)
     floats, several = labels.is_floating_point(), labels.dim() == 2 and labels.shape[1] > 1

@@ -68,7 +68,7 @@ def with_masks(splits: Splits, ignore_index: int) -> Splits:
 def _count(source: Source, ignore_index: int) -> int:
     """One more than the highest label of up to 2,000 masks that are spread over the whole."""
     if isinstance(source, IterableSource):
-        what, hint = "iterable data has to say how many classes there are", "Give it an attribute num_classes"
+        what, hint = "iterable data must say how many classes there are", "Give it an attribute num_classes"
         raise DataError("D004", what, key="data", suggestion=hint)
     highest = below = 0
     for masks in _some(source):
@@ -77,7 +77,7 @@ def _count(source: Source, ignore_index: int) -> int:
         if holds(masks.dtype, _VOID):
             below = max(below, int(counted.masked_fill(counted == _VOID, 0).max()))
     if highest == _VOID and below < _VOID - 1:
-        what = f"labels of pixels go up to {below}, and then there is {_VOID}"
+        what = f"labels of pixels go up to {below}, except for {_VOID}"
         hint = f"Set task.ignore_index={_VOID} if such pixels do not count, or number the classes from 0"
         raise DataError("D004", what, key="data", suggestion=hint)
     return highest + 1

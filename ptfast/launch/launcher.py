@@ -228,7 +228,7 @@ def resolve_num_ranks(config: Config) -> int:
         ConfigError: C011 for several machines.
     """
     if config.parallel.nnodes > 1:
-        what, hint = "other machines are not measured", "Leave it out"
+        what, hint = "only this machine can be measured", "Leave it out"
         raise ConfigError("C011", what, key="parallel.nnodes", value=config.parallel.nnodes, suggestion=hint)
     return _resolve_local_ranks(config)
 
@@ -256,7 +256,7 @@ def _check_started(config: Config, ranks: Ranks) -> None:
     for name, number in started.items():
         asked = getattr(config.parallel, name)
         if asked not in ("auto", 1, number):
-            what, hint = f"{number} were started", "Leave it out: whoever starts the ranks decides"
+            what, hint = f"{number} were started", "Leave it out: the launcher decides"
             raise ConfigError("C011", what, key=f"parallel.{name}", value=asked, suggestion=hint)
     accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
     check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, accumulate, first)

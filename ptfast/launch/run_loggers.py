@@ -29,7 +29,7 @@ def build_loggers(config: Config) -> dict[str, Any]:
             loggers[key] = target.build()
         missing = [name for name in LOGGER_METHODS if not hasattr(loggers[key], name)]
         if missing:
-            what = f"gives {described(loggers[key])}, which is no logger: it has no method {missing[0]}"
+            what = f"gives {described(loggers[key])}, which is not a logger: it has no method {missing[0]}"
             raise UserPart(f"{key}._target_", target.resolve()).error(what)
     return loggers
 

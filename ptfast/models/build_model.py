@@ -65,6 +65,6 @@ def _check_facts(
     if missing:
         keys = " and ".join(missing)
         attribute = ", give your data set an attribute vocab_size" if missing[0] == "vocab_size" else ""
-        what = f"needs {keys}, which data of the kind `{info.kind}` does not tell"
+        what = f"needs {keys}, which {info.kind} data does not determine"
         hint = f"Set model.{missing[0]}{attribute}, or choose a model that fits the data"
         raise ConfigError("C011", what, key="model._target_", value=target.path, suggestion=hint)

@@ -69,7 +69,7 @@ def _by_transformers(
     """`generate` by a causal language model of transformers."""
     places = getattr(model.config, "max_position_embeddings", None)
     if places is not None and len(tokens) + num_new > places:
-        what = f"with {len(tokens)} of the prompt more than the {places} tokens that the model has places for"
+        what = f"with the {len(tokens)} of the prompt, more than the {places} tokens of the model's context"
         raise ConfigError("C005", what, key="--max-new-tokens", value=num_new)
     unknown = list(range(vocab_size, getattr(model.config, "vocab_size", vocab_size)))
     with torch.random.fork_rng(devices=[tokens.device] if tokens.device.type == "cuda" else []):

@@ -37,7 +37,7 @@ def build(
         what, hint = "torchvision has no such classifier or segmentation model", did_you_mean(name, names)
         hint = hint or "See torchvision.models.list_models()"
         if name in models.list_models():
-            what = "is neither a classifier nor a segmentation model: what it takes and gives needs a task"
+            what = "is neither a classifier nor a segmentation model, so it needs a task of its own"
             hint = "Name it by model._target_, and a task of your own by task=mine.Task"
         raise ConfigError("C003", what, key="model.name", value=name, suggestion=hint)
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:

@@ -114,7 +114,7 @@ def _check_tokenizer(name: str, tokenizer: dict[str, Any] | None) -> None:
     used = str(tokenizer.get("source", tokenizer["kind"])) if tokenizer else name
     if used != name and not used.endswith(".json"):
         own = f"{name}/tokenizer.json" if Path(name).is_dir() else name
-        what = f"the weights of {name} know the tokens of its own tokenizer alone"
+        what = f"the weights of {name} know only the tokens of its own tokenizer"
         hint = f"Set data.tokenizer={own}"
         raise ConfigError("C011", what, key="data.tokenizer", value=used, suggestion=hint)
 

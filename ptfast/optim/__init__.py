@@ -137,18 +137,18 @@ def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[
     waits = backbone is not None and bool(backbone.value)
     switching = waits or any(map(_trains_in_part, optimizer.groups))
     if switching and parallel.compression == "powersgd":
-        what = "remembers what it has not sent, by buckets that change with what is frozen"
+        what = "keeps the error of each bucket, and freezing changes the buckets"
         hint = "Use parallel.compression=bf16, or freeze throughout with trains_until: 0"
         yield Problem("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
     if sharded and path.startswith("ptfast.optim.") and path.endswith(_WHOLE_LAYERS):
-        what = "steps over whole layers, of which each rank has a part under parallel=fsdp"
-        hint = "Use parallel=ddp, or an optimizer that goes by elements, such as optimizer=adamw"
+        what = "needs whole layers, and under parallel=fsdp each rank has only a part of each"
+        hint = "Use parallel=ddp, or an element-wise optimizer such as optimizer=adamw"
         yield Problem("C011", what, key="optimizer", value=path, suggestion=hint)
     if sharded and path == "torch.optim.Adafactor":
-        what = "torch has no Adafactor for weights that are shared out, as under parallel=fsdp"
+        what = "torch's Adafactor does not support the sharded weights of parallel=fsdp"
         yield Problem("C011", what, key="optimizer", value=path, suggestion="Use optimizer=adamw")
     if sharded and switching:
-        what = "parallel=fsdp shares weights out once, as they train at the start"
+        what = "parallel=fsdp shards weights once, by what trains at the start"
         key, hint = "optimizer.groups", "Freeze throughout with trains_until: 0, or use parallel=ddp"
         if waits:
             key, hint = "optimizer.backbone_from", "Set it to null, or use parallel=ddp"
@@ -170,7 +170,7 @@ def no_schedule_beside_schedule_free(
         what = "a schedule-free optimizer keeps an average of its own"
         yield Problem("C011", what, key="ema", suggestion="Use ema=none")
     if parallel.strategy == "fsdp":
-        what = "moves whole weights between two points, of which each rank has a part under parallel=fsdp"
+        what = "needs whole weights, and under parallel=fsdp each rank has only a part of each"
         key, hint = "optimizer", "Use parallel=ddp"
         yield Problem("C011", what, key=key, value=optimizer.target.path, suggestion=hint)
 

@@ -164,8 +164,8 @@ def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
 def _check_step(target: Target) -> None:
     closure = inspect.signature(target.resolve().step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        what = "its step runs forward and backward itself, as often as it likes"
-        hint = "Choose one that steps by the gradients it is given, such as torch.optim.AdamW"
+        what = "its step runs forward and backward itself (it takes a closure)"
+        hint = "Choose one that needs no closure, such as torch.optim.AdamW"
         raise ConfigError("C009", what, key="optimizer._target_", value=target.path, suggestion=hint)
 
 
@@ -214,7 +214,7 @@ def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
             what = f"{type(optimizer).__name__} knows no weight decay"
             hint = "Set optimizer.decay_1d=true, and no weight_decay in optimizer.groups"
         elif decay and optimizer.defaults.get("exclude_1d") and all(p.ndim <= 1 for p in group["params"]):
-            what = f"weight decay {decay:g} of parameters that optimizer.exclude_1d leaves without"
+            what = f"weight decay {decay:g} for parameters that optimizer.exclude_1d exempts from it"
             hint = "Set optimizer.exclude_1d=false optimizer.decay_1d=false"
         else:
             continue

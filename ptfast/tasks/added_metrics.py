@@ -19,7 +19,7 @@ _TASKS = {"classification": "multiclass", "multilabel": "multilabel", "token_cla
 
 
 class Table(NamedTuple):
-    """The value of a metric that is no single number: a matrix, a curve, a figure for each class."""
+    """The value of a metric that is not a single number: a matrix, a curve, a figure for each class."""
 
     kind: str
     """Class of the metric."""
@@ -101,7 +101,7 @@ def _number_or_table(value: Any, kind: str, key: str, path: str) -> Any:
     if isinstance(value, Table) or is_number(value):
         return value
     if not all(is_number(leaf) or hasattr(leaf, "tolist") for leaf in tree_leaves(value)):
-        what = f"compute gives {described(value)}, where numbers are due"
+        what = f"compute gives {described(value)}, where numbers are expected"
         raise ConfigError("C017", what, key=key, value=path)
     return Table(kind, value)
 
@@ -180,7 +180,7 @@ def ratio_of(function: Callable[..., Any]) -> Callable[[Tensor, Tensor], Parts]:
         if isinstance(given, Tensor) and given.dim():
             return given.sum(), given.numel()
         if not is_number(given):
-            raise TypeError(f"gives {described(given)}, where numbers are due")
+            raise TypeError(f"gives {described(given)}, where numbers are expected")
         return given * len(targets), len(targets)
 
     return parts

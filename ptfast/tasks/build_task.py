@@ -38,7 +38,7 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
     trains = ("step",) if takes_own_steps(task) else ("count", "loss")
     missing = [part for part in ("metric", "mode", *trains, "metrics", "evaluate") if not hasattr(task, part)]
     if missing:
-        raise ConfigError("C009", f"is no task: it has no {missing[0]}", key="task", value=name)
+        raise ConfigError("C009", f"is not a task: it has no {missing[0]}", key="task", value=name)
     return task
 
 
@@ -51,7 +51,7 @@ def collate_of(name: str) -> Callable[[list[Any]], Any] | None:
     factory = _find(name, name) if "." in name else None
     collate = getattr(factory, "collate", None)
     if collate is not None and inspect.isfunction(inspect.getattr_static(factory, "collate")):
-        what = "collate is no static method, and samples are collated before there is a task"
+        what = "collate is not a static method, but samples are collated before the task exists"
         hint = "Write @staticmethod above it, and leave out self"
         raise ConfigError("C017", what, key="task", value=name, suggestion=hint)
     return collate

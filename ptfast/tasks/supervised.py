@@ -193,7 +193,7 @@ def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tenso
         value = loss(outputs, targets)
         if not isinstance(value, Tensor) or value.shape not in ((), targets.shape, targets.shape[:1]):
             given = f"gives {described(value)} for targets of shape ({', '.join(map(str, targets.shape))})"
-            what = f"{given}, where a Tensor is due: their mean loss, (), or the loss of each"
+            what = f"{given}, where a Tensor is expected: their mean loss, (), or the loss of each"
             raise ConfigError("C017", what, key="task.loss._target_", value=name_of(loss))
         if value.dim():
             return value.sum()

@@ -96,7 +96,7 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
     if info.kind != "image":
         what = f"only images can be flipped or shifted, and this is {info.kind} data"
     elif info.target_kind == "unknown" and targets == "auto":
-        what = "what may be places in an image, such as boxes or points, lies elsewhere in its other views"
+        what = "targets that may be coordinates, such as boxes or points, differ between views of an image"
     elif type(task).__name__ == "OwnLoss":
         what = "a model that returns its own loss has no outputs that can be averaged before it"
     if what is not None:

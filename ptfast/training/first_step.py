@@ -166,7 +166,7 @@ class FirstStep:
             warnings.simplefilter("ignore")
             given = with_tables(metrics)
         if isinstance(table := given.get(figure), Table):
-            what = f"is no single number: {table.kind} gives {described(table.value)}"
+            what = f"is not a single number: {table.kind} gives {described(table.value)}"
             numbers = [name for name, value in given.items() if not isinstance(value, Table)]
             hint = f"Follow {' or '.join(['loss', *numbers])}, or have the metric average"
             raise ConfigError("C005", what, key="stop.metric", value=figure, suggestion=hint)

@@ -199,7 +199,7 @@ class Trainer:
         with run.precision.autocast():
             given: Any = task.step(run.forward, batch.micro_batches[0].data, optimizers)
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)):
-            what = f"step gives {described(given)}, where the sum of its losses and their count are due"
+            what = f"step gives {described(given)}, where the sum of its losses and their count are expected"
             raise UserPart("task", task).error(what)
         self.window.add(given[0].detach(), given[1])
 

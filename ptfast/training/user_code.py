@@ -204,7 +204,7 @@ def check_figures(figures: dict[str, Any], run: Run) -> dict[str, float]:
     for name, value in figures.items():
         if not isinstance(name, str) or not is_number(value):
             part = next(part for part in parts_of(run) if hasattr(part.made, "on_evaluation"))
-            what = f"on_evaluation adds {described(value)} as the figure {name}, which is no number"
+            what = f"on_evaluation adds {described(value)} as the figure {name}, which is not a number"
             raise part.error(what, "Add float(value)")
     return {
         name: value if isinstance(value, (int, float)) else float(value) for name, value in figures.items()

@@ -230,7 +230,7 @@ class NoClose(HalfLogger):
 
 
 def test_a_logger_is_told_which_method_it_lacks() -> None:
-    assert "is no logger: it has no method close. A logger has open(" in str(
+    assert "is not a logger: it has no method close. A logger has open(" in str(
         refused("logger", f"{HERE}.NoClose")
     )
     assert "log cannot be called as log(self, record)" in str(refused("logger", f"{HERE}.HalfLogger"))

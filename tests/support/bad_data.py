@@ -289,7 +289,7 @@ CASES: dict[str, BadData] = {
         _with(lambda path: path.write_text("no image at all")),
         IMAGES,
         "D005",
-        (f"{FILE} is no image that can be decoded, whatever its name says", "Replace the file"),
+        (f"{FILE} is not an image that can be decoded, despite its name", "Replace the file"),
     ),
     "an unfinished pack": BadData(
         _pack(lambda: Path("pack/manifest.json").rename("pack/pack.unfinished")),

@@ -145,7 +145,7 @@ CASES: dict[str, BadData] = {
         lambda: good_shard().write_text("no tar at all " * 99),
         SHARDS,
         "D005",
-        ("shards/0.tar: is no tar file, whatever its name says",),
+        ("shards/0.tar: is not a tar file, despite its name",),
     ),
     "a sample of two images": BadData(
         lambda: shard(("7.cls", b"1"), ("7.left.jpg", b"1"), ("7.right.jpg", b"1")),

@@ -154,7 +154,9 @@ def test_a_figure_for_each_class_is_not_followed_beyond_the_first_step(
     by_class = f"metrics.f1={{_target_: {SCORES}.MulticlassF1Score, average: none}}"
     assert train("model.hidden=[16]", "epochs=9", by_class, "stop.metric=f1", "run.dir=run") == 2
     line = capsys.readouterr().err
-    assert "error[C005]: stop.metric=f1 (command line): is no single number: MulticlassF1Score gives" in line
+    assert (
+        "error[C005]: stop.metric=f1 (command line): is not a single number: MulticlassF1Score gives" in line
+    )
     assert "Follow loss or accuracy" in line
     assert not Path("run/metrics.jsonl").exists()
 

@@ -73,7 +73,7 @@ def test_what_is_no_loss_is_told(run: Run, how: str) -> None:
         "whole number": "a Tensor of int64 () without a gradient",
         "other batch": "gives a Tensor of float32 (3) for targets of shape (64)",
     }
-    assert expected.get(how, "where a Tensor is due: their mean loss, (), or the loss of each") in text
+    assert expected.get(how, "where a Tensor is expected: their mean loss, (), or the loss of each") in text
 
 
 @pytest.mark.parametrize("how", TASKS)

@@ -239,7 +239,7 @@ def _check_logger(found: type) -> None:
     for name, takes in LOGGER_METHODS.items():
         if not hasattr(found, name):
             hint = f"A logger has {', '.join(calls[:-1])} and {calls[-1]}"
-            raise Problem("C009", f"is no logger: it has no method {name}", suggestion=hint)
+            raise Problem("C009", f"is not a logger: it has no method {name}", suggestion=hint)
         method = inspect.getattr_static(found, name)
         if inspect.isfunction(method):
             _check_call(method, name, takes)
@@ -313,7 +313,7 @@ def _check_schedule(found: type) -> None:
     from torch.optim.lr_scheduler import ReduceLROnPlateau
 
     if issubclass(found, ReduceLROnPlateau):
-        what = "goes by the figures of the run, and a schedule is a function of the step alone"
+        what = "depends on figures of the run, but a schedule is a function of the step only"
         hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a run that gains no more"
         raise Problem("C009", what, suggestion=hint)
 

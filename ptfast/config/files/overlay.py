@@ -49,7 +49,7 @@ def check_out(folder: Path | None) -> None:
         return
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        what, hint = "is no folder that can be written", "Choose another one"
+        what, hint = "cannot be written to", "Choose another one"
         raise MachineError("E001", what, key="--out", value=folder, suggestion=hint)
 
 

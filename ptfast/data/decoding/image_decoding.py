@@ -258,7 +258,7 @@ def _opened(file: str | io.BytesIO, path: str) -> Iterator[Any]:
         with Image.open(file) as image:
             yield image
     except UnidentifiedImageError:
-        what = "is no image that can be decoded, whatever its name says"
+        what = "is not an image that can be decoded, despite its name"
         raise DataError("D005", what, key=path, suggestion=REMEDY) from None
     finally:
         Image.MAX_IMAGE_PIXELS = limit

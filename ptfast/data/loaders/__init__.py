@@ -70,7 +70,7 @@ def memory_to_pin(dataloader: Dataloader, device: str) -> Problem | None:
     """Refuse pinned memory where nothing is copied to a CUDA device."""
     if dataloader.pin is not True or devices.usable_type(device) == "cuda":
         return None
-    what, hint = "memory is pinned for copies to a CUDA device, and none is used", "Use dataloader.pin=auto"
+    what, hint = "pinned memory is for copies to a CUDA device, and none is used", "Use dataloader.pin=auto"
     return Problem("E005", what, key="dataloader.pin", value=True, suggestion=hint)
 
 
@@ -78,7 +78,10 @@ def thread_for_a_cpu(dataloader: Dataloader, device: str) -> Problem | None:
     """Refuse a thread that reads ahead where a side stream does it."""
     if not dataloader.read_ahead or devices.usable_type(device) == "cpu":
         return None
-    what, hint = "a thread reads ahead for a CPU", "Use dataloader.side_stream=true, which does it for a GPU"
+    what, hint = (
+        "reading ahead in a thread is for training on a CPU",
+        "Use dataloader.side_stream=true, which does the same for a GPU",
+    )
     return Problem("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
 
 

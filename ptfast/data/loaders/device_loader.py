@@ -165,12 +165,12 @@ def build_device_batches(
         ConfigError: C011 for samples that are no tensors of one shape, or images stored in several sizes.
         MachineError: E005 where the device has no room for them.
     """
-    hint = "Use dataloader=memory, whose batches are copied as they are due"
+    hint = "Use dataloader=memory, which copies batches step by step"
     sizes = source.sizes
     if isinstance(source, HeldImages):
         source = source.in_one_size()
     if not isinstance(source, TensorSource):
-        what = "only samples of one shape can lie on the device, and these are put together for each batch"
+        what = "only samples of one shape can be kept on the device, and these are collated batch by batch"
         hint = "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value="device", suggestion=hint)
     needed, free = resident_bytes(source, augment), free_bytes(device)

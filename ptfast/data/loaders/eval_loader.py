@@ -88,7 +88,9 @@ def build_eval_loader(
     size = len(source)
     counted = size // batch_size * batch_size if drop_last else size
     if not counted and size:
-        what = f"{size:,} held-out samples make no batch of {batch_size:,}, and smaller ones are left out"
+        what = (
+            f"{size:,} held-out samples do not fill a batch of {batch_size:,}, and smaller ones are dropped"
+        )
         hint = f"Set eval.last=keep or eval.batch_size={max(1, size // 2)}, say"
         raise DataError("D006", what, key="eval.last", value="drop", suggestion=hint)
     # What ranks share out: samples, or whole batches.

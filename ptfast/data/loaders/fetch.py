@@ -46,7 +46,7 @@ class AugmentedStream:
 
     def __init__(self, augment: Augment, seed: int) -> None:
         if augment.resized_crop is not None:
-            what = "images of a stream have come to one size before anything could be cut out of them"
+            what = "images of a stream are resized before anything can be cut out of them"
             hint = "Let the data set cut them, or use augment=crop_flip"
             raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
         self._augment, self._seed = augment, seed

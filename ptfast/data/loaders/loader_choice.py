@@ -95,7 +95,7 @@ def choose(
         return _on_device(looked, train, device) if augments and not crops else looked
     if kind in HELD and train.own_batches:
         what, hint = (
-            "batches of a collate function of your own are made as they are due",
+            "a collate function of your own makes batches only when they are needed",
             "Use dataloader=auto",
         )
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
@@ -104,7 +104,7 @@ def choose(
         hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
         raise MachineError("E005", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind == "packed" and not train.packed:
-        what = "the data is no pack"
+        what = "the data is not a pack"
         hint = "Make one with ptfast pack SRC DST and name that, or use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     count = 0

@@ -258,6 +258,6 @@ def read_ahead(batches: Iterator[StepBatch], depth: int = 1) -> Iterator[StepBat
 def check_read_ahead(source: BaseSource) -> None:
     """Raise ConfigError C011 for samples that draw from the global generators, as the training does."""
     if not (source.repeatable or source.in_memory):
-        what = "samples may draw from the generators that the training draws from, and a thread shares them"
-        hint = "Use dataloader=workers, whose generators are their own"
+        what = "samples may draw from the random generators of the training, which a thread would share"
+        hint = "Use dataloader=workers, which have generators of their own"
         raise ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)

@@ -227,7 +227,7 @@ def _lack(error: BaseException) -> MachineError | None:
     """The error for what there is too little of to pass batches on, if that is what `error` says."""
     text = str(error)
     if "Too many open files" in text:
-        what = "too few for the files that the data has open and the batches that its workers hand over"
+        what = "too few for the files of the data and the batches of its workers"
         hint = "Raise it (ulimit -n 4096), or use dataloader=plain"
         return MachineError("E002", what, key="ulimit -n", suggestion=hint)
     if "shared memory" in text:

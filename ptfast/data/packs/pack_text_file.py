@@ -103,7 +103,7 @@ def _read(job: _Job) -> str:
     try:
         return content.decode("utf-8-sig" if job.start == 0 else "utf-8")
     except UnicodeDecodeError as error:
-        what, hint = f"is no UTF-8 text (byte {job.start + error.start:,})", "Convert it with iconv -t utf-8"
+        what, hint = f"is not UTF-8 text (byte {job.start + error.start:,})", "Convert it with iconv -t utf-8"
         raise DataError("D005", what, key="SRC", value=job.path, suggestion=hint) from None
 
 

@@ -45,11 +45,11 @@ def one_way_of_batching(batching: Batching, curriculum: Curriculum, optimizer: O
         what, hint = "packed windows are all of one length", "Set one of the two to false"
         return Problem("C011", what, key="batching.pack", value="true", suggestion=hint)
     if not batching.buckets and batching.batch_tokens is not None:
-        what, hint = "counts on texts of like length", "Use batching=tokens, or set batching.buckets=true"
+        what, hint = "needs texts of similar length", "Use batching=tokens, or set batching.buckets=true"
         value = batching.batch_tokens
         return Problem("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
     if batching.buckets and first is not None:
-        what, hint = "batches by length are of one size", "Use curriculum=none or batching=longest"
+        what, hint = "batches by length have one size", "Use curriculum=none or batching=longest"
         return Problem("C011", what, key="curriculum.batch_size_from", value=first, suggestion=hint)
     if batching.batch_tokens is not None and scaling != "none":
         what, hint = "batches of so many tokens have no size to scale by", "Use optimizer.lr_scaling=none"
@@ -63,7 +63,7 @@ def one_order(sampling: Sampling, batching: Batching, data: Data) -> Iterator[Pr
         return
     value, hint = sampling.target.path, "Use sampling=shuffle"
     if batching.buckets:
-        what = "batches by length have an order of their own"
+        what = "batches by length need an order of their own"
         yield Problem("C011", what, key="sampling", value=value, suggestion=f"{hint}, or batching=longest")
     if data.shuffle_buffer is not None:
         what = f"contradicts data.shuffle_buffer={data.shuffle_buffer}"

@@ -129,7 +129,7 @@ def checked_weights(dataset: Any, kept: Indices | None = None) -> Weights | None
 
 
 def _refuse_weights(dataset: Any, what: str) -> NoReturn:
-    hint = "Mend them, or use sampling.by=classes or sampling=shuffle"
+    hint = "Fix them, or use sampling.by=classes or sampling=shuffle"
     raise DataError("D008", f"the weights of {type(dataset).__name__} {what}", key="data", suggestion=hint)
 
 

@@ -92,7 +92,10 @@ class Arrays:
     def _read(self) -> dict[str, tuple[NDArray, NDArray]]:
         if self.path.suffix != ".npz":
             if self.path.suffix != ".npy":
-                what, hint = "is no .npz or .npy", "Write one: numpy.savez('data.npz', x=inputs, y=targets)"
+                what, hint = (
+                    "is not an .npz or .npy",
+                    "Write one: numpy.savez('data.npz', x=inputs, y=targets)",
+                )
                 raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
             if self.targets is None:
                 hint = "Set data.targets to the .npy of the targets"
@@ -135,7 +138,7 @@ def read_npz(path: Path, key: str = "data.path") -> dict[str, NDArray]:
         with np.load(path, allow_pickle=False) as archive:
             return dict(archive)
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        what = f"is no readable .npz: {_reason(error)}"
+        what = f"is not a readable .npz: {_reason(error)}"
         raise DataError("D005", what, key=key, value=path) from None
 
 
@@ -149,7 +152,7 @@ def read_npy(path: Path, key: str = "data.path") -> NDArray:
     try:
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError("D005", f"is no readable .npy: {_reason(error)}", key=key, value=path) from None
+        raise DataError("D005", f"is not a readable .npy: {_reason(error)}", key=key, value=path) from None
     if not isinstance(array, np.ndarray):
         raise DataError("D005", "is an archive, not an .npy", key=key, value=path)
     return array
@@ -184,7 +187,7 @@ def _tensors(inputs: NDArray, targets: NDArray, path: Path, split: str) -> tuple
     if len(inputs) == 0:
         raise DataError("D002", "no samples", key=where)
     if targets.dtype.kind not in "buif":
-        raise DataError("D004", f"targets of type {targets.dtype} are no numbers", key=where)
+        raise DataError("D004", f"targets of type {targets.dtype} are not numbers", key=where)
     if targets.ndim == 2 and targets.shape[1] == 1:
         targets = targets[:, 0]
     tensor, images = as_inputs(inputs, where)

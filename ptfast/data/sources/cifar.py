@@ -119,7 +119,7 @@ def _source(paths: list[Path], version: _Version) -> TensorSource:
         pixels = np.concatenate([part["data"] for part in parts]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         labels = torch.tensor([label for part in parts for label in part[version.labels]])
     except (KeyError, ValueError) as error:
-        raise DataError("D005", f"is no batch of CIFAR: {error}", key=str(paths[0])) from None
+        raise DataError("D005", f"is not a batch of CIFAR: {error}", key=str(paths[0])) from None
     return TensorSource(torch.from_numpy(np.ascontiguousarray(pixels)), labels, images=True)
 
 

@@ -52,7 +52,7 @@ def _list_split(folder: Path, key: str, passed: list[str]) -> tuple[tuple[str, .
     if not names:
         raise DataError("D002", "holds no class folders", key=key, value=folder)
     if len(names) == 1:
-        what = f"holds one class only ({names[0]}), which leaves nothing to tell apart"
+        what = f"holds one class only ({names[0]}), so there is nothing to classify"
         raise DataError("D003", what, key=key, value=folder, suggestion="Give each class a folder of its own")
     paths: list[str] = []
     labels: list[int] = []

@@ -175,14 +175,14 @@ def _adapt(
         stated = named or (known is not None and known.num_classes is not None)
         if info.num_classes and info.task == "classification" and not stated:
             hint = "Give it an attribute num_classes"
-            what = "iterable data has to say how many classes there are"
+            what = "iterable data must say how many classes there are"
             raise DataError("D004", what, key="data", suggestion=hint)
         if info.task in _WITH_CLASSES:
             source.num_classes = info.num_classes
             source.as_classes = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)
         return Splits(info, source, note=note)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        what = f"{type(dataset).__name__} is no torch data set: it has no __getitem__ and __len__"
+        what = f"{type(dataset).__name__} is not a torch data set: it has no __getitem__ and __len__"
         raise DataError("D008", what, key="data")
     if len(dataset) == 0:
         raise DataError("D002", f"{type(dataset).__name__} has no samples", key="data")
@@ -296,7 +296,7 @@ def _stated_classes(dataset: Any) -> int | None:
     except TypeError:
         count = 0
     if count < 1:
-        what = f"{type(dataset).__name__}.num_classes is no whole number of at least 1"
+        what = f"{type(dataset).__name__}.num_classes is not a whole number of at least 1"
         raise DataError("D004", what, key="data", value=stated)
     return count
 

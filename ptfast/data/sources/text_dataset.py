@@ -288,7 +288,7 @@ def sort_labels(labels: list[str]) -> tuple[str, ...]:
     """
     names = set(labels)
     if len(names) == 1:
-        what = f"every training label is {labels[0]}, which leaves nothing to tell apart"
+        what = f"every training label is {labels[0]}, so there is nothing to classify"
         raise DataError("D003", what, key="data")
     try:
         return tuple(sorted(names, key=float))

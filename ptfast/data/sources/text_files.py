@@ -57,7 +57,7 @@ def read_text(path: Path, key: str = "data.path") -> str:
     except OSError as error:
         raise DataError("D001", f"cannot be read: {error.strerror}", key=key, value=path) from None
     except UnicodeDecodeError as error:
-        what = f"is no UTF-8 text (byte {error.start:,})"
+        what = f"is not UTF-8 text (byte {error.start:,})"
         hint = "Convert it with iconv -t utf-8"
         raise DataError("D005", what, key=key, value=path, suggestion=hint) from None
     if not text.strip():
@@ -166,7 +166,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
             # Texts in quotes may have several lines: a row is named by its first.
             number = reader.line_num + 1
     except csv.Error as error:
-        raise DataError("D005", f"is no CSV: {error}", key=f"{path}:{number}") from None
+        raise DataError("D005", f"is not a CSV file: {error}", key=f"{path}:{number}") from None
     finally:
         csv.field_size_limit(before)
 

@@ -154,7 +154,7 @@ class IterableSource(BaseSource):
 def check_kind(kind: str) -> None:
     """Raise ConfigError C011 for a kind of loader that iterable data cannot have."""
     if kind not in ("auto", "plain", "workers"):
-        what, hint = "iterable data is read in order, and never held as a whole", "Use dataloader=auto"
+        what, hint = "iterable data is read in order and cannot be held in memory", "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
 
 

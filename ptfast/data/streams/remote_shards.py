@@ -173,7 +173,7 @@ def _receive(url: str, sink: IO[bytes], num_missing: int, stop: Event) -> None:
         except (PtfastError, CancelledError):
             raise
         except (FileNotFoundError, PermissionError, InvalidURL) as error:
-            raise DataError("D001", f"cannot be had: {summary_of(error)}", key=shown) from None
+            raise DataError("D001", f"cannot be fetched: {summary_of(error)}", key=shown) from None
         # Of packages that fsspec calls, each raises its own.
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _DISK:
@@ -183,10 +183,8 @@ def _receive(url: str, sink: IO[bytes], num_missing: int, stop: Event) -> None:
         failures = 1 if sink.tell() > furthest else failures + 1
         furthest = max(furthest, sink.tell())
         if failures == _MOST_FAILURES:
-            what = f"cannot be downloaded, {failures} attempts in vain: {why}"
-            raise DataError(
-                "D007", what, key=shown, suggestion="Run it again: shards that have come are kept"
-            )
+            what = f"cannot be downloaded after {failures} attempts: {why}"
+            raise DataError("D007", what, key=shown, suggestion="Run it again: finished shards are kept")
         _pause(stop, _WAIT_S * 2 ** (failures - 1))
 
 
@@ -210,7 +208,7 @@ def _ask(url: str, start: int, version: str | None) -> _Answer:
     except HTTPError as error:
         error.close()
         if error.code in _REFUSALS:
-            what = f"cannot be had: the server answers {error.code} {error.reason}"
+            what = f"cannot be fetched: the server answers {error.code} {error.reason}"
             hint = "Correct the URL, or the range in its braces"
             if error.code in _UNKNOWN_USER:
                 hint = "Give a user: https://USER:${oc.env:PASSWORD}@HOST/..."
@@ -241,7 +239,7 @@ def _ask_fsspec(url: str) -> _Answer:
     except ImportError as error:
         raise MachineError("E004", summary_of(error), key=shown) from None
     except ValueError as error:
-        raise DataError("D001", f"cannot be had: {summary_of(error)}", key=shown) from None
+        raise DataError("D001", f"cannot be fetched: {summary_of(error)}", key=shown) from None
     size_bytes = system.size(path)
     return _Answer(system.open(path, "rb"), 0, size_bytes, None)
 

@@ -53,10 +53,8 @@ def check_same(digests: Sequence[int], name: str, step: int) -> None:
     """
     if len(set(digests)) <= 1:
         return
-    what = f"{name} yields other samples on each rank (in step {step + 1}), and does not say why"
-    hint = (
-        'Give it shared_by = "ranks" if it parts itself over ranks, "readers" or "none" if it draws at random'
-    )
+    what = f"{name} yields different samples on each rank (in step {step + 1}), and does not say why"
+    hint = 'Give it shared_by = "ranks" if it splits itself over ranks, else "readers" or "none"'
     raise DataError("D008", what, key="data", suggestion=hint)
 
 
@@ -72,8 +70,10 @@ def check_parted(digests: Sequence[int], name: str) -> None:
     """
     if len(digests) <= 1 or len(set(digests)) > 1 or not digests[0]:
         return
-    what = f"{name} yields the same to each of {len(digests)} readers: every sample would come as many times"
-    hint = 'Give it shared_by = "none", or have it leave to each what get_worker_info() says'
+    what = (
+        f"{name} yields the same to each of {len(digests)} readers: every sample would come that many times"
+    )
+    hint = 'Give it shared_by = "none", or have each reader take its share by get_worker_info()'
     raise DataError("D008", what, key="data", suggestion=hint)
 
 

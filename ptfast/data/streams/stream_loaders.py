@@ -95,11 +95,11 @@ def build_stream_batches(
     if not layout.in_parts:
         return WholeBatches(source, prepare, layout, sharding, loading, augment)
     if plan.grows:
-        what = "batches of a data set that shares itself out over readers cannot grow"
+        what = "batches of a data set that splits itself over readers cannot grow"
         hint = 'Use curriculum=none, or set its attribute shared_by = "none"'
         raise ConfigError("C011", what, key="curriculum.batch_size_from", suggestion=hint)
     if plan.last == "pad":
-        what = "the parts of a data set that shares itself out end unequally, and nothing fills them up"
+        what = "the parts of a data set that splits itself over readers end unequally, and cannot be padded"
         hint = "Use dataloader.last=keep or drop"
         raise ConfigError("C011", what, key="dataloader.last", value=plan.last, suggestion=hint)
     return PartBatches(source, prepare, layout, sharding, loading, augment)

@@ -116,7 +116,9 @@ def _check_size(member: Member, size: int, path: Path) -> None:
 
 
 def _bad_size(name: str, path: Path) -> DataError:
-    return DataError("D005", f"the size of {name} in its header is no size", key=str(path), suggestion=REMEDY)
+    return DataError(
+        "D005", f"the size of {name} in its header is not a number", key=str(path), suggestion=REMEDY
+    )
 
 
 def _by_tarfile(path: Path, position: int) -> Iterator[Member]:
@@ -139,8 +141,8 @@ def _by_tarfile(path: Path, position: int) -> Iterator[Member]:
 
 def _no_tar(header: bytes, position: int, path: Path) -> DataError:
     if header[:2] == b"\x1f\x8b" or header[:4] in (b"\x28\xb5\x2f\xfd", b"BZh9", b"\xfd7zX"):
-        what, hint = "is compressed, so that nothing in it can be found", "Unpack it to a plain .tar"
+        what, hint = "is compressed, so samples in it cannot be located", "Unpack it to a plain .tar"
         return DataError("D005", what, key=str(path), suggestion=hint)
     if position or len(header) < _BLOCK:
         return cut_off(path, f"there is no header at byte {position:,}")
-    return DataError("D005", "is no tar file, whatever its name says", key=str(path), suggestion=REMEDY)
+    return DataError("D005", "is not a tar file, despite its name", key=str(path), suggestion=REMEDY)

@@ -197,11 +197,9 @@ def build_mix(mixup: float, cutmix: float, seed: int, *, info: DataInfo, task: A
         what = f"{info.kind} data cannot be mixed"
         raise ConfigError("C011", what, key=key, value=value, suggestion="Set it to 0")
     if cutmix and info.kind != "image":
-        what, hint = "patches are cut out of images, and the data has none", "Use augment.mixup"
+        what, hint = "patches need images, and the data has none", "Use augment.mixup"
         raise ConfigError("C011", what, key="augment.cutmix", value=cutmix, suggestion=hint)
     if cutmix and info.target_kind == "unknown":
-        what = (
-            "targets that may be places in an image, such as boxes or points, cannot be pasted with a patch"
-        )
+        what = "targets that may be coordinates, such as boxes or points, cannot be pasted with a patch"
         raise ConfigError("C011", what, key="augment.cutmix", value=cutmix, suggestion="Set it to 0")
     return Mix(mixup, cutmix, seed, info.target_kind in ("mask", "map"))

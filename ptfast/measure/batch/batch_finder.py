@@ -117,7 +117,7 @@ def check_batch_search(config: Config, noise_flag: str | None) -> None:
         value = config.batching.batch_tokens
         raise ConfigError("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
     if noise_flag and config.parallel.strategy == "fsdp":
-        what, hint = "no rank has whole gradients, whose noise could be measured", "Use parallel=ddp"
+        what, hint = "no rank has whole gradients to measure the noise of", "Use parallel=ddp"
         raise ConfigError("C011", what, key=noise_flag, suggestion=hint)
 
 

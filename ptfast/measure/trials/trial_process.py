@@ -79,7 +79,7 @@ def measure_once(
     if reported := reported_failure(folder, composed):
         raise reported
     if code > 0 and not (results and "no_room" in results[-1]):
-        raise ParallelError("P001", f"the search for {what} left with {code} and without a word")
+        raise ParallelError("P001", f"the search for {what} exited with {code} and gave no reason")
     return results, -code if code < 0 else None
 
 

@@ -132,7 +132,7 @@ def naming_mismatch(mode: str) -> Iterator[None]:
     try:
         yield
     except torch_checkpoint.CheckpointError as error:
-        what = "a block computes other tensors the second time, as one does that counts its calls"
+        what = "a block computes different tensors when it is recomputed, as one that counts its calls does"
         hint = "Leave it out by checkpointing.blocks, or use checkpointing=none"
         raise ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint) from error
 

@@ -110,7 +110,7 @@ def build_resize(
         raise _refused(f"not smaller than the images, which have {full} pixels", key, first)
     stages, masks = grow(first, full, multiple, over_steps), info.target_kind in ("mask", "map")
     if info.target_kind == "unknown":
-        what = "targets that may be places in an image, such as boxes or points, do not shrink with it"
+        what = "targets that may be coordinates, such as boxes or points, are not resized with the image"
         raise _refused(what, key, first)
     resize = Resize(stages, (shape[0], shape[1]), masks=masks)
     _check_takes(model, torch.zeros(2, channels, *resize.size(first)), key, first)

@@ -113,18 +113,18 @@ def whole_under_fsdp(
     if parallel.strategy != "fsdp":
         return
     if gradients.clip_adaptive is not None:
-        what = "goes by whole units, of which each rank has a part under parallel=fsdp"
+        what = "needs whole units, and under parallel=fsdp each rank has only a part of each"
         value, hint = gradients.clip_adaptive, "Use gradients.clip_norm, or parallel=ddp"
         yield Problem("C011", what, key="gradients.clip_adaptive", value=value, suggestion=hint)
     if debug.mode == "gradcheck":
-        what = "checks a copy of the model, which parallel=fsdp has shared out"
+        what = "checks a copy of the model, which parallel=fsdp has sharded"
         yield Problem("C011", what, key="debug", value="gradcheck", suggestion="Use parallel=ddp")
     if rewrites.channels_last is True:
-        what = "parallel=fsdp shares out weights by rows, which have to lie one after another"
+        what = "parallel=fsdp shards weights by rows, which must be contiguous"
         hint = "Use rewrites.channels_last=auto, which leaves them so"
         yield Problem("C011", what, key="rewrites.channels_last", value=True, suggestion=hint)
     if rewrites.chunked_loss:
-        what = "needs the last layer's weights, which parallel=fsdp gathers for its forward pass alone"
+        what = "needs the last layer's weights, which parallel=fsdp gathers only for its forward pass"
         hint = "Use parallel=ddp"
         yield Problem("C011", what, key="rewrites.chunked_loss", value=True, suggestion=hint)
 
@@ -204,13 +204,13 @@ def _without_ranks(suggestion: str) -> Problem:
 
 
 def _powersgd_scaled() -> Problem:
-    what = "remembers what it has lost, which an fp16 gradient that overflows would make infinite for good"
+    what = "keeps the error it makes, which one overflowing fp16 gradient would make infinite for good"
     hint = "Use precision=bf16, or parallel.compression=fp16"
     return Problem("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
 
 
 def _static_graph_accumulating() -> Problem:
-    what = "DDP records its graph in a step of one backward pass"
+    what = "DDP records a static graph only in steps of one backward pass"
     hint = "Use gradients.accumulate=1, one micro-batch a rank"
     return Problem("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
 

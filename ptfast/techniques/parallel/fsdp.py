@@ -105,6 +105,6 @@ class Sharded:
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
         if unused:
-            what = f"the loss does not depend on {name_some(unused)}, which fsdp cannot tell the ranks"
+            what = f"the loss does not depend on {name_some(unused)}, which fsdp does not support"
             hint = "Freeze or remove them, or use parallel=ddp parallel.unused_parameters=true"
             raise ConfigError("C011", what, key="parallel", value="fsdp", suggestion=hint)

@@ -166,7 +166,7 @@ def test_what_the_memory_does_not_hold_is_refused(machine: Callable[..., None]) 
 
 
 def test_data_that_is_not_packed_is_refused_where_a_pack_is_meant() -> None:
-    with pytest.raises(ConfigError, match=r"the data is no pack.*ptfast pack SRC DST"):
+    with pytest.raises(ConfigError, match=r"the data is not a pack.*ptfast pack SRC DST"):
         auto(Files(1e-4), kind="packed")
     assert auto(Files(1e-4, packed=True), kind="packed").reason == "as the config says"
 

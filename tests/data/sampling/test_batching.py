@@ -239,7 +239,7 @@ def test_the_panel_says_how_much_is_padding(in_tmp: Path, capsys: pytest.Capture
     ("words", "reason"),
     [
         (("batching=buckets",), r"batching.buckets=true.*: image data has no samples of unequal length"),
-        (("batching.batch_tokens=99",), r"batching.batch_tokens=99.*: counts on texts of like length"),
+        (("batching.batch_tokens=99",), r"batching.batch_tokens=99.*: needs texts of similar length"),
         (
             ("batching=buckets", "curriculum=batch_size"),
             r"batch_size_from=auto.*: batches by length are",

@@ -118,12 +118,12 @@ def test_files_that_are_none(tmp_path: Path):
     with pytest.raises(DataError, match="no such file"):
         load(tmp_path / "a.npz")
     (tmp_path / "b.npz").write_bytes(b"PK nonsense")
-    with pytest.raises(DataError, match=r"is no readable \.npz"):
+    with pytest.raises(DataError, match=r"is not a readable \.npz"):
         load(tmp_path / "b.npz")
     np.save(tmp_path / "c.npy", np.array([object()]), allow_pickle=True)
-    with pytest.raises(DataError, match=r"is no readable \.npy"):
+    with pytest.raises(DataError, match=r"is not a readable \.npy"):
         load(tmp_path / "c.npy", targets=str(tmp_path / "c.npy"))
-    with pytest.raises(DataError, match=r"is no \.npz or \.npy\. Write one: numpy\.savez"):
+    with pytest.raises(DataError, match=r"is not an \.npz or \.npy\. Write one: numpy\.savez"):
         load(save(tmp_path / "d.npz", x=VECTORS, y=CLASSES).rename(tmp_path / "d.csv"))
 
 

@@ -103,7 +103,7 @@ def test_a_data_set_that_fails_is_one_line():
     with pytest.raises(DataError, match=line):
         load(Broken())
     for count in ("three", 2.5, 0):
-        with pytest.raises(DataError, match="num_classes is no whole number of at least 1"):
+        with pytest.raises(DataError, match="num_classes is not a whole number of at least 1"):
             load(type("Counting", (Noisy,), {"num_classes": count})())
     with pytest.raises(DataError, match="is no torch data set"):
         load(object())
@@ -147,7 +147,7 @@ def test_a_function_of_ones_own_makes_the_batches():
     (batch, _), _ = next(loader(load(Saying(), task="mine.Task")).steps(0, 1)).micro_batches
     assert [boxes.shape[1] for boxes in batch] == [4] * 4
     with pytest.raises(
-        ConfigError, match="batches of a collate function of your own are made as they are due"
+        ConfigError, match="a collate function of your own makes batches only when they are needed"
     ):
         choose(data.train.take(np.arange(9)), kind="memory")
 

@@ -77,7 +77,7 @@ def test_paths_that_do_not_fit(folder: Path):
     with pytest.raises(DataError, match="no path is given"):
         load(TextTsv())
     (folder / "dev.tsv").write_bytes(b"caf\xe9\t0\n")
-    with pytest.raises(DataError, match="is no UTF-8 text"):
+    with pytest.raises(DataError, match="is not UTF-8 text"):
         load(TextTsv(str(folder)))
 
 

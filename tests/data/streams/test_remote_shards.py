@@ -203,7 +203,7 @@ def test_several_that_want_the_same_fetch_it_once(server: Server) -> None:
             "cannot be downloaded, 5 attempts in vain: the connection broke off after 700",
             5,
         ),
-        ("train-004.tar", [], "D001", "cannot be had: the server answers 404", 1),
+        ("train-004.tar", [], "D001", "cannot be fetched: the server answers 404", 1),
         ("cut.tar", [], "D005", "is truncated: the mark at its end is missing", 1),
     ],
 )

@@ -53,8 +53,10 @@ def test_two_processes_share_a_stream_and_go_on_to_the_same_bits(two_ranks: dict
     assert two_ranks["stream resumes"]
     refusals = {name: two_ranks[f"stream {name}"] for name in ("OfRank", "LateOfRank", "Asks", "SaysSo")}
     for name in ("OfRank", "LateOfRank"):
-        assert refusals[name].startswith(f"D008: data: {name} yields other samples on each rank (in step 1)")
-        assert 'Give it shared_by = "ranks" if it parts itself over ranks' in refusals[name]
+        assert refusals[name].startswith(
+            f"D008: data: {name} yields different samples on each rank (in step 1)"
+        )
+        assert 'Give it shared_by = "ranks" if it splits itself over ranks' in refusals[name]
     assert refusals["Asks"].startswith("D008: data: Asks yields the same to each of 6 readers: every sample")
     assert refusals["SaysSo"] == ""
 

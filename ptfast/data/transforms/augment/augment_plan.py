@@ -199,14 +199,14 @@ def _with_targets(augment: Augment, info: DataInfo) -> Augment:
     """
     if augment.targets == "keep" or info.target_kind == "whole":
         return augment
-    hint = "Use augment=none, or augment.targets=keep if targets are no places in an image"
+    hint = "Use augment=none, or augment.targets=keep if targets are not coordinates"
     if info.target_kind == "unknown":
         if not augment.moves and not augment.bends:
             return augment
-        what = "targets that may be places in an image, such as boxes or points, do not move with its pixels"
+        what = "targets that may be coordinates, such as boxes or points, do not move with the pixels"
         raise ConfigError("C011", what, key="augment", suggestion=hint)
     if info.target_kind == "map" and augment.hides:
-        what = "pixels from outside of an image, or cut out of it, have no figures that could be learnt"
+        what = "pixels outside an image, or cut out of it, have no targets to learn"
         hint = "Use augment.crop_padding=0 augment.flip=true, say, or augment=resized_crop"
         raise ConfigError("C011", what, key="augment", suggestion=hint)
     return augment.model_copy(update={"mask_fill": info.ignore_index})
