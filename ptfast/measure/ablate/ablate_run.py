@@ -74,7 +74,7 @@ def ablate(
         try:
             plain = ablation.begin()
             techniques, left_out = choose(plain.facts["meets"], ThisMachine(), only=only, compiles=compiles)
-            needed_s = ablation.needed_s(len(techniques))
+            needed_s = ablation.needed_s(techniques)
             if needed_s > laboratory.left_s:
                 raise _too_short(budget_s, budget_s - laboratory.left_s + needed_s)
             ablation.look(techniques)

@@ -14,7 +14,7 @@ from ptfast.config.read import read_config
 from ptfast.core.errors import PtfastError
 from ptfast.core.machine import usable_cores
 from ptfast.measure.ablate.findings import Confirmed, Finding
-from ptfast.measure.experiment.effects import Fit, fit
+from ptfast.measure.experiment.effects import SPARE_DOF, Fit, fit
 from ptfast.measure.experiment.laboratory import Laboratory, Measured
 from ptfast.measure.experiment.plan import Block, Factor, Run, columns, draw_blocks
 from ptfast.measure.experiment.verdicts import Effect, judge
@@ -83,7 +83,7 @@ class Ablation:
         return plain
 
     def look(self, techniques: Sequence[Technique]) -> None:
-        """Build each technique alone over plain, and sort out what fails or changes nothing."""
+        """Build each technique of the plan alone over plain, and sort out what fails or changes nothing."""
         self.findings = [Finding(technique) for technique in techniques]
         plain = _tree(self._words([]))
         waiting = []
@@ -93,22 +93,22 @@ class Ablation:
                     finding.why = NOTHING
             except PtfastError as error:
                 finding.why = str(error.what)
-            if not finding.why:
+            finding.is_apart = not finding.why and _is_outside(finding.technique)
+            if not finding.why and not finding.is_apart:
                 waiting.append(finding)
         for start in range(0, len(waiting), 4):
             chunk = waiting[start : start + 4]
             found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
-                self._note_look(finding, measured)
+                finding.note(measured, self.plain)
             self._on_stage(f"looked at {min(start + 4, len(waiting))} of {len(waiting)} switches alone")
-        for finding in self.findings:
-            finding.is_apart = not finding.why and _is_outside(finding.technique)
         self._group()
 
-    def needed_s(self, num_techniques: int) -> float:
-        """Seconds for looking at so many techniques, and for the fewest blocks after that."""
+    def needed_s(self, techniques: Sequence[Technique]) -> float:
+        """Seconds for looking at those of the plan, and for the fewest blocks after that."""
+        num_looks = sum(not _is_outside(technique) for technique in techniques)
         block_s = 4 * (self.look_s + self.laboratory.turn_s * self.laboratory.passes)
-        return num_techniques * self.look_s + 2 * LEAST_BLOCKS * block_s
+        return num_looks * self.look_s + 2 * LEAST_BLOCKS * block_s
 
     def run(self) -> None:
         """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""
@@ -158,14 +158,16 @@ class Ablation:
         return [finding for finding in self.findings if finding.is_apart]
 
     def measure_plan(self, reserve_s: float) -> None:
-        """Measure blocks of the plan until `reserve_s` are left, and estimate every effect."""
+        """Measure blocks of the plan until `reserve_s` are left, and estimate every effect.
+
+        Less is left where it takes more blocks to tell all effects apart.
+        """
         if not self.factors:
             return
+        laboratory, enough = self.laboratory, math.ceil((len(columns(self.factors)) + SPARE_DOF) / 3)
         for block in draw_blocks(self.factors, SEED, is_allowed=self._is_allowed):
-            if (
-                self.laboratory.left_s - self.laboratory.block_s < reserve_s
-                and len(self.blocks) >= LEAST_BLOCKS
-            ):
+            least_s = reserve_s if len(self.blocks) >= enough else LEAST_BLOCKS * laboratory.block_s
+            if len(self.blocks) >= LEAST_BLOCKS and laboratory.left_s - laboratory.block_s < least_s:
                 break
             found = self.laboratory.measure([self._words(self._techniques(run)) for run in block])
             self.blocks.append(block)
@@ -188,10 +190,9 @@ class Ablation:
             found = self.laboratory.measure(words)
             base = found[0].time
             for finding, measured in zip(chunk, found[1:], strict=True):
+                finding.note(measured, found[0])
                 if base is not None and measured.time is not None:
                     finding.log_ratios.append(base - measured.time)
-                elif measured.why:
-                    finding.why = measured.why
             rounds = [each for each in rounds if not each.why]
             self._on_stage(f"beside the pick: {', '.join(each.technique.name for each in chunk)}")
         for finding in self.apart:
@@ -306,15 +307,6 @@ class Ablation:
         kin = reduced if technique.kind == "reduced" else [technique]
         given = _tree(self.arguments)
         return any(_tree_or_none(merge(self.arguments, each.on)) == given for each in kin)
-
-    def _note_look(self, finding: Finding, measured: Measured) -> None:
-        finding.why = measured.why
-        loss, plain = measured.facts.get("loss"), self.plain and self.plain.facts.get("loss")
-        if loss is None or not plain:
-            return
-        finding.loss_drift = loss / plain - 1
-        if not math.isfinite(loss):
-            finding.why = "it diverges"
 
     def _group(self) -> None:
         """The factors of the plan: a switch each, or the alternatives of a group."""

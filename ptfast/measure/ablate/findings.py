@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ptfast.core.sections.technique import Technique
+from ptfast.measure.experiment.laboratory import Measured
 from ptfast.measure.experiment.verdicts import Effect, Verdict
 
 PER_STEP = ("reduced", "training")
@@ -41,6 +43,15 @@ class Finding:
         """The verdict in words; of what changes the result, on the step alone."""
         per_step = self.verdict == "faster" and self.technique.kind in PER_STEP
         return f"{self.verdict} per step" if per_step else self.verdict
+
+    def note(self, measured: Measured, base: Measured | None) -> None:
+        """Note why a run with it has failed, or by how much its first losses differ from those of `base`."""
+        self.why = measured.why
+        loss, of_base = measured.facts.get("loss"), base and base.facts.get("loss")
+        if loss is not None and of_base:
+            self.loss_drift = loss / of_base - 1
+            if not math.isfinite(loss):
+                self.why = "it diverges"
 
     def receipt(self) -> dict[str, Any]:
         """Its figures as plain values."""

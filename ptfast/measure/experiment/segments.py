@@ -25,6 +25,8 @@ from ptfast.training.build import build
 from ptfast.training.loss_window import sum_and_read
 from ptfast.training.step import Trainer
 
+LEAST_STEPS = 2
+"""Steps of every warm-up, of which losses are compared."""
 WARM_STEPS, WARM_S = 5, 0.3
 """Steps and seconds that a warm-up takes at least, where its limit allows so many."""
 STEADY = 0.97
@@ -78,7 +80,7 @@ class Segments:
             losses.append(self._take(1))
             times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
             elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)
-            if len(times) >= 2 and elapsed_s > most_s:
+            if len(times) >= LEAST_STEPS and elapsed_s > most_s:
                 break
             if len(times) >= WARM_STEPS and elapsed_s > WARM_S and _is_steady(times[1:]):
                 break
@@ -89,7 +91,7 @@ class Segments:
         return {
             "first_step_s": times[0],
             "step_s": step_s,
-            "losses": losses[:WARM_STEPS],
+            "losses": losses[:LEAST_STEPS],
             "compiles": compiles,
         }
 

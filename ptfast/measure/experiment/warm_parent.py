@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import sys
 import tempfile
 import threading
@@ -283,7 +284,7 @@ class Turns:
         data = self.rank.data
         if asks and data is not None:
             facts["data"] = {"device": self.segments.run.device.type, **_facts_of(data.train)}
-        loss = math.fsum(warm["losses"]) / len(warm["losses"])
+        loss = statistics.fmean(warm["losses"])
         return facts | {"step_s": self.step_s, "loss": loss, "compiles": warm["compiles"]}
 
     def train(self, seconds: float) -> dict[str, Any]:
