@@ -67,7 +67,7 @@ def test_what_two_large_effects_do_together_is_no_noise_of_the_others() -> None:
     slower = [[0.3 * run[0] * run[1] for run in block] for block in blocks]
     times = (np.array(times) - slower).tolist()
     fitted = fit(factors, blocks, times)
-    assert [(pair, round(more, 1)) for *pair, more in fitted.pairs] == [([0, 1], 0.3)]
+    assert [(pair, round(more, 1)) for *pair, more in fitted.pairs] == [([(0,), (1,)], 0.3)]
     assert fitted.residual_sd < 0.04
     low, high = fitted.effects[0].interval() if fitted.effects[0] else (0.0, 0.0)
     assert low < math.exp(0.6 + 0.3 / 2) < high

@@ -145,7 +145,7 @@ class Ablation:
             "process_sd": self.process_sd,
             "findings": [finding.receipt() for finding in self.findings],
             "pick": [technique.name for technique in self.picked],
-            "pairs": [(first.name, second.name, more) for first, second, more in self.pairs],
+            "pairs": [(_names(first), _names(second), more) for first, second, more in self.pairs],
             "predicted_speedup": self.predicted,
             "confirmed": None if confirmed is None else confirmed.receipt(),
             "best": self.pick_words if self.best_is_pick else [],
@@ -243,17 +243,22 @@ class Ablation:
         """The speed-up over plain that the plan predicts of the pick."""
         log_ratio = sum(f.expected for f in self.findings if f.technique in self.picked)
         for *pair, more in self.pairs:
-            first, second = (technique in self.picked for technique in pair)
+            first, second = (any(each in self.picked for each in term) for term in pair)
             # Of effects that hold with the other one on in half of all runs.
             log_ratio -= more / 2 if first != second else 0.0
         return math.exp(log_ratio)
 
     @property
-    def pairs(self) -> list[tuple[Technique, Technique, float]]:
-        """Techniques of the plan that do more or less together than alone, and the log ratio of that."""
+    def pairs(self) -> list[tuple[list[Technique], list[Technique], float]]:
+        """Techniques that do more or less together, any of the first beside any of the second, than alone.
+
+        With the log ratio of that.
+        """
         known = [self._members[factor][level - 1].technique for factor, level in columns(self.factors)]
         found = self.fitted.pairs if self.fitted is not None else []
-        return [(known[first], known[second], more) for first, second, more in found]
+        return [
+            ([known[i] for i in first], [known[i] for i in second], more) for first, second, more in found
+        ]
 
     @property
     def best_is_pick(self) -> bool:
@@ -388,3 +393,7 @@ def _tree_or_none(words: Sequence[str]) -> dict[str, object] | None:
         return _tree(words)
     except PtfastError:
         return None
+
+
+def _names(techniques: Sequence[Technique]) -> list[str]:
+    return [technique.name for technique in techniques]

@@ -64,7 +64,8 @@ def _remarks(ablation: Ablation, measured: list[Finding]) -> Iterator[str]:
             f"{ablation.process_sd or 0.0:.1%} here, and intervals reach {half:.1%} to either side"
         )
         for first, second, more in ablation.pairs:
-            yield f"{first.name} and {second.name} do {math.exp(more):.2f}x together of what each does alone"
+            names = (" or ".join(each.name for each in term) for term in (first, second))
+            yield f"together {math.exp(more):.2f}x of what each does alone: {', and '.join(names)}"
         if ablation.fits_poorly:
             yield "some switches do other things together than alone, which widens the intervals: try --only"
         doubted = sum(weight < 0.5 for weight in fitted.weights)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,14 @@ SPARE_DOF = 6
 """Degrees of freedom that must be left for the error, or each effect is estimated by itself."""
 HUBER_K = 1.345
 _ITERATIONS = 10
-LARGEST = 5
-"""Effects of which each two may do other things together than alone."""
-ENTERS = 0.05
+LARGEST = 2
+"""Factors of the largest effects, beside which each other one may do more or less than alone."""
+ENTERS = 0.1
 """Chance that an effect is taken for clear where none is."""
+
+
+Term = tuple[int, ...]
+"""Columns of one factor: a level, or any of several."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class Fit:
         residual_sd: between processes of one block, as a logarithm.
         weights: of each run, block by block: below 1 where Huber's fit trusts it less.
         robust: log ratios by Huber's fit.
-        pairs: columns of two levels, and by how much more than each alone both together are faster.
+        pairs: columns of two factors, any of the first beside any of the second, and by how much more than
+            each alone both together are faster.
     """
 
     effects: list[Effect | None]
@@ -50,7 +55,7 @@ class Fit:
     residual_sd: float
     weights: list[float]
     robust: list[float]
-    pairs: list[tuple[int, int, float]]
+    pairs: list[tuple[Term, Term, float]]
 
 
 def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
@@ -90,12 +95,14 @@ def fit(
     num_blocks = int((there.sum(axis=1) > 1).sum())
     dof = len(rows) - num_blocks - int(np.linalg.matrix_rank(full)) if full.size else 0
     all_columns, chosen, most = full, list[int](), (len(rows) - num_blocks) // 3
-    couples: list[tuple[int, int]] = []
+    couples: list[tuple[Term, Term]] = []
     if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
         chosen, most = list(range(full.shape[1])), len(rows) - num_blocks - spare_dof
         couples = _couples(factors, np.flatnonzero(seen), _least_squares(full, values)[0])
-        halves = levels - 0.5
-        products = [halves[:, :, first] * halves[:, :, second] for first, second in couples]
+        products = [
+            (levels[:, :, first].sum(axis=2) - 0.5) * (levels[:, :, second].sum(axis=2) - 0.5)
+            for first, second in couples
+        ]
         if products:
             beside, _ = _centred(np.stack(products, axis=2), np.asarray(times, np.float64), there)
             all_columns = np.hstack([full, beside])
@@ -157,11 +164,24 @@ def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[
     return np.concatenate(rows), np.concatenate(times)
 
 
-def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats) -> list[tuple[int, int]]:
-    """Pairs of the columns with the largest effects, of two factors each."""
-    largest = [int(seen[index]) for index in np.argsort(-np.abs(slopes))[:LARGEST]]
-    of_factor = [factor for factor, _ in columns(factors)]
-    return [pair for pair in combinations(largest, 2) if of_factor[pair[0]] != of_factor[pair[1]]]
+def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats) -> list[tuple[Term, Term]]:
+    """Pairs of levels, or of any levels, of two factors, one of which has one of the largest effects."""
+    of_factor: dict[int, list[int]] = {}
+    for column in seen.tolist():
+        of_factor.setdefault(columns(factors)[column][0], []).append(column)
+    sizes = dict(zip(seen.tolist(), np.abs(slopes).tolist(), strict=True))
+    largest = sorted(of_factor, key=lambda factor: -max(sizes[each] for each in of_factor[factor]))[:LARGEST]
+    terms = {
+        factor: dict.fromkeys([tuple(found), *((each,) for each in found)])
+        for factor, found in of_factor.items()
+    }
+    return [
+        pair
+        for index, factor in enumerate(largest)
+        for other in terms
+        if other not in largest[: index + 1]
+        for pair in product(terms[factor], terms[other])
+    ]
 
 
 def _step_by_step(
