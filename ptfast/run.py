@@ -14,9 +14,9 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.protocols import (
     Callback,
     DataInfo,
-    Display,
     EvalLoader,
     Logger,
+    RunDisplay,
     StepBatch,
     Task,
     TrainLoader,
@@ -117,7 +117,7 @@ class Run:
     device: torch.device
     ranks: Ranks
     clock: Clock
-    display: Display
+    display: RunDisplay
     logger: Logger
 
     model: nn.Module

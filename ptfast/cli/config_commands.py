@@ -153,12 +153,12 @@ def audit(args: Namespace) -> int:
 def race(args: Namespace) -> int:
     """Race variants of a config."""
     from ptfast.measure.race.race_arms import build_arms
-    from ptfast.measure.race.race_results import Target
+    from ptfast.measure.race.race_results import RaceTarget
 
     if args.target is None:
         hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy:0.9"
         raise ConfigError("C016", "an argument is missing", key="--target", suggestion=hint)
-    target = Target.parse(args.target)
+    target = RaceTarget.parse(args.target)
     arms = build_arms(args.words, args.arms)
     from ptfast.measure.race.racer import race
 

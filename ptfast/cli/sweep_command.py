@@ -52,7 +52,7 @@ class JobError(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """Trains points of a sweep, each in a process of its own, so that one that dies takes no other along.
 
     Args:
@@ -160,7 +160,7 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, _terminate) for number in caught}
     try:
-        job = Job(run, folder.absolute(), num_parallel, gpus)
+        job = SweepJob(run, folder.absolute(), num_parallel, gpus)
         results = run_sweep(arguments, job, folder, lambda composed: validate(composed.tree, composed.place))
     except (KeyboardInterrupt, Terminated) as error:
         ended_by = error

@@ -122,7 +122,7 @@ def place_of(key: str, places: dict[str, str]) -> str:
     return COMMAND_LINE
 
 
-class Loader(ConfigLoaderImpl):
+class TracingLoader(ConfigLoaderImpl):
     """Hydra's loader, noting in the order of merging which file set which key."""
 
     def __init__(self) -> None:
@@ -296,7 +296,7 @@ def _replacing_choices(given: list[Argument]) -> list[Argument]:
     ]
 
 
-def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], Loader]:
+def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], TracingLoader]:
     """The tree that arguments mean, interpolations as text, and the loader that knows its files.
 
     Hydra takes most of the time that composing takes, and the same options make the same tree: the shipped
@@ -313,7 +313,7 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], Loader]:
         else:
             tree, loader = _load_options(chosen)
         config = OmegaConf.create(tree)
-        Loader._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
+        TracingLoader._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError) as error:
@@ -331,8 +331,8 @@ def _are_shipped(options: Sequence[Argument]) -> bool:
     return not paths.has_own() and {*recipes} <= {*paths.options(paths.RECIPES)}
 
 
-def _load_options(chosen: Sequence[str]) -> tuple[dict[Any, Any], Loader]:
-    loader = Loader()
+def _load_options(chosen: Sequence[str]) -> tuple[dict[Any, Any], TracingLoader]:
+    loader = TracingLoader()
     tree = OmegaConf.to_container(
         loader.load_configuration(PRIMARY, list(chosen), RunMode.RUN), resolve=False
     )
@@ -342,7 +342,7 @@ def _load_options(chosen: Sequence[str]) -> tuple[dict[Any, Any], Loader]:
 
 
 @functools.lru_cache(maxsize=64)
-def _load_shipped(chosen: tuple[str, ...], folder: str) -> tuple[dict[Any, Any], Loader]:
+def _load_shipped(chosen: tuple[str, ...], folder: str) -> tuple[dict[Any, Any], TracingLoader]:
     """As `_load_options`, remembered.
 
     Args:

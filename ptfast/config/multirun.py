@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ptfast.config.compose import Composed, Loader, compose, translate
+from ptfast.config.compose import Composed, TracingLoader, compose, translate
 from ptfast.config.files import presets
 from ptfast.config.files.frozen import frozen_tree, load
 from ptfast.config.files.search_path import PRIMARY
@@ -133,7 +133,7 @@ def sweep(
     quoted_dir = QuotedString(str(sweep_dir.absolute()), Quote.single).with_quotes()
     overrides = [*_QUIET, *_QUIET_LOGS, f"hydra.sweep.dir={quoted_dir}", *(a.text for a in given)]
     with _translated():
-        loader = Loader()
+        loader = TracingLoader()
         overrides += _direction(loader, overrides, points[0], [a for a in given if a.is_interval])
         hydra = Hydra(task_name="ptfast", config_loader=loader)
     # Hydra knows of a launcher outside its own packages by a package named hydra_plugins alone.
@@ -154,7 +154,7 @@ def _check_folder(point: Composed) -> None:
 
 
 def _direction(
-    loader: Loader, overrides: list[str], point: Composed, intervals: Sequence[Argument]
+    loader: TracingLoader, overrides: list[str], point: Composed, intervals: Sequence[Argument]
 ) -> list[str]:
     """The override with the direction in which the sweep's metric is better, unless the user gives one.
 
@@ -212,7 +212,7 @@ def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -
         sections.append(OmegaConf.to_yaml(OmegaConf.create(tree)))
     if kind in ("hydra", "all"):
         with _translated():
-            config = Loader().load_configuration(PRIMARY, _hydra_only(arguments), RunMode.RUN)
+            config = TracingLoader().load_configuration(PRIMARY, _hydra_only(arguments), RunMode.RUN)
         clean = Hydra.get_sanitized_hydra_cfg(config)
         sections.append(OmegaConf.to_yaml(clean))
     return "".join(sections)
@@ -225,7 +225,7 @@ def show_info(kind: str, arguments: Sequence[str]) -> None:
         what = "no such view"
         raise ConfigError("C015", what, key="--info", value=kind, suggestion=f"One of {', '.join(kinds)}")
     expanded, _ = presets.expand(parse(arguments))
-    hydra = Hydra(task_name="ptfast", config_loader=Loader())
+    hydra = Hydra(task_name="ptfast", config_loader=TracingLoader())
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

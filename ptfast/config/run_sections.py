@@ -77,7 +77,7 @@ class Saving(Section):
     """Keep the state of the best evaluation too."""
 
 
-class Logger(Section):
+class LoggerSection(Section):
     """Where figures go besides metrics.jsonl."""
 
     target: Target | None = None

@@ -9,19 +9,19 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import Field
 
 from ptfast.config import catalogue
-from ptfast.config.run_sections import Eval, Logger, RunOptions, Saving, Stop, Sweep
+from ptfast.config.run_sections import Eval, LoggerSection, RunOptions, Saving, Stop, Sweep
 from ptfast.core.durations import Duration
 from ptfast.core.errors import is_secret
 from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
 from ptfast.core.sections.section import GATHERED, Count, OrAuto, Section
 from ptfast.core.sections.targets import Target, plain
-from ptfast.data import Data
+from ptfast.data import DataSection
 from ptfast.data.loaders import Dataloader
 from ptfast.data.sampling import Batching, Sampling
-from ptfast.data.transforms import Augment
+from ptfast.data.transforms import AugmentSection
 from ptfast.models import Model
 from ptfast.optim import Optimizer
-from ptfast.tasks import Task
+from ptfast.tasks import TaskSection
 from ptfast.techniques.backend import Backend
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.compile import Compile
@@ -68,7 +68,7 @@ class Config(Section):
     """A named set of choices under the recipe's own."""
     vars: dict[str, Any] = Field(default_factory=dict)
     """Variables of your own, which other keys refer to as `${vars.NAME}`."""
-    task: Task = Field(default_factory=Task)
+    task: TaskSection = Field(default_factory=TaskSection)
     epochs: Count | None = None
     """Passes over the training data; null where `steps` says the length."""
     steps: Count | None = None
@@ -93,12 +93,12 @@ class Config(Section):
     stop: Stop = Field(default_factory=Stop)
     run: RunOptions = Field(default_factory=RunOptions)
     sweep: Sweep = Field(default_factory=Sweep)
-    data: Data
+    data: DataSection
     model: Model
     dataloader: Dataloader = Field(default_factory=Dataloader)
     sampling: Sampling = Field(default_factory=Sampling)
     batching: Batching = Field(default_factory=Batching)
-    augment: Augment = Field(default_factory=Augment)
+    augment: AugmentSection = Field(default_factory=AugmentSection)
     curriculum: Curriculum = Field(default_factory=Curriculum)
     precision: Precision = Field(default_factory=Precision)
     optimizer: Optimizer
@@ -112,7 +112,7 @@ class Config(Section):
     backend: Backend = Field(default_factory=Backend)
     debug: Debug = Field(default_factory=Debug)
     saving: Saving = Field(default_factory=Saving)
-    logger: Logger = Field(default_factory=Logger)
+    logger: LoggerSection = Field(default_factory=LoggerSection)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -137,8 +137,8 @@ def _defaults(part: type[Section]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, field in part.model_fields.items():
         section = section_of(field.annotation)
-        if section is Task:
-            tree[name] = Task().name
+        if section is TaskSection:
+            tree[name] = TaskSection().name
         elif section:
             tree[name] = _defaults(section)
         # Over a list Hydra would refuse a single entry, which validation explains.

@@ -262,7 +262,7 @@ def hooks(callbacks: Sequence[Any], name: str) -> list[Callable[..., None]]:
     return [method for method in methods if method and getattr(method, "__func__", None) is not idle]
 
 
-class Display(Protocol):
+class RunDisplay(Protocol):
     """The terminal."""
 
     def status(self, text: str, left_s: float | None = None) -> AbstractContextManager[None]: ...
@@ -277,8 +277,14 @@ class Display(Protocol):
     def warn(self, text: str) -> None: ...
 
 
+@runtime_checkable
 class Logger(Protocol):
-    """A sink for figures."""
+    """Takes records: `step`, `epoch`, `split` and figures by name, all plain host values."""
 
-    def log(self, record: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
+    def log(self, record: dict[str, Any]) -> None:
+        """Write one record."""
+        ...
+
+    def close(self) -> None:
+        """Write what is still held back and let go of files and connections."""
+        ...

@@ -10,7 +10,7 @@ from ptfast.core.sections.section import Count, TargetSection
 from ptfast.core.sections.targets import Target
 
 
-class Data(TargetSection):
+class DataSection(TargetSection):
     """The data set, and what of it is held out."""
 
     val: Annotated[Duration, InUnit("samples", ("percent", "samples"))] = Duration(10, "percent")
@@ -23,7 +23,7 @@ class Data(TargetSection):
     """Samples that come next in a stream, of which one is drawn; null for the order that data lies in."""
 
 
-def panel(data: Data) -> dict[str, object]:
+def panel(data: DataSection) -> dict[str, object]:
     """The window that samples are drawn out of, where that is not the whole."""
     size = data.shuffle_buffer
     return {"shuffling": f"each sample is drawn out of {size:,} that lie together" if size else None}

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ptfast.core import run_directory
 from ptfast.core.errors import MachineError, cannot_write, import_extra, one_line, shorten
+from ptfast.core.protocols import Logger
 
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -25,19 +26,6 @@ USAGE = ("memory_bytes", "cpu_cores", "gpu_use")
 """Figures of what a run keeps busy, drawn in its report."""
 RESOURCES = ("step_s", "peak_memory_bytes", "padding_share", *USAGE)
 """Figures of what a run takes, which are logged and not shown while it trains."""
-
-
-@runtime_checkable
-class Logger(Protocol):
-    """Takes records: `step`, `epoch`, `split` and figures by name, all plain host values."""
-
-    def log(self, record: Record) -> None:
-        """Write one record."""
-        ...
-
-    def close(self) -> None:
-        """Write what is still held back and let go of files and connections."""
-        ...
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from ptfast.core.sections.section import Section
 from ptfast.core.sections.targets import built
 
 
-class Task(Section):
+class TaskSection(Section):
     """The meaning of a batch and of its loss: a name or import path, and the task's keywords beside it."""
 
     name: str = "auto"
@@ -22,6 +22,6 @@ class Task(Section):
         return built(self.options)
 
 
-def panel(task: Task) -> dict[str, object]:
+def panel(task: TaskSection) -> dict[str, object]:
     """Techniques that make the targets softer."""
     return {"label smoothing": task.options.get("label_smoothing") or None}

@@ -18,7 +18,7 @@ from ptfast.tasks.ratios import Parts, Ratios
 _TASKS = {"classification": "multiclass", "multilabel": "multilabel", "token_classification": "multiclass"}
 
 
-class Table(NamedTuple):
+class MetricTable(NamedTuple):
     """The value of a metric that is not a single number: a matrix, a curve, a figure for each class."""
 
     kind: str
@@ -98,12 +98,12 @@ def with_tables(metrics: Metrics) -> dict[str, Any]:
 
 
 def _number_or_table(value: Any, kind: str, key: str, path: str) -> Any:
-    if isinstance(value, Table) or is_number(value):
+    if isinstance(value, MetricTable) or is_number(value):
         return value
     if not all(is_number(leaf) or hasattr(leaf, "tolist") for leaf in tree_leaves(value)):
         what = f"compute gives {described(value)}, where numbers are expected"
         raise ConfigError("C017", what, key=key, value=path)
-    return Table(kind, value)
+    return MetricTable(kind, value)
 
 
 def is_number(value: Any) -> bool:

@@ -14,7 +14,7 @@ from ptfast.core.clock import Clock, for_device
 from ptfast.core.distributed import Ranks, broadcast_object
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, name_of, name_some
-from ptfast.core.protocols import Callback, Display, Logger, Task, hooks, takes_own_steps
+from ptfast.core.protocols import Callback, Logger, RunDisplay, Task, hooks, takes_own_steps
 from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import State, read_state
 from ptfast.core.units import better_mode
@@ -46,7 +46,7 @@ def build(
     *,
     ranks: Ranks,
     folder: Path,
-    display: Display,
+    display: RunDisplay,
     logger: Logger | None = None,
     clock: Clock | None = None,
     state_folder: Path | None = None,

@@ -17,7 +17,7 @@ from ptfast.core.distributed import Ranks, broadcast_buffers
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo, EvalLoader, Task, Watched
 from ptfast.core.tensors.trees import tree_leaves, tree_map
-from ptfast.tasks.added_metrics import Table, with_tables
+from ptfast.tasks.added_metrics import MetricTable, with_tables
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.precision.number_formats import NumberFormats
 from ptfast.training.first_step import fitting
@@ -192,7 +192,7 @@ def evaluate(
     stop_asked: Callable[[], bool] = lambda: False,
     watched: Watched = lambda batches: batches,
     sharded: bool = False,
-    keep: Callable[[dict[str, Table]], None] = lambda tables: None,
+    keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None,
 ) -> dict[str, float]:
     """Figures of `model` over a whole split, each sample counted once, sums kept on the device.
 
@@ -235,7 +235,7 @@ def _evaluate(
     stop_asked: Callable[[], bool],
     watched: Watched,
     sharded: bool,
-    keep: Callable[[dict[str, Table]], None] = lambda tables: None,
+    keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None,
 ) -> dict[str, float]:
     metrics = task.metrics().to(device)
     loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
@@ -266,6 +266,6 @@ def _evaluate(
         # A rank whose share is empty has updated nothing, and gets the sums of the others.
         warnings.filterwarnings("ignore", "The ``compute`` method of metric")
         given = with_tables(metrics)
-    keep({name: value for name, value in given.items() if isinstance(value, Table)})
-    values = {name: float(value) for name, value in given.items() if not isinstance(value, Table)}
+    keep({name: value for name, value in given.items() if isinstance(value, MetricTable)})
+    values = {name: float(value) for name, value in given.items() if not isinstance(value, MetricTable)}
     return task.figures(total_loss / max(total_items, 1), values)

@@ -20,7 +20,7 @@ from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, d
 from ptfast.core.protocols import Metrics, Mixed
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.run import Run
-from ptfast.tasks.added_metrics import Table, with_tables
+from ptfast.tasks.added_metrics import MetricTable, with_tables
 from ptfast.training.user_code import MODEL, failure, misfit, naming_user_code, parts_of
 
 
@@ -165,9 +165,9 @@ class FirstStep:
         with contextlib.suppress(PtfastError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             given = with_tables(metrics)
-        if isinstance(table := given.get(figure), Table):
+        if isinstance(table := given.get(figure), MetricTable):
             what = f"is not a single number: {table.kind} gives {described(table.value)}"
-            numbers = [name for name, value in given.items() if not isinstance(value, Table)]
+            numbers = [name for name, value in given.items() if not isinstance(value, MetricTable)]
             hint = f"Follow {' or '.join(['loss', *numbers])}, or have the metric average"
             raise ConfigError("C005", what, key="stop.metric", value=figure, suggestion=hint)
 

@@ -18,7 +18,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import EvalLoader, MicroBatch, StepBatch, hooks
 from ptfast.report.metric_tables import write_tables
 from ptfast.run import Run
-from ptfast.tasks.added_metrics import Table
+from ptfast.tasks.added_metrics import MetricTable
 from ptfast.training.evaluate import Abandoned, evaluate
 from ptfast.training.state import save_training
 from ptfast.training.step import Trainer
@@ -212,7 +212,7 @@ class _FirstBatch:
 
 
 def _evaluate_on(
-    run: Run, loader: EvalLoader, keep: Callable[[dict[str, Table]], None] = lambda tables: None
+    run: Run, loader: EvalLoader, keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None
 ) -> dict[str, float]:
     with run.uncompiled():
         if run.ema is not None:
@@ -243,7 +243,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     """Evaluate a split, call the callbacks, log it."""
     step, clock = run.progress.step, run.clock
     clock.to("evaluation")
-    tables: dict[str, Table] = {}
+    tables: dict[str, MetricTable] = {}
     figures = _evaluate_on(run, run.eval_loaders[split], tables.update)
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
     figures = broadcast_object(figures, run.ranks)

@@ -24,7 +24,7 @@ from ptfast.data.saved_info import check_same_data, read_info
 from ptfast.report.metric_tables import plain
 from ptfast.report.terminal.display import Display as NoDisplay
 from ptfast.report.terminal.display import is_terminal, standard_output, terminal_display
-from ptfast.tasks.added_metrics import Table
+from ptfast.tasks.added_metrics import MetricTable
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.precision.number_formats import NumberFormats
@@ -137,7 +137,7 @@ def evaluate_saved(
     display = terminal_display()
     start_s = time.perf_counter()
     for name in [split] if split else loaders:
-        tables: dict[str, Table] = {}
+        tables: dict[str, MetricTable] = {}
         with naming_user_code(saved), display.status(f"evaluating {name}"):
             figures = evaluate(
                 saved.model,

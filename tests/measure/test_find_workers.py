@@ -17,10 +17,10 @@ from ptfast.core.errors import ReportedError
 from ptfast.measure.experiment.laboratory import Laboratory, Measured
 from ptfast.measure.experiment.warm_parent import Request
 from ptfast.measure.loader import loader_finder, loader_search
-from ptfast.measure.loader.loader_search import PLAIN, Loader, LoaderSearch
+from ptfast.measure.loader.loader_search import PLAIN, LoaderSearch, LoaderSetup
 
 SMALL = ("model=mlp", "model.hidden=[8]")
-MEMORY = Loader("memory")
+MEMORY = LoaderSetup("memory")
 FILES = {
     "iterable": False,
     "num_shards": None,
@@ -36,18 +36,18 @@ MB = 2**20
 read = functools.cache(read_config)
 
 
-def of(count: int, **other: Any) -> Loader:
-    return Loader("workers", count, 2, 1)._replace(**other)
+def of(count: int, **other: Any) -> LoaderSetup:
+    return LoaderSetup("workers", count, 2, 1)._replace(**other)
 
 
 class Machine(Laboratory):
     """One on which loaders have the rates that it is told, up to a little noise; no process is started."""
 
-    def __init__(self, rate: Callable[[Loader], float], auto: Loader = PLAIN, **data: Any) -> None:
+    def __init__(self, rate: Callable[[LoaderSetup], float], auto: LoaderSetup = PLAIN, **data: Any) -> None:
         super().__init__(budget_s=math.inf)
         self.rate, self.auto, self.data = rate, auto, {**FILES, **data}
         self.noise, self.waiting = 0.002, 0.5
-        self.ends: dict[Loader, str] = {}
+        self.ends: dict[LoaderSetup, str] = {}
         """Loaders whose trials fail, and why."""
         self.bytes = lambda loader: 100 * MB
         self._draws = random.Random(0)
@@ -58,7 +58,7 @@ class Machine(Laboratory):
     def _measured(self, words: Sequence[str], timed: bool) -> Measured:
         _, config = read(tuple(words))
         section, threads = config.dataloader, config.backend.worker_threads
-        loader = Loader(section.kind, read_ahead=section.read_ahead)
+        loader = LoaderSetup(section.kind, read_ahead=section.read_ahead)
         if loader.kind == "auto":
             loader = self.auto
         elif loader.kind == "workers":
@@ -84,12 +84,12 @@ def tried(search: LoaderSearch) -> list[int]:
     return sorted({loader.workers for loader in search.seen if loader.workers})
 
 
-def slow(loader: Loader) -> float:
+def slow(loader: LoaderSetup) -> float:
     """Each reader gets 50 samples a second, and the training takes 390 at most."""
     return min(390.0, 50.0 * max(1, loader.workers))
 
 
-def fast(loader: Loader) -> float:
+def fast(loader: LoaderSetup) -> float:
     """Handing over costs more than reading."""
     return 1000.0 if loader.kind == "plain" else 600.0
 
@@ -185,7 +185,7 @@ def test_kinds_that_this_data_cannot_have_are_named() -> None:
 
 def test_auto_the_config_and_the_rule_of_thumb_are_marked() -> None:
     words = (*SMALL, "dataloader=workers", "dataloader.workers=5", "dataloader.prefetch=3")
-    five = Loader("workers", 5, 3, 1)
+    five = LoaderSetup("workers", 5, 3, 1)
     search = searched(Machine(fast, auto=five._replace(workers=3)), words=words)
     marks = loader_finder._marks(search, PLAIN)
     assert marks[five] == "as configured"
@@ -197,7 +197,7 @@ def test_auto_the_config_and_the_rule_of_thumb_are_marked() -> None:
 def test_what_is_written_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = (*SMALL, "dataloader.workers=5", "dataloader.read_ahead=true", "backend.worker_threads=2")
-    ahead, three = Loader("plain", read_ahead=True), of(3, threads=2)
+    ahead, three = LoaderSetup("plain", read_ahead=True), of(3, threads=2)
     search = searched(Machine(lambda one: 900.0 if one == three else fast(one)), words=words)
     search.measure(ahead, three)
     for name, chosen in {"a": ahead, "b": PLAIN, "c": three}.items():

@@ -14,7 +14,7 @@ from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError
 from ptfast.measure.race import racer
 from ptfast.measure.race.race_arms import build_arms, describe_rates
-from ptfast.measure.race.race_results import Target, lead, read_finish
+from ptfast.measure.race.race_results import RaceTarget, lead, read_finish
 
 SMALL = ("model.hidden=[8]", "steps=12", "epochs=null", "eval.every=4steps", "log_every=2steps")
 
@@ -67,13 +67,13 @@ def test_time_to_the_target_is_that_of_training_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in [*lines, val(10, 0.8)])
     )
-    finish = read_finish(tmp_path, Target("accuracy", 0.85), 0, 3)
+    finish = read_finish(tmp_path, RaceTarget("accuracy", 0.85), 0, 3)
     assert (finish.steps, finish.train_s, finish.best) == (8, 2 * 2.0 + 2 * 1.0 + 4 * 2.0, 0.9)
     assert (finish.total_steps, finish.total_train_s) == (10, 20.0)
-    assert read_finish(tmp_path, Target("accuracy", 0.95), 0, 3).steps is None
-    assert read_finish(tmp_path, Target("loss", 1.5), 0, 3).steps == 4
+    assert read_finish(tmp_path, RaceTarget("accuracy", 0.95), 0, 3).steps is None
+    assert read_finish(tmp_path, RaceTarget("loss", 1.5), 0, 3).steps == 4
     with pytest.raises(ConfigError, match="There are: loss, accuracy"):
-        read_finish(tmp_path, Target("recall", 0.5), 0, 3)
+        read_finish(tmp_path, RaceTarget("recall", 0.5), 0, 3)
 
 
 @pytest.mark.parametrize(("seeds", "missing"), [(3, 0.0), (5, 0.0), (3, 0.3), (5, 0.3), (8, 0.3), (12, 0.3)])
@@ -119,7 +119,7 @@ def test_pairs_that_both_missed_give_no_lead():
 @pytest.mark.parametrize("text", ["accuracy", "accuracy:", ":0.9", "accuracy:high", "accuracy:nan"])
 def test_a_target_is_a_figure_and_a_number(text):
     with pytest.raises(ConfigError, match="no target"):
-        Target.parse(text)
+        RaceTarget.parse(text)
 
 
 @pytest.mark.parametrize(

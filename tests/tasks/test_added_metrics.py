@@ -19,7 +19,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.run_directory import read_json
 from ptfast.core.sections.targets import Target, parse_target
-from ptfast.tasks.added_metrics import Added, Table, add_metrics, with_tables
+from ptfast.tasks.added_metrics import Added, MetricTable, add_metrics, with_tables
 from ptfast.tasks.build_task import build_task
 
 SCORES = "torchmetrics.classification"
@@ -63,7 +63,7 @@ def test_figures_are_numbers_and_all_else_a_table() -> None:
     scores = functional.classification
     rounded = outputs.bfloat16().float()
     assert values["f1"] == scores.multiclass_f1_score(rounded, targets, 3, "macro")
-    assert {name for name, value in values.items() if isinstance(value, Table)} == {
+    assert {name for name, value in values.items() if isinstance(value, MetricTable)} == {
         "by_task",
         "confusion",
         "roc",

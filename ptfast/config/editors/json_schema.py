@@ -30,7 +30,7 @@ from ptfast.core.sections.coerce import (
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import GATHERED, Section
 from ptfast.core.sections.targets import Target, locate, swallows_keywords
-from ptfast.tasks import Task
+from ptfast.tasks import TaskSection
 
 Schema = dict[str, Any]
 
@@ -169,7 +169,7 @@ def schema() -> Schema:
     docs = field_docs(Config)
     for name, found in Config.model_fields.items():
         part = section_of(found.annotation)
-        if part is Task:
+        if part is TaskSection:
             properties[name] = _task(docs.get(name))
         elif part and "target" in part.model_fields:
             properties[name], rule = _target_section(name, part)
@@ -303,7 +303,7 @@ def _task(doc: str | None) -> Schema:
         keywords.add(locate(path), "task")
     own = {"type": "string", "pattern": r"\."}
     name = {
-        "description": field_docs(Task)["name"],
+        "description": field_docs(TaskSection)["name"],
         "anyOf": [{"enum": ["auto", *TASKS]}, own, {"$ref": "#/$defs/reference"}],
     }
     section = {
@@ -312,4 +312,4 @@ def _task(doc: str | None) -> Schema:
         "if": {"anyOf": [{"properties": {"name": own}, "required": ["name"]}, {"required": ["_target_"]}]},
         "else": keywords.strict(["name"]),
     }
-    return {"description": doc or " ".join((Task.__doc__ or "").split()), "anyOf": [name, section]}
+    return {"description": doc or " ".join((TaskSection.__doc__ or "").split()), "anyOf": [name, section]}

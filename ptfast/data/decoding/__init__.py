@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from ptfast.core import devices
 from ptfast.core.sections.problem import Problem
-from ptfast.data import Data
+from ptfast.data import DataSection
 from ptfast.data.loaders import Dataloader
-from ptfast.data.transforms import Augment
+from ptfast.data.transforms import AugmentSection
 
 
-def _by_gpu(data: Data) -> bool:
+def _by_gpu(data: DataSection) -> bool:
     return data.target.kwargs.get("decoder") == "nvjpeg"
 
 
-def crops_for_nvjpeg(data: Data, augment: Augment, dataloader: Dataloader) -> Problem | None:
+def crops_for_nvjpeg(data: DataSection, augment: AugmentSection, dataloader: Dataloader) -> Problem | None:
     """Refuse a GPU that decodes for something else than crops, or in processes that have no part in it."""
     if not _by_gpu(data):
         return None
@@ -27,7 +27,7 @@ def crops_for_nvjpeg(data: Data, augment: Augment, dataloader: Dataloader) -> Pr
     return None
 
 
-def gpu_for_nvjpeg(data: Data, device: str) -> Problem | None:
+def gpu_for_nvjpeg(data: DataSection, device: str) -> Problem | None:
     """Refuse nvJPEG where no CUDA device is used."""
     if not _by_gpu(data) or devices.usable_type(device) == "cuda":
         return None
@@ -39,7 +39,7 @@ RULES = (crops_for_nvjpeg,)
 MACHINE_RULES = (gpu_for_nvjpeg,)
 
 
-def panel(data: Data, skips_unreadable: bool) -> dict[str, object]:
+def panel(data: DataSection, skips_unreadable: bool) -> dict[str, object]:
     """Who decodes, and what becomes of files that cannot be read."""
     return {
         "decoding": "JPEG by the GPU, other files by the CPU" if _by_gpu(data) else None,

@@ -15,7 +15,7 @@ from ptfast.core.sections.key_rules import Unused
 from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.sections.technique import Technique
-from ptfast.data import Data
+from ptfast.data import DataSection
 from ptfast.data.sampling import Sampling
 from ptfast.techniques.backend import Backend
 
@@ -45,7 +45,7 @@ PACK_FILES = ("manifest.json", "pack.unfinished")
 """Of which a pack has one, whole or not."""
 
 
-def data_of_a_pack(dataloader: Dataloader, data: Data) -> Problem | None:
+def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> Problem | None:
     """Refuse data that is to be read from a pack, and is none."""
     if dataloader.kind != "packed":
         return None

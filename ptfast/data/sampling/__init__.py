@@ -12,7 +12,7 @@ from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
 from ptfast.core.sections.targets import Target
 from ptfast.core.sections.technique import Technique
-from ptfast.data import Data
+from ptfast.data import DataSection
 from ptfast.optim import Optimizer
 from ptfast.techniques.curriculum import Curriculum
 
@@ -57,7 +57,7 @@ def one_way_of_batching(batching: Batching, curriculum: Curriculum, optimizer: O
     return None
 
 
-def one_order(sampling: Sampling, batching: Batching, data: Data) -> Iterator[Problem]:
+def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iterator[Problem]:
     """Refuse an order of samples where batches by length, or a buffer of neighbours, say which come next."""
     if sampling.target is None:
         return

@@ -12,7 +12,7 @@ from ptfast.core.sections.section import Part, Ratio, Section
 from ptfast.core.sections.technique import Technique
 
 
-class Augment(Section):
+class AugmentSection(Section):
     """Random changes to training images."""
 
     crop_padding: Annotated[int, NOT_NEGATIVE] = 0
@@ -45,7 +45,7 @@ class Augment(Section):
     """`auto` moves masks with their images, and refuses targets that may be places; `keep` moves none."""
 
 
-def one_way_of_cropping(augment: Augment) -> Problem | None:
+def one_way_of_cropping(augment: AugmentSection) -> Problem | None:
     """Refuse two ways of cropping at once, and ranges the wrong way round."""
     for name in ("resized_crop", "resized_ratio"):
         low, high = getattr(augment, name) or (0, 0)
@@ -70,7 +70,7 @@ UNUSED = (
 )
 
 
-def panel(augment: Augment) -> dict[str, object]:
+def panel(augment: AugmentSection) -> dict[str, object]:
     """The random changes to images that are on."""
     parts, jitter = augment.resized_crop, ("brightness", "contrast", "saturation", "translation", "scaling")
     images = {

@@ -13,7 +13,7 @@ from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.core.errors import PtfastError
 from ptfast.core.machine import usable_cores
-from ptfast.measure.ablate.findings import Confirmed, Finding
+from ptfast.measure.ablate.findings import Confirmed, Worth
 from ptfast.measure.experiment.effects import SPARE_DOF, Fit, fit
 from ptfast.measure.experiment.laboratory import Laboratory, Measured
 from ptfast.measure.experiment.plan import Block, Factor, Run, columns, draw_blocks
@@ -51,7 +51,7 @@ class Ablation:
         on_stage: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.laboratory, self.arguments, self._on_stage = laboratory, list(arguments), on_stage
-        self.findings: list[Finding] = []
+        self.findings: list[Worth] = []
         self.factors: list[Factor] = []
         self.blocks: list[Block] = []
         self.times: list[list[float]] = []
@@ -61,7 +61,7 @@ class Ablation:
         self.plain: Measured | None = None
         self.look_s = 0.0
         """Seconds to build a trial and to train its first steps."""
-        self._members: list[list[Finding]] = []
+        self._members: list[list[Worth]] = []
         """The techniques of each factor, those of level 1 first."""
         self._allowed: dict[Run, bool] = {}
 
@@ -84,7 +84,7 @@ class Ablation:
 
     def look(self, techniques: Sequence[Technique]) -> None:
         """Build each technique of the plan alone over plain, and sort out what fails or changes nothing."""
-        self.findings = [Finding(technique) for technique in techniques]
+        self.findings = [Worth(technique) for technique in techniques]
         plain = _tree(self._words([]))
         waiting = []
         for finding in self.findings:
@@ -153,7 +153,7 @@ class Ablation:
         }
 
     @property
-    def apart(self) -> list[Finding]:
+    def apart(self) -> list[Worth]:
         """What is measured beside the pick."""
         return [finding for finding in self.findings if finding.is_apart]
 
@@ -316,7 +316,7 @@ class Ablation:
     def _group(self) -> None:
         """The factors of the plan: a switch each, or the alternatives of a group."""
         self._members, self._memory = [], list[list[float]]()
-        groups: dict[str, list[Finding]] = {}
+        groups: dict[str, list[Worth]] = {}
         for finding in self.findings:
             if finding.why or finding.is_apart:
                 continue

@@ -10,7 +10,7 @@ from pathlib import Path
 from ptfast.core.errors import name_some
 from ptfast.core.units import num_bytes
 from ptfast.measure.ablate.ablation import Ablation
-from ptfast.measure.ablate.findings import Finding, described
+from ptfast.measure.ablate.findings import Worth, described
 from ptfast.measure.experiment.verdicts import Effect
 from ptfast.report.terminal.display import say, standard_output, table
 
@@ -27,16 +27,16 @@ def show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
         say(line)
 
 
-def measured_findings(ablation: Ablation) -> list[Finding]:
+def measured_findings(ablation: Ablation) -> list[Worth]:
     """What has a figure."""
     return [finding for finding in ablation.findings if finding.effect is not None and not finding.why]
 
 
-def _log_ratio(finding: Finding) -> float:
+def _log_ratio(finding: Worth) -> float:
     return finding.effect.log_ratio if finding.effect is not None else -math.inf
 
 
-def _row(finding: Finding) -> list[str]:
+def _row(finding: Worth) -> list[str]:
     effect, memory, drift = finding.effect, finding.memory_bytes, finding.loss_drift
     assert effect is not None
     return [
@@ -51,7 +51,7 @@ def _row(finding: Finding) -> list[str]:
     ]
 
 
-def _remarks(ablation: Ablation, measured: list[Finding]) -> Iterator[str]:
+def _remarks(ablation: Ablation, measured: list[Worth]) -> Iterator[str]:
     """What the figures mean, and what speaks against them."""
     fitted, laboratory = ablation.fitted, ablation.laboratory
     if fitted is not None:

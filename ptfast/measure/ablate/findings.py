@@ -15,7 +15,7 @@ PER_STEP = ("reduced", "training")
 
 
 @dataclass
-class Finding:
+class Worth:
     """What was found of one technique.
 
     Args:

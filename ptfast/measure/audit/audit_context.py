@@ -50,7 +50,7 @@ ENDLESS = 2**31
 
 
 @dataclass
-class Steps:
+class TimedSteps:
     """What some steps of training show."""
 
     step_s: float
@@ -76,7 +76,7 @@ class AuditContext:
     device_type: str
     samples: SampleTrace | None
     """None for a stream, of which no sample is taken for nothing."""
-    steps: Steps
+    steps: TimedSteps
     calls: CallTrace
     """Of `CALL_STEPS` steps."""
     operators: OperatorTrace
@@ -183,7 +183,7 @@ def _keeping(batches: Iterator[StepBatch], seen: dict[str, Any]) -> Iterator[Ste
         yield batch
 
 
-def _time_steps(run: Run, trainer: Trainer, batches: Iterator[StepBatch], seen: dict[str, Any]) -> Steps:
+def _time_steps(run: Run, trainer: Trainer, batches: Iterator[StepBatch], seen: dict[str, Any]) -> TimedSteps:
     seen["shapes"].clear()
     before, throttled = ProcessorTimes.read(), _throttle_counts()
     waited_s, start = -run.clock.ledger()["data"], time.perf_counter()
@@ -196,7 +196,7 @@ def _time_steps(run: Run, trainer: Trainer, batches: Iterator[StepBatch], seen: 
     took_s, waited_s = time.perf_counter() - start, waited_s + run.clock.ledger()["data"]
     after = ProcessorTimes.read()
     outside = before.until(after, after.own_s - before.own_s)
-    return Steps(
+    return TimedSteps(
         step_s=took_s / num,
         waiting=waited_s / took_s,
         shapes=set(seen["shapes"]),

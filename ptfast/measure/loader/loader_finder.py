@@ -13,7 +13,7 @@ from ptfast.core.errors import EXIT_OK
 from ptfast.core.units import duration, grouped, num_bytes
 from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
-from ptfast.measure.loader.loader_search import NOTHING, PLAIN, RULE, Loader, LoaderSearch, workers
+from ptfast.measure.loader.loader_search import NOTHING, PLAIN, RULE, LoaderSearch, LoaderSetup, workers
 from ptfast.report.terminal.display import is_terminal, say, standard_output, table
 
 NARROW = 100
@@ -51,7 +51,7 @@ def find_workers(
     check_outputs(out, write)
     with Laboratory(budget_s=math.inf, turn_s=seconds / PASSES, passes=PASSES) as laboratory:
 
-        def show(loader: Loader) -> None:
+        def show(loader: LoaderSetup) -> None:
             rate, waiting = grouped(search.figure(loader, "samples_per_s")), search.waiting(loader)
             say(f"  {search.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
 
@@ -66,16 +66,16 @@ def find_workers(
     return EXIT_OK
 
 
-def _marks(search: LoaderSearch, chosen: Loader) -> dict[Loader, str]:
+def _marks(search: LoaderSearch, chosen: LoaderSetup) -> dict[LoaderSetup, str]:
     """Remarks on some of the loaders."""
-    marks: dict[Loader, list[str]] = {chosen: ["chosen"]}
+    marks: dict[LoaderSetup, list[str]] = {chosen: ["chosen"]}
     rule = {"4 x GPUs": workers(RULE, search.config)}
     for name, loader in (search.named | rule).items():
         marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
     return {loader: ", ".join(names) for loader, names in marks.items()}
 
 
-def _show(search: LoaderSearch, chosen: Loader) -> None:
+def _show(search: LoaderSearch, chosen: LoaderSetup) -> None:
     marks, effects, best = _marks(search, chosen), search.effects(search.best()), search.best()
     stream = standard_output()
     narrow = is_terminal(stream) and shutil.get_terminal_size().columns < NARROW
@@ -109,7 +109,7 @@ def _show(search: LoaderSearch, chosen: Loader) -> None:
     say(f"\nchosen: {settings} at {search.figure(chosen, 'samples_per_s'):,.0f} samples/s")
 
 
-def _remarks(search: LoaderSearch, chosen: Loader) -> Iterator[str]:
+def _remarks(search: LoaderSearch, chosen: LoaderSetup) -> Iterator[str]:
     """Remarks on the figures."""
     if chosen != search.best():
         yield (
@@ -129,7 +129,7 @@ def _remarks(search: LoaderSearch, chosen: Loader) -> Iterator[str]:
         yield f"{chosen.kind}: everything is decoded first, which takes about {took}"
 
 
-def _found(config: Config, chosen: Loader) -> dict[str, Any]:
+def _found(config: Config, chosen: LoaderSetup) -> dict[str, Any]:
     """The values to set, by key, but for a thread or threads that neither the loader nor the config has."""
     thread, threads = "dataloader.read_ahead", "backend.worker_threads"
     usual = {thread: False, threads: 1}
@@ -141,7 +141,7 @@ def _found(config: Config, chosen: Loader) -> dict[str, Any]:
     }
 
 
-def _figures(search: LoaderSearch, chosen: Loader) -> dict[str, Any]:
+def _figures(search: LoaderSearch, chosen: LoaderSetup) -> dict[str, Any]:
     best = search.best()
     return {
         "chosen": {**chosen._asdict(), "samples_per_s": search.figure(chosen, "samples_per_s")},
@@ -161,10 +161,10 @@ def _figures(search: LoaderSearch, chosen: Loader) -> dict[str, Any]:
     }
 
 
-def _write(file: Path, arguments: Sequence[str], search: LoaderSearch, chosen: Loader) -> None:
+def _write(file: Path, arguments: Sequence[str], search: LoaderSearch, chosen: LoaderSetup) -> None:
     """A recipe of the loader; what the arguments said of loaders is not carried into it."""
     found = _found(search.config, chosen)
-    own = tuple(f"{key}=" for key in Loader("workers", 1).values)
+    own = tuple(f"{key}=" for key in LoaderSetup("workers", 1).values)
     others = [word for word in arguments if not word.lstrip("+").startswith(own)]
     rate, memory = (search.figure(chosen, name) for name in ("samples_per_s", "memory_bytes"))
     comment = [

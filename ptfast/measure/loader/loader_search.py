@@ -31,7 +31,7 @@ HOLD_S = 60.0
 """Decoding everything once is not tried where it would take longer."""
 
 
-class Loader(NamedTuple):
+class LoaderSetup(NamedTuple):
     """Processes and threads that read, and how far ahead."""
 
     kind: str
@@ -74,14 +74,14 @@ class Loader(NamedTuple):
         return ", ".join(words)
 
 
-def workers(count: int, config: Config) -> Loader:
+def workers(count: int, config: Config) -> LoaderSetup:
     """`count` worker processes that read as far ahead as `config` says; for 0 this process reads."""
     if not count:
-        return Loader("plain")
-    return Loader("workers", count, config.dataloader.prefetch, config.backend.worker_threads)
+        return LoaderSetup("plain")
+    return LoaderSetup("workers", count, config.dataloader.prefetch, config.backend.worker_threads)
 
 
-PLAIN = Loader("plain")
+PLAIN = LoaderSetup("plain")
 
 
 class LoaderSearch:
@@ -99,14 +99,14 @@ class LoaderSearch:
         config: Config,
         arguments: Sequence[str],
         most: int | None = None,
-        on_loader: Callable[[Loader], None] = lambda loader: None,
+        on_loader: Callable[[LoaderSetup], None] = lambda loader: None,
     ) -> None:
         self.laboratory, self.config, self.arguments = laboratory, config, list(arguments)
         self.most, self._on_loader = most, on_loader
-        self.blocks: list[list[tuple[Loader, Measured]]] = []
-        self.failed: dict[Loader, str] = {}
+        self.blocks: list[list[tuple[LoaderSetup, Measured]]] = []
+        self.failed: dict[LoaderSetup, str] = {}
         """The reasons why loaders cannot be had."""
-        self.named: dict[str, Loader] = {}
+        self.named: dict[str, LoaderSetup] = {}
         """The loaders that `auto` takes here and that the config asks for."""
         self.data: dict[str, Any] = {}
         """What decides which loaders make sense for the data."""
@@ -134,7 +134,7 @@ class LoaderSearch:
                 self.named[name] = self._resolved(measured.facts["resolved"])
         if self.config.dataloader.kind == "auto":
             self.named.pop("configured", None)
-        kinds = [Loader(kind) for kind in self._other_kinds()]
+        kinds = [LoaderSetup(kind) for kind in self._other_kinds()]
         self.measure(PLAIN, *kinds, *self.named.values())
         if self.waiting(PLAIN) > NOTHING:
             self._ascend()
@@ -144,7 +144,7 @@ class LoaderSearch:
             self._block(near)
         self.chosen = self.choose()
 
-    def measure(self, *loaders: Loader) -> None:
+    def measure(self, *loaders: LoaderSetup) -> None:
         """Measure those that were not measured before."""
         fresh = [one for one in dict.fromkeys(loaders) if one not in self.seen and one not in self.failed]
         while fresh:
@@ -156,11 +156,11 @@ class LoaderSearch:
             self.blocks[0][0][1].raise_failure()
 
     @property
-    def seen(self) -> list[Loader]:
+    def seen(self) -> list[LoaderSetup]:
         """Those that have figures, in the order they were measured."""
         return list(dict.fromkeys(one for block in self.blocks for one, run in block if run.time is not None))
 
-    def effects(self, base: Loader) -> dict[Loader, Effect]:
+    def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
         """How much faster each other loader is than one of them."""
         order = [base, *(loader for loader in self.seen if loader != base)]
         factor = Factor("loader", tuple(map(repr, order)))
@@ -174,53 +174,53 @@ class LoaderSearch:
         found = fit([factor], blocks, times, spare_dof=0).effects
         return {one: effect for one, effect in zip(order[1:], found, strict=True) if effect is not None}
 
-    def by_speed(self) -> list[Loader]:
+    def by_speed(self) -> list[LoaderSetup]:
         """Those that have figures, the quickest first."""
         effects = self.effects(PLAIN)
         return sorted(
             self.seen, key=lambda one: effects[one].log_ratio if one in effects else 0.0, reverse=True
         )
 
-    def best(self) -> Loader:
+    def best(self) -> LoaderSetup:
         """The quickest."""
         return self.by_speed()[0]
 
-    def ratio(self, loader: Loader) -> float:
+    def ratio(self, loader: LoaderSetup) -> float:
         """Its throughput, as a part of the quickest one's."""
         best = self.best()
         return 1.0 if loader == best else self.effects(best)[loader].ratio
 
-    def choose(self) -> Loader:
+    def choose(self) -> LoaderSetup:
         """Of those as quick as the quickest, the one of fewest processes, then of least memory."""
         close = [loader for loader in self.seen if self.ratio(loader) >= 1 - CLOSE]
         return min(close, key=lambda one: (one.workers, one.read_ahead, self.figure(one, "memory_bytes")))
 
-    def rivals(self, chosen: Loader) -> list[Loader]:
+    def rivals(self, chosen: LoaderSetup) -> list[LoaderSetup]:
         """Those that may be faster than the chosen one by more than counts, as far as the figures tell."""
         effects, most = self.effects(chosen), 1 / (1 - CLOSE)
         # Each of them has had its chance to look slower than it is.
         level = 1 - ALPHA / max(len(effects), 1)
         return [one for one, effect in effects.items() if effect.interval(level)[1] > most]
 
-    def figure(self, loader: Loader, name: str) -> float:
+    def figure(self, loader: LoaderSetup, name: str) -> float:
         """The median of a figure over the processes of a loader."""
         runs = [run.facts for block in self.blocks for one, run in block if one == loader]
         if name == "memory_bytes":
             return statistics.median(facts["memory"][0] for facts in runs if "memory" in facts)
         return statistics.median(facts[name] for facts in runs if name in facts)
 
-    def waiting(self, loader: Loader) -> float:
+    def waiting(self, loader: LoaderSetup) -> float:
         """Share of the time that the training has spent on waiting for data, or on reading it itself."""
         return self.figure(loader, "waiting")
 
-    def label(self, loader: Loader) -> str:
+    def label(self, loader: LoaderSetup) -> str:
         """Its name in lines of text."""
         label = loader.label(self.config)
         if loader.workers == 1:
             label = label.replace("workers", "worker", 1)
         return f"{loader.workers} {label}" if loader.workers else label
 
-    def _block(self, loaders: Sequence[Loader]) -> None:
+    def _block(self, loaders: Sequence[LoaderSetup]) -> None:
         if not loaders:
             return
         before = self.seen
@@ -232,12 +232,12 @@ class LoaderSearch:
             elif loader not in before:
                 self._on_loader(loader)
 
-    def _words(self, loader: Loader) -> list[str]:
+    def _words(self, loader: LoaderSetup) -> list[str]:
         return merge(self.arguments, loader.overrides)
 
-    def _resolved(self, resolved: dict[str, Any]) -> Loader:
+    def _resolved(self, resolved: dict[str, Any]) -> LoaderSetup:
         kind, count = resolved["dataloader"], resolved["workers"]
-        found = workers(count, self.config) if kind in ("plain", "workers") else Loader(kind)
+        found = workers(count, self.config) if kind in ("plain", "workers") else LoaderSetup(kind)
         return found._replace(read_ahead=bool(resolved["read_ahead"]))
 
     def _other_kinds(self) -> Iterator[str]:
@@ -247,11 +247,11 @@ class LoaderSearch:
             return
         read_s = self.data["read_s"]
         if not (self.data["in_memory"] or self.data["repeatable"]):
-            self.failed[Loader("memory")] = (
+            self.failed[LoaderSetup("memory")] = (
                 "samples may differ from epoch to epoch, and would be held as they first are"
             )
-        elif read_s > HOLD_S and Loader("memory") not in self.named.values():
-            self.failed[Loader("memory")] = (
+        elif read_s > HOLD_S and LoaderSetup("memory") not in self.named.values():
+            self.failed[LoaderSetup("memory")] = (
                 f"decoding everything once would take {duration(read_s)} on one core"
             )
         else:
@@ -286,7 +286,7 @@ class LoaderSearch:
             if useless >= 2 and max(pair) >= min(RULE, most):
                 return
 
-    def _speed(self, loader: Loader) -> float:
+    def _speed(self, loader: LoaderSetup) -> float:
         """Throughput as a multiple of that without workers."""
         return 1.0 if loader == PLAIN else self.effects(PLAIN)[loader].ratio
 
@@ -310,7 +310,7 @@ class LoaderSearch:
     def _refine(self) -> None:
         """Try what lies beside the best: counts in between, reading further ahead, threads."""
         best, most = self.choose(), self._limit()
-        beside: list[Loader] = []
+        beside: list[LoaderSetup] = []
         if best.workers:
             counts = sorted({round(best.workers * factor) for factor in (0.75, 1.5)})
             beside += [best._replace(workers=count) for count in counts if 0 < count <= most]

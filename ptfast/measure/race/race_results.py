@@ -17,14 +17,14 @@ from ptfast.report.loggers import METRICS_FILE
 
 
 @dataclass(frozen=True)
-class Target:
+class RaceTarget:
     """A figure of the validation split to be reached: from below where more is better, else from above."""
 
     metric: str
     value: float
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str) -> RaceTarget:
         """Read `accuracy:0.9`.
 
         Raises:
@@ -69,7 +69,7 @@ class Finish:
     ended: str = "finished"
 
 
-def read_finish(folder: Path, target: Target, arm: int, seed: int, ended: str = "finished") -> Finish:
+def read_finish(folder: Path, target: RaceTarget, arm: int, seed: int, ended: str = "finished") -> Finish:
     """When the run in a folder has reached the target.
 
     Time is that of training: evaluations, saving and starting up are left out.

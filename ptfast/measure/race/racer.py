@@ -29,7 +29,7 @@ from ptfast.launch.rank_main import STARTED_VARIABLE
 from ptfast.measure.experiment.verdicts import judge
 from ptfast.measure.found import RECEIPT, check_outputs, make_folder
 from ptfast.measure.race.race_arms import Arm, describe_rates
-from ptfast.measure.race.race_results import Finish, Lead, Target, lead, read_finish
+from ptfast.measure.race.race_results import Finish, Lead, RaceTarget, lead, read_finish
 from ptfast.report.terminal.display import is_terminal, say, standard_output, table, terminal_display
 
 PICTURE = "race.png"
@@ -44,7 +44,7 @@ class Race:
         num_seeds: seeds 0 up to it, the same for every arm.
     """
 
-    def __init__(self, arms: Sequence[Arm], target: Target, num_seeds: int, folder: Path) -> None:
+    def __init__(self, arms: Sequence[Arm], target: RaceTarget, num_seeds: int, folder: Path) -> None:
         self.arms, self.target, self.num_seeds, self.folder = list(arms), target, num_seeds, folder
         self.finishes: list[Finish] = []
         self._wall_s: dict[int, list[float]] = {}
@@ -121,7 +121,7 @@ class Race:
 
 def race(
     arms: Sequence[Arm],
-    target: Target,
+    target: RaceTarget,
     *,
     num_seeds: int,
     command: Sequence[str],

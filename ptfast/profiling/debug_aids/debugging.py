@@ -44,7 +44,7 @@ def profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None]
         (run.folder / PROFILE).write_text(averages.table(sort_by=sort_by, row_limit=100))
         lines.extend(_top_operators(averages, sort_by, active))
 
-    class Steps(Phases):
+    class ProfiledSteps(Phases):
         def on_step(self, run: Any, step: int) -> None:
             profile.step()
 
@@ -52,7 +52,7 @@ def profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")
         schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-    phases = Steps(enter, lambda _: opened.pop().__exit__(None, None, None))
+    phases = ProfiledSteps(enter, lambda _: opened.pop().__exit__(None, None, None))
     recording = profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write)
     with recording as profile, watched(run, phases):
         yield

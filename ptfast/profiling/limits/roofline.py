@@ -42,7 +42,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A step as it was: how long it took, and what it would take at each of the machine's limits."""
 
     seconds: float
@@ -95,7 +95,7 @@ def count_work(run: Run, counted: Counted) -> Work:
     )
 
 
-def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> Step:
+def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> MeasuredStep:
     """Compare a step with the machine's limits.
 
     Args:
@@ -109,10 +109,10 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
     }
     if peaks.transfer_bytes_per_s is not None:
         floors["transfer"] = work.batch_bytes / peaks.transfer_bytes_per_s
-    return Step(sum(rows.values()), rows, work, peaks, floors)
+    return MeasuredStep(sum(rows.values()), rows, work, peaks, floors)
 
 
-def describe(step: Step) -> dict[str, Any]:
+def describe(step: MeasuredStep) -> dict[str, Any]:
     """The entries of summary.json, with a line for people."""
     work = step.work
     total = sum(work.flops.values())

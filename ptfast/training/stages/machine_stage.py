@@ -13,7 +13,7 @@ from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, name_some
-from ptfast.core.protocols import DataInfo, Display, EvalLoader, Task
+from ptfast.core.protocols import DataInfo, EvalLoader, RunDisplay, Task
 from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import State
 from ptfast.data.build_data import Data
@@ -37,7 +37,7 @@ class BuildContext:
     ranks: Ranks
     device: torch.device
     precision: NumberFormats
-    display: Display
+    display: RunDisplay
     before: Resolved
     """As resolved when the run was begun; nothing for a new one."""
     resolved: Resolved = field(default_factory=Resolved)
@@ -93,7 +93,7 @@ def set_up_machine(
     device: torch.device,
     *,
     ranks: Ranks,
-    display: Display,
+    display: RunDisplay,
     before: Resolved,
     state: State | None = None,
     trains: bool = True,

@@ -21,7 +21,7 @@ _CACHED_PIXELS = 1 << 17
 """Of images that the host changes at a time: what it computes in between stays in its caches."""
 
 
-class Augment(transforms.Augment):
+class Augment(transforms.AugmentSection):
     """Changes to training images: mirrored, cropped, bent, coloured, a square cut out, in this order.
 
     A resized crop comes before all of it, out of the original image (`resized_crops.py`). Everything that
