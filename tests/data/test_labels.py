@@ -117,10 +117,10 @@ def test_labels_that_name_classes_otherwise_are_translated_for_classification(
 @pytest.mark.parametrize(
     ("targets", "line"),
     [
-        (FLOATS + torch.tensor([0, 0, 0.5, 0, 0, 0]), "the label 2.5 of .*sample 2 is no whole number"),
+        (FLOATS + torch.tensor([0, 0, 0.5, 0, 0, 0]), "the label 2.5 of .*sample 2 is not a whole number"),
         (
             ONES.index_fill(0, torch.tensor(4), 1),
-            "the label of .*sample 4 is no row of zeros with a single 1",
+            "the label of .*sample 4 is not one-hot",
         ),
         (-FLOATS, "label -1 at train sample 1"),
     ],

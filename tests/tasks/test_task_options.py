@@ -121,7 +121,7 @@ def test_a_task_that_collates_needs_nothing_but_the_samples() -> None:
             return samples
 
     globals()["Collating"] = Collating
-    with pytest.raises(ConfigError, match=r"no static method.* Write @staticmethod above it"):
+    with pytest.raises(ConfigError, match=r"not a static method.* Write @staticmethod above it"):
         collate_of(f"{HERE}.Collating")
     assert collate_of("classification") is collate_of("auto") is collate_of(f"{HERE}.MyTask") is None
 

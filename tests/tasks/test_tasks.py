@@ -254,7 +254,7 @@ def test_tasks_by_name_and_import_path() -> None:
     ]
     cases += [
         ("ptfast.tasks.build_task.Nothing", "C009", "cannot be imported"),
-        ("builtins.repr", "C009", "is no task"),
+        ("builtins.repr", "C009", "is not a task"),
     ]
     for name, code, what in cases:
         with pytest.raises(ConfigError, match=what) as caught:

@@ -92,4 +92,4 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="Linear has no last layer `head`"):
         apply_chunked_head(nn.Linear(2, 2), TASK)
     assert train("rewrites.chunked_loss=true", "parallel=fsdp") == 2
-    assert "which parallel=fsdp gathers for its forward pass alone" in capsys.readouterr().err
+    assert "which parallel=fsdp gathers only for its forward pass" in capsys.readouterr().err

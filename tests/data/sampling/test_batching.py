@@ -242,7 +242,7 @@ def test_the_panel_says_how_much_is_padding(in_tmp: Path, capsys: pytest.Capture
         (("batching.batch_tokens=99",), r"batching.batch_tokens=99.*: needs texts of similar length"),
         (
             ("batching=buckets", "curriculum=batch_size"),
-            r"batch_size_from=auto.*: batches by length are",
+            r"batch_size_from=auto.*: batches by length have",
         ),
         (
             ("batching=tokens", "optimizer.lr_scaling=linear", "optimizer.reference_batch=64"),

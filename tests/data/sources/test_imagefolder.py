@@ -188,7 +188,7 @@ def spoil(tree: Path, how: str) -> Path:
     [
         ("truncated", "is damaged or truncated"),
         ("empty", r"is empty \(0 bytes\)"),
-        ("text", "is no image that can be decoded"),
+        ("text", "is not an image that can be decoded"),
         ("bomb", "claims 3,600,000,000 pixels"),
     ],
 )
@@ -257,7 +257,7 @@ def test_the_size_of_a_file_is_what_its_header_says(tmp_path: Path):
     Image.fromarray(pixels(0, 7, 9)).save(paths[0], exif=b"Exif\0\0" + bytes(60_000), quality=50)
     assert [size_of(str(path)) for path in paths] == [(7, 9)] * 3
     paths[0].write_text("no image")
-    with pytest.raises(DataError, match="is no image that can be decoded"):
+    with pytest.raises(DataError, match="is not an image that can be decoded"):
         size_of(str(paths[0]))
     with pytest.raises(DataError, match="cannot be read: No such file"):
         size_of("nowhere.jpg")

@@ -142,7 +142,10 @@ def test_csv_has_quotes(tmp_path: Path):
     entries = data.info.extra["tokenizer"]["entries"]
     assert {"good,", '"fine"', "lines", "bad"} < set(entries)
     assert (len(data.train), len(data.val), data.info.class_names) == (3, 1, ("0", "1"))
-    for bad, line in (('x,1\n"never closed,0\n', r"csv:2: is no CSV"), ("x,1\ny\n", r"csv:2: has no label")):
+    for bad, line in (
+        ('x,1\n"never closed,0\n', r"csv:2: is not a CSV file"),
+        ("x,1\ny\n", r"csv:2: has no label"),
+    ):
         (tmp_path / "dev.csv").write_text(bad)
         with pytest.raises(DataError, match=line) as caught:
             load(TextTsv(str(tmp_path)))

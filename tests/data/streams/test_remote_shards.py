@@ -200,7 +200,7 @@ def test_several_that_want_the_same_fetch_it_once(server: Server) -> None:
             "train-000.tar",
             [700, 0, 0, 0, 0],
             "D007",
-            "cannot be downloaded, 5 attempts in vain: the connection broke off after 700",
+            "cannot be downloaded after 5 attempts: the connection broke off after 700",
             5,
         ),
         ("train-004.tar", [], "D001", "cannot be fetched: the server answers 404", 1),
@@ -238,7 +238,7 @@ def test_another_host_is_not_told_the_password(server: Server) -> None:
 
 def test_a_server_that_is_not_there_is_tried_for_a_while(server: Server) -> None:
     with pytest.raises(
-        DataError, match=r"http://127.0.0.1:1/a.tar: cannot .* 5 attempts in vain: Conn"
+        DataError, match=r"http://127.0.0.1:1/a.tar: cannot .* after 5 attempts: Conn"
     ) as caught:
         load("http://127.0.0.1:1/a.tar")
     assert caught.value.code == "D007"

@@ -174,7 +174,7 @@ def test_targets_that_cannot_move_are_refused() -> None:
         assert build_augment(wanted, info("whole"), **BUILD).mask_fill is None
     # A figure for a pixel that nobody has seen is not known, and every figure counts.
     for wanted in ({"crop_padding": 1}, {"cutout": 2}):
-        with pytest.raises(ConfigError, match="no figures that could be learnt"):
+        with pytest.raises(ConfigError, match="no targets to learn"):
             build_augment(wanted, info("map"), **BUILD)
     assert build_augment({"brightness": 0.1}, info("unknown"), **BUILD)
 
@@ -221,16 +221,16 @@ def test_masks_of_arrays_are_told_by_their_shape(tmp_path: Path) -> None:
         (
             shapes(6, 8 + 4).tensors[1][:, 4:, 4:],
             "auto",
-            "go up to 2, and then there is 255. Set task.ignore",
+            "go up to 2, except for 255. Set task.ignore",
         ),
-        (torch.full((6, 8, 8), 255), "auto", "go up to 0, and then there is 255"),
+        (torch.full((6, 8, 8), 255), "auto", "go up to 0, except for 255"),
         (
             torch.full((6, 8, 8), -1),
             "auto",
             r"label -1 at train sample 0\. Number .* set task.ignore_index=-1",
         ),
         (torch.full((6, 8, 8), -100), "auto", "every label of the train split is -100"),
-        (torch.zeros(6, 4, 4, dtype=torch.int64), "auto", "what labels of shape 4x4 are for cannot be told"),
+        (torch.zeros(6, 4, 4, dtype=torch.int64), "auto", "the task of labels of shape 4x4 cannot be told"),
         (
             torch.zeros(6, 8, 8, dtype=torch.int64),
             "classification",
@@ -365,7 +365,7 @@ def test_outputs_of_pixels_are_mirrored_back() -> None:
     check_views(True, 0, info("unknown"), None, targets="keep")
     with pytest.raises(ConfigError, match="pixels that a shift moves out of the image"):
         check_views(True, 1, info("mask"), None)
-    with pytest.raises(ConfigError, match="such as boxes or points, lies elsewhere"):
+    with pytest.raises(ConfigError, match="such as boxes or points, differ between views"):
         check_views(True, 0, info("unknown"), None)
 
 
