@@ -173,7 +173,7 @@ def test_facts_about_the_data_fill_what_the_config_leaves_open() -> None:
 
 def test_a_model_that_does_not_fit_the_data_says_what_is_missing() -> None:
     with pytest.raises(
-        ConfigError, match="needs vocab_size and context_length, which data of the kind `image`"
+        ConfigError, match="needs vocab_size and context_length, which image data does not determine"
     ) as caught:
         build_model(Stub(Gpt), IMAGES)
     assert caught.value.code == "C011"
@@ -182,7 +182,7 @@ def test_a_model_that_does_not_fit_the_data_says_what_is_missing() -> None:
 @pytest.mark.parametrize("make", [ResNetCifar, ResNet9])
 def test_image_models_refuse_data_without_channels(make: Callable[..., nn.Module]) -> None:
     text = DataInfo("text", "classification", num_classes=2, vocab_size=9, pad_id=0)
-    with pytest.raises(ConfigError, match="needs in_channels, which data of the kind `text`"):
+    with pytest.raises(ConfigError, match="needs in_channels, which text data does not determine"):
         build_model(Stub(make), text)
 
 
