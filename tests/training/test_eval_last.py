@@ -130,7 +130,12 @@ def test_an_output_that_is_not_by_sample_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "error", "code", "what"),
     [
-        (("eval.last=drop", "data.val=5samples"), DataError, "D006", "5 held-out samples do not fill a batch of 8"),
+        (
+            ("eval.last=drop", "data.val=5samples"),
+            DataError,
+            "D006",
+            "5 held-out samples do not fill a batch of 8",
+        ),
         (("eval.last=pad", "task=hf"), ConfigError, "C011", "would count the padding"),
         (
             ("data=custom", "data._target_=streamed.WithHeldOut", "eval.last=drop"),
