@@ -33,7 +33,7 @@ from trials import (
 from ptfast.config.catalogue import CATALOGUE, PROMISES, Need, Technique
 from ptfast.config.files import paths
 from ptfast.core.devices import multiplies_bf16
-from ptfast.data.loaders.to_device import Prepare
+from ptfast.data.loaders.loading import Prepare
 from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.training.step import Trainer
 

@@ -20,9 +20,8 @@ from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.masks import with_masks
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.order import Indices, split_indices
 from ptfast.data.sampling.sample_orders import checked_weights
-from ptfast.data.sampling.split import split_indices
 from ptfast.data.saved_info import as_known
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.normalize import Statistics, statistics
@@ -201,7 +200,7 @@ def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     """The same splits, decoded into memory."""
     converted, files = 0, splits.train
     if crops and isinstance(files, MapSource) and files.images and files.cuts and not files.in_memory:
-        from ptfast.data.decoding.original_images import HeldImages
+        from ptfast.data.sources.image_files import HeldImages
 
         splits = splits._replace(train=HeldImages(files))
         converted = files.num_converted

@@ -1,9 +1,11 @@
-"""Fingerprints of data, to see whether it has changed without reading it again."""
+"""Fingerprints of data, which tell whether it has changed, and arrays cached under them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,3 +88,29 @@ def _sum_of(array: NDArray[Any]) -> int:
     for start in np.linspace(0, flat.nbytes - _BLOCK_BYTES, FULL_BYTES // _BLOCK_BYTES).astype(np.int64):
         found = zlib.crc32(flat[start : start + _BLOCK_BYTES].data, found)
     return found
+
+
+_DAMAGES = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+
+
+def load_arrays(path: Path) -> dict[str, NDArray]:
+    """The arrays that `save_arrays` has written to `path`; empty where there is nothing, or it is damaged."""
+    with contextlib.suppress(*_DAMAGES), path.open("rb") as file, np.load(file, allow_pickle=False) as entry:
+        return dict(entry)
+    return {}
+
+
+def save_arrays(path: Path, **arrays: NDArray) -> None:
+    """Write arrays to `path`, under another name first: what is broken off is no entry.
+
+    A full disk, say, costs no more than making them again.
+    """
+    partial = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                np.savez(file, **arrays)  # pyright: ignore[reportArgumentType] # no array is called so
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
-from ptfast.data.loaders.to_device import Prepare, build_normalizer
+from ptfast.data.loaders.loading import Prepare, build_normalizer
 from ptfast.data.sources.arrays import as_inputs, read_npy, read_npz
 from ptfast.data.sources.class_folders import image_files
 from ptfast.data.sources.text_files import read_texts

@@ -19,7 +19,7 @@ from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.build_data import Data
-from ptfast.data.loaders.side_stream import open_side_stream
+from ptfast.data.loaders.loading import open_side_stream
 from ptfast.data.saved_info import check_same_data, read_info
 from ptfast.report.metric_tables import plain
 from ptfast.report.terminal.display import Display as NoDisplay

@@ -20,7 +20,7 @@ MEAN, STD = [125.3, 123.0, 113.9], [63.0, 62.1, 66.7]
 
 def build(folder: Path) -> list[Row]:
     from ptfast.core.batch_plan import BatchPlan, constant
-    from ptfast.data.loaders.fetch import MemoryBatches
+    from ptfast.data.loaders.step_batches import MemoryBatches
     from ptfast.data.sampling.sampler import Sampler, Sharding
     from ptfast.data.transforms.augment.augment_plan import build_augment
 

@@ -13,13 +13,12 @@ import torch
 from data_bench import Row
 from data_bench._photos import write_photos
 from ptfast.core.durations import Duration
-from ptfast.data.decoding.original_images import HeldImages
-from ptfast.data.loaders.fetch import RawBatches
-from ptfast.data.loaders.loading import ReaderOptions
-from ptfast.data.loaders.to_device import Prepare, build_prepare
+from ptfast.data.loaders.loading import Prepare, ReaderOptions, build_prepare
+from ptfast.data.loaders.step_batches import RawBatches
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.sampling.sampler import Share
+from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.sources.imagefolder import ImageFolder
 from ptfast.data.transforms.augment.augment_plan import build_augment
 

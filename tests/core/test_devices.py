@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptfast.config.compose import compose
 from ptfast.core import devices
-from ptfast.data.loaders.to_device import Prepare
+from ptfast.data.loaders.loading import Prepare
 from ptfast.training import fit
 
 

@@ -10,8 +10,7 @@ from unittest import mock
 import torch
 from torch.cuda._sanitizer import CUDASanitizerDispatchMode, EventHandler
 
-from ptfast.data.loaders.side_stream import SideStream, prefetched
-from ptfast.data.loaders.to_device import Prepare
+from ptfast.data.loaders.loading import Prepare, SideStream, prefetched
 
 DEVICE = torch.device("cuda", 0)
 

@@ -15,8 +15,7 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import StepBatch
 from ptfast.data.build_data import build_data
-from ptfast.data.loaders.loading import ReaderOptions
-from ptfast.data.loaders.to_device import build_prepare
+from ptfast.data.loaders.loading import ReaderOptions, build_prepare
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import PartBatches, build_stream_batches, share_out

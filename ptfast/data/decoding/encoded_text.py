@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ptfast.core.distributed import once_per_machine
 from ptfast.core.machine import cache_folder
-from ptfast.data.decoding.array_cache import load_arrays, save_arrays
+from ptfast.data.data_fingerprint import load_arrays, save_arrays
 from ptfast.data.decoding.text_tokenizer import Tokenizer
 
 CACHE_FROM_CHARACTERS = 2**20

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -268,3 +268,37 @@ def _check_pixels(pixels: int, path: str) -> None:
     if pixels > MAX_PIXELS:
         what = f"claims {pixels:,} pixels, more than {MAX_PIXELS:,}: not decoded"
         raise DataError("D005", what, key=path, suggestion="Remove it, or scale it down")
+
+
+Result = TypeVar("Result")
+
+
+def in_threads(count: int, work: Callable[[int], Result]) -> list[Result]:
+    """`work(0)` to `work(count - 1)`, by as many threads as torch has here.
+
+    Decoding and resizing run outside of the interpreter, so that threads of one process do them side by side.
+
+    Raises:
+        Exception: what `work` raised for the first place of those at which it did.
+    """
+    results: list[Any] = [None] * count
+    errors: dict[int, Exception] = {}
+    threads = min(torch.get_num_threads(), count)
+
+    def work_some(start: int) -> None:
+        for place in range(start, count, threads):
+            try:
+                results[place] = work(place)
+            except Exception as error:
+                errors[place] = error
+                return
+
+    if threads > 1:
+        # Threads that outlived this call would not survive the fork of a worker process.
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work_some, range(threads)))
+    elif threads:
+        work_some(0)
+    if errors:
+        raise errors[min(errors)]
+    return results

@@ -12,11 +12,9 @@ import torch
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo, MicroBatch
 from ptfast.data.dataset import Source
-from ptfast.data.loaders.fetch import RawBatches
 from ptfast.data.loaders.loader_choice import count_workers
-from ptfast.data.loaders.loading import ReaderOptions
-from ptfast.data.loaders.side_stream import SideStream, prefetched
-from ptfast.data.loaders.to_device import Prepare, build_prepare
+from ptfast.data.loaders.loading import Prepare, ReaderOptions, SideStream, build_prepare, prefetched
+from ptfast.data.loaders.step_batches import RawBatches
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import Share

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from ptfast.core.protocols import DataInfo, MicroBatch
+from ptfast.core.tensors.trees import map_tensors
 from ptfast.data.loaders.worker_processes import WorkerPool
+from ptfast.data.map_source import BaseSource
+from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Share
+from ptfast.data.transforms.normalize import Normalizer
 
 
 @dataclass(frozen=True)
@@ -47,3 +55,169 @@ class ReaderOptions:
         return WorkerPool(
             batches, workers, self.prefetch, pin=self.pins, threads=self.worker_threads, among=among
         )
+
+
+T = TypeVar("T")
+
+
+class SideStream:
+    """A CUDA stream for transfers. The host waits for nothing: the device orders the streams by events.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def filling(self) -> AbstractContextManager[Any]:
+        """While it is open, copies and kernels go into this stream and wait for the training's so far.
+
+        Those may still read memory of dropped batches, which is used again here.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Any:
+        """The point that the stream is at now."""
+        return self._stream.record_event()
+
+    def hand_over(self, mark: Any) -> None:
+        """Have the training wait for `mark`."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+def open_side_stream(device: torch.device) -> SideStream | None:
+    """A stream for transfers to `device`; None where there is nothing to transfer, or no streams."""
+    return SideStream(device) if device.type == "cuda" else None
+
+
+def prefetched(
+    batches: Iterator[T], side: SideStream, report: Callable[[str], None] = lambda cause: None
+) -> Iterator[T]:
+    """The same batches, each filled on `side` while the one before it trains.
+
+    On the stream that trains, a copy would wait for the kernels of the step before, and every step for its
+    copy. One batch ahead, the next is there even when the host has waited for the device to read a figure. A
+    copy starts when the step before last has ended, and overlaps with a whole step.
+
+    Args:
+        report: receives what time goes to: `transfer` while the training waits for a batch on its way, else
+            `data`.
+
+    Cost: the memory of one more batch. Source: apex's data_prefetcher; DALI does the same.
+    """
+    following = _fill(batches, side)
+    while following is not None:
+        batch, mark = following
+        following = _fill(batches, side)
+        report("transfer")
+        side.hand_over(mark)
+        report("data")
+        yield batch
+
+
+def _fill(batches: Iterator[T], side: SideStream) -> tuple[T, Any] | None:
+    with side.filling():
+        batch = next(batches, None)
+    return None if batch is None else (batch, side.mark())
+
+
+class Prepare:
+    """Brings raw batches of one source onto the device.
+
+    Args:
+        images: whether raw inputs are uint8 (batch, height, width, channels).
+        normalizer: applied to the inputs on the device, None to leave them as they are.
+        channels_last: memory format of 4-d inputs; their shape is (batch, channels, height, width) either
+            way.
+        note_unreadable: receives indices and targets of each raw batch.
+        pin: copy through pinned memory, so that the host does not wait for the transfer.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        images: bool,
+        normalizer: Normalizer | None,
+        channels_last: bool,
+        pin: bool,
+        note_unreadable: Callable[[Indices, Tensor], None] | None = None,
+    ) -> None:
+        self.device, self._images, self._normalizer = device, images, normalizer
+        self.channels_last, self.pin, self._note_unreadable = channels_last, pin, note_unreadable
+        self._on_host = device.type == "cpu"
+
+    def __call__(self, raw: Any) -> Any:
+        """The batch for a raw one: `(inputs, targets)`, or a user's own structure with its tensors moved."""
+        if isinstance(raw, (tuple, list)) and len(raw) == 2 and isinstance(raw[0], Tensor):
+            return self.inputs(raw[0]), self.move(raw[1])
+        return self.move(raw)
+
+    def micro_batch(self, raw: Any, share: Share) -> MicroBatch:
+        if self._note_unreadable is not None:
+            self._note_unreadable(share.indices, raw[1])
+        return MicroBatch(self(raw), share.num_samples)
+
+    def inputs(self, inputs: Tensor) -> Tensor:
+        """Raw inputs on the device, in the model's layout, normalised."""
+        return self.laid_out(self.move(inputs))
+
+    def laid_out(self, inputs: Tensor) -> Tensor:
+        """Raw inputs that are on the device, in the model's layout, normalised."""
+        if self._images:
+            inputs = _channels_first(inputs, self.channels_last)
+        elif self.channels_last and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return inputs if self._normalizer is None else self._normalizer(inputs)
+
+    def move(self, value: Any) -> Any:
+        """`value` with every tensor in it on the device."""
+        return map_tensors(self._sent, value)
+
+    def _sent(self, tensor: Any) -> Any:
+        if self._on_host:
+            return tensor
+        if self.pin and isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        # Out of memory that is not pinned, the copy of some devices is still under way when the host goes on
+        # to overwrite it.
+        return tensor.to(self.device, non_blocking=self.pin)
+
+
+def build_prepare(source: BaseSource, info: DataInfo, loading: ReaderOptions) -> Prepare:
+    """The preparation of `source`'s batches, with the statistics that `info` holds."""
+    return Prepare(
+        device=loading.device,
+        images=source.images,
+        normalizer=build_normalizer(info, loading.device, loading.normalize, images=source.images),
+        channels_last=loading.channels_last,
+        pin=loading.pins,
+        note_unreadable=source.note_unreadable if source.skips else None,
+    )
+
+
+def build_normalizer(
+    info: DataInfo, device: torch.device, normalize: bool, *, images: bool
+) -> Normalizer | None:
+    """The normaliser by `info`'s statistics; without them images are scaled to 0 to 1, the rest stays raw."""
+    known = info.extra.get("normalize") if normalize else None
+    if known is not None:
+        return Normalizer(known["mean"], known["std"], device, images=images)
+    if images:
+        channels = info.in_channels or 3
+        return Normalizer(
+            [0.0] * channels, [info.extra.get("max_value", 255)] * channels, device, images=True
+        )
+    return None
+
+
+def _channels_first(images: Tensor, channels_last: bool) -> Tensor:
+    """(batch, height, width, channels) as (batch, channels, height, width), in the memory format wanted."""
+    if channels_last:
+        return images.permute(0, 3, 1, 2)
+    if images.shape[3] == 1:
+        # Strides of a lone channel are ambiguous; these are the ones of a plain contiguous tensor.
+        return images.reshape(len(images), 1, *images.shape[1:3])
+    return images.permute(0, 3, 1, 2).contiguous()

@@ -15,13 +15,17 @@ from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
 from ptfast.data.dataset import Data
 from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import build_device_batches
-from ptfast.data.loaders.fetch import AugmentedStream, MemoryBatches, RawBatches
 from ptfast.data.loaders.loader_choice import HELD, count_workers
-from ptfast.data.loaders.loading import ReaderOptions
+from ptfast.data.loaders.loading import ReaderOptions, SideStream, build_prepare, prefetched
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.loaders.side_stream import SideStream, prefetched
-from ptfast.data.loaders.step_batches import SampledBatches, StaticBatches, StepBatches
-from ptfast.data.loaders.to_device import build_prepare
+from ptfast.data.loaders.step_batches import (
+    AugmentedStream,
+    MemoryBatches,
+    RawBatches,
+    SampledBatches,
+    StaticBatches,
+    StepBatches,
+)
 from ptfast.data.map_source import BaseSource, MapSource, TensorSource
 from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource

@@ -13,8 +13,7 @@ from torch import Tensor
 from ptfast.core.errors import DataError
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits, image_info
-from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, mixed_sizes
-from ptfast.data.decoding.sample_threads import in_threads
+from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, in_threads, mixed_sizes
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
 from ptfast.data.packs.pack_reader import ROW, Manifest

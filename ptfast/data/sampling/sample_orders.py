@@ -15,8 +15,8 @@ from ptfast.core.sections.targets import Target, keywords
 from ptfast.data.dataset import Data
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling import Sampling, counter_draws
+from ptfast.data.sampling.counter_draws import seeded
 from ptfast.data.sampling.order import Indices
-from ptfast.data.streams.global_generators import seeded
 
 Weights = NDArray[np.float64]
 

@@ -24,8 +24,8 @@ from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import MapSource, Padding, TensorSource
 from ptfast.data.masks import kind_of_target
 from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.counter_draws import seeded
 from ptfast.data.sampling.order import Indices
-from ptfast.data.streams.global_generators import seeded
 from ptfast.data.streams.iterable import IterableSource
 
 _WITH_CLASSES = ("classification", "token_classification")

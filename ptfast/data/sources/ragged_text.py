@@ -1,4 +1,4 @@
-"""Sequences of unequal length in one flat array, and how those of a batch come to one length."""
+"""Sequences of unequal length in one flat array; how a batch of them is padded, or packed in windows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, PackedTokens
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import Tokenizer
 from ptfast.data.map_source import MapSource, Padding, as_tensor
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.order import Indices, permutation
 
 Numbers = NDArray[np.integer]
 AS_THEY_COME = Padding()
@@ -132,3 +133,118 @@ class Documents(RaggedSource):
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         return self.gather(indices), self.gather(indices, 1, IGNORE_INDEX)
+
+
+Lengths = NDArray[np.int64]
+
+
+class PackedSequences(MapSource):
+    """Windows that hold several documents each: `(PackedTokens, targets)`, all of one length.
+
+    Padded, a batch of documents is as long as its longest; packed, next to nothing of it is padding, and all
+    batches have one shape. A document attends to itself alone and its positions begin at 0: its loss is that
+    of the document by itself. Which lengths share a window stays; which documents of these lengths they are
+    is drawn anew in every epoch.
+
+    Args:
+        documents: what is packed.
+        context_length: tokens of a window, no fewer than the longest document has.
+
+    Cost: attention goes over whole windows, of which a mask hides the other documents. Once an epoch, a sort
+        of the documents.
+    Source: Krell et al. 2021, arXiv:2107.02027.
+    """
+
+    def __init__(self, documents: Documents, context_length: int, seed: int) -> None:
+        self._documents, self._context = documents, context_length
+        self.in_memory, self.packed = documents.in_memory, documents.packed
+        self._seed = counter_draws.key(seed, counter_draws.WINDOW)
+        lengths = documents.lengths()
+        slots, self._counts = pack_lengths(lengths, context_length)
+        self._firsts = np.cumsum(self._counts) - self._counts
+        self._slot_order = np.argsort(slots, kind="stable")
+        self._lengths = lengths
+        self._placed: dict[int, Indices] = {}
+        self.padding_share = 1 - int(lengths.sum()) / (len(self._counts) * context_length)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._lengths)
+
+    def ignores_labels(self) -> bool:
+        return True
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[PackedTokens, Tensor]:
+        counts = self._counts[indices]
+        rows = np.repeat(np.arange(len(indices)), counts)
+        which = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+        documents = self._in_slots(epoch)[self._firsts[indices][rows] + which]
+        lengths = self._lengths[documents]
+        # Every token by its document, its place in that, and its place in the batch.
+        token_of = np.repeat(np.arange(len(documents)), lengths)
+        before = np.cumsum(lengths) - lengths
+        positions = np.arange(len(token_of)) - before[token_of]
+        row_starts = before[which == 0]
+        places = rows * self._context + before - row_starts[rows]
+        flat = places[token_of] + positions
+        source = self._documents.starts[documents][token_of] + positions
+        shape = (len(indices), self._context)
+        inputs = np.full(shape, self._documents.pad_id, np.int64)
+        targets = np.full(shape, IGNORE_INDEX, np.int64)
+        # What is left of a window counts as a document too, so that it attends to something.
+        used = np.bincount(rows, lengths, len(indices)).astype(np.int64)
+        where = np.maximum(np.arange(self._context) - used[:, None], 0)
+        inputs.reshape(-1)[flat] = self._documents.tokens[source]
+        targets.reshape(-1)[flat] = self._documents.tokens[source + 1]
+        where.reshape(-1)[flat] = positions
+        return PackedTokens(torch.from_numpy(inputs), torch.from_numpy(where)), torch.from_numpy(targets)
+
+    def _in_slots(self, epoch: int) -> Indices:
+        """The document in every slot."""
+        if epoch not in self._placed:
+            shuffled = permutation(self._seed, epoch, len(self._lengths))
+            by_length = shuffled[np.argsort(self._lengths[shuffled], kind="stable")]
+            placed = np.empty_like(by_length)
+            placed[self._slot_order] = by_length
+            # Workers may still be at the epoch before.
+            self._placed = {**dict([*self._placed.items()][-1:]), epoch: placed}
+        return self._placed[epoch]
+
+
+def pack_lengths(lengths: Lengths, capacity: int) -> tuple[Lengths, Lengths]:
+    """Fill windows with documents by best fit: the longest first, each where the least room is left.
+
+    Args:
+        lengths: tokens of each document, 1 to `capacity`.
+
+    Returns:
+        The lengths of the documents, window after window, and how many documents each window has.
+
+    Cost: a loop over the lengths that occur and the fillings that come about, not over documents.
+    """
+    remaining = np.bincount(lengths, minlength=capacity + 1)
+    # By the room left: fillings as (lengths, how many windows have it).
+    fillings: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    for length in np.flatnonzero(remaining)[::-1].tolist():
+        left = int(remaining[length])
+        while left:
+            room = min((room for room, found in fillings.items() if room >= length and found), default=0)
+            content, windows = fillings[room].pop() if room else ((), left)
+            room = room or capacity
+            times = min(room // length, left)
+            filled = min(windows, left // times)
+            if filled < windows and content:
+                fillings[room].append((content, windows - filled))
+            rest = room - times * length
+            fillings.setdefault(rest, []).append((content + (length,) * times, filled))
+            left -= filled * times
+    slots: list[Lengths] = []
+    counts: list[Lengths] = []
+    for found in fillings.values():
+        for content, windows in found:
+            slots.append(np.tile(np.array(content, np.int64), windows))
+            counts.append(np.full(windows, len(content)))
+    return np.concatenate(slots), np.concatenate(counts)

@@ -17,7 +17,7 @@ from ptfast.data.loaders.collate import Collate, collate_of
 from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
-from ptfast.data.streams.global_generators import OwnGenerators, seed_all
+from ptfast.data.sampling.counter_draws import OwnGenerators, seed_all
 
 Sharing = Literal["none", "readers", "ranks"]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
-from ptfast.data.decoding.array_cache import load_arrays, save_arrays
+from ptfast.data.data_fingerprint import load_arrays, save_arrays
 from ptfast.data.decoding.image_decoding import SUFFIXES
 from ptfast.data.streams.tar_headers import REMEDY, Member, members, read_at
 

@@ -13,13 +13,23 @@ from ptfast.core.distributed import host_sums, joined, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loader_choice import count_workers
-from ptfast.data.loaders.loading import ReaderOptions
+from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.loaders.step_batches import StepBatches
-from ptfast.data.loaders.to_device import Prepare
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource, Reader, check_kind
-from ptfast.data.streams.stream_agreement import CHECKED, check_parted, check_same, place, sum_of
-from ptfast.data.streams.stream_readers import Augmented, Item, Mark, PartReading, Reading, WholeReading
+from ptfast.data.streams.stream_readers import (
+    CHECKED,
+    Augmented,
+    Item,
+    Mark,
+    PartReading,
+    Reading,
+    WholeReading,
+    check_parted,
+    check_same,
+    place,
+    sum_of,
+)
 
 Sums = Callable[[Sequence[int]], Callable[[], list[int]]]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.machine import cache_folder
-from ptfast.data.decoding.array_cache import load_arrays, save_arrays
+from ptfast.data.data_fingerprint import load_arrays, save_arrays
 from ptfast.data.map_source import MapSource, TensorSource
 
 Statistics = dict[str, list[float]]

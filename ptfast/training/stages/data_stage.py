@@ -20,9 +20,8 @@ from ptfast.data.build_data import Data, build_data
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loader_choice import Choice, choose
-from ptfast.data.loaders.loading import ReaderOptions
+from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
 from ptfast.data.loaders.shared_memory import build_holder
-from ptfast.data.loaders.side_stream import SideStream, open_side_stream
 from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling

@@ -20,8 +20,7 @@ from ptfast.data.map_source import Padding
 from ptfast.data.sampling import Batching
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
 from ptfast.data.sampling.sampler import smallest_micro_batch
-from ptfast.data.sampling.sequence_packing import PackedSequences
-from ptfast.data.sources.ragged_text import Documents
+from ptfast.data.sources.ragged_text import Documents, PackedSequences
 from ptfast.techniques.curriculum.growing_sizes import (
     build_batch_sizes,
     build_cut,

@@ -19,8 +19,7 @@ from ptfast.cli import command_line
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX, PackedTokens
-from ptfast.data.sampling.sequence_packing import PackedSequences, pack_lengths
-from ptfast.data.sources.ragged_text import Documents
+from ptfast.data.sources.ragged_text import Documents, PackedSequences, pack_lengths
 from ptfast.data.sources.text_dataset import TextFile
 from ptfast.models.attention import attention, within_sequences
 from ptfast.models.gpt import Gpt

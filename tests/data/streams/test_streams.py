@@ -30,8 +30,8 @@ from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.streams.stream_agreement import Digest, sum_of
 from ptfast.data.streams.stream_loaders import share_out
+from ptfast.data.streams.stream_readers import Digest, sum_of
 
 
 def test_under_keep_two_ranks_of_three_workers_read_every_sample_exactly_once() -> None:

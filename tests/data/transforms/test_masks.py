@@ -26,7 +26,7 @@ from ptfast.data.build_data import build_data
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.sources.arrays import Arrays
 from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
-from ptfast.data.transforms.augment.mask_moves import moved
+from ptfast.data.transforms.augment.row_windows import moved
 from ptfast.data.transforms.mixup_cutmix import Mix
 from ptfast.tasks.build_task import build_task
 from ptfast.tasks.semantic_segmentation import SemanticSegmentation

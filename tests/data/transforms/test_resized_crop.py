@@ -21,17 +21,16 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.decoding.image_decoding import Decoder
-from ptfast.data.decoding.original_images import HeldImages
+from ptfast.data.loaders.device_loader import ResidentImages
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.map_source import TensorSource
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.sources.digits import Digits
-from ptfast.data.sources.image_files import ImageFiles
+from ptfast.data.sources.image_files import HeldImages, ImageFiles
 from ptfast.data.sources.imagefolder import ImageFolder
 from ptfast.data.transforms.augment.augment_plan import Augment
-from ptfast.data.transforms.augment.device_crops import ResidentImages
 from ptfast.data.transforms.augment.row_windows import cropped
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes, pixel_edges
 
