@@ -107,7 +107,7 @@ def main() -> None:
     """Print a row for each defect."""
     from ptfast.config.read import read_config
     from ptfast.core.durations import Duration
-    from ptfast.measure.audit.audit_context import examining
+    from ptfast.measure.audit.audit_context import audit_context
     from ptfast.measure.audit.audit_run import run_checks
     from ptfast.measure.audit.prices import price_here
     from ptfast.measure.experiment.laboratory import Laboratory
@@ -125,10 +125,10 @@ def main() -> None:
     rows: list[list[str]] = []
     with (
         tempfile.TemporaryDirectory() as name,
-        examining(read_config(WORDS)[1], Path(name), Display()) as examined,
+        audit_context(read_config(WORDS)[1], Path(name), Display()) as context,
     ):
-        findings = [*run_checks(examined, ("model", "data", "loop"))]
-        price_here(findings, budget_s, examined.device_type)
+        findings = [*run_checks(context, ("model", "data", "loop"))]
+        price_here(findings, budget_s, context.device_type)
     pairs = [Pair(defect, WORDS, (*WORDS, DEFECTS[defect][1])) for defect in asked.defects]
     with Laboratory(budget_s=len(pairs) * budget_s) as laboratory:
         measure_pairs(laboratory, pairs)
