@@ -157,7 +157,7 @@ class Switched(nn.Module):
 
     def __init__(self, num_classes: int = 10, switches: int = 0, sleep_s: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(256), nn.ReLU(), nn.Linear(256, num_classes))
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, num_classes))
         self.sleep_s = sleep_s if switches & 1 else 0.0
 
     def forward(self, images: Tensor) -> Tensor:
