@@ -11,7 +11,9 @@ import os
 import platform
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ptfast.core.errors import MachineError
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,13 @@ class Unsupported(NamedTuple):
     """The remedy, as a sentence without its full stop."""
     runs: bool = False
     """It runs all the same, only slower: the user is warned and not stopped."""
+
+
+def cannot_run(lack: Unsupported | None, key: str, value: Any) -> MachineError | None:
+    """An E005 for a lack that stops a run; one that only slows it down is no error."""
+    if lack is None or lack.runs:
+        return None
+    return MachineError("E005", lack.what, key=key, value=value, suggestion=lack.remedy)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

@@ -118,15 +118,15 @@ class PtfastError(Exception):
         suggestion: str | None = None,
     ) -> None:
         assert code in CODES, f"unregistered error code {code}"
-        self.code, self.what, self.key, self.value = code, _cut(what), key, value
-        self.place, self.suggestion = place, suggestion
+        self.code, self.what, self.key, self.value = code, _cut(what), key or None, value
+        self.place, self.suggestion = place or None, suggestion
         super().__init__(self._line())
 
     def _line(self) -> str:
         subject = self.key or ""
         if self.key and self.value is not None:
             hidden = is_secret(self.key) or (self.code == "C002" and _resembles_secret(self.key))
-            subject = f"{self.key}={SECRET if hidden else shorten(self.value)}"
+            subject = f"{self.key}={SECRET if hidden else shorten(shown(self.value))}"
         if self.place:
             subject = f"{subject} ({self.place})" if subject else self.place
         line = f"{subject}: {self.what}" if subject else self.what
@@ -142,7 +142,13 @@ class PtfastError(Exception):
         names = ("code", "what", "key", "value", "place", "suggestion")
         return {name: getattr(self, name) for name in names}
 
-    def placed(self, place: str) -> PtfastError:
+    def at(self, key: str, value: Any = None) -> PtfastError:
+        """The same error with `key` in front of its own, and `value` where it has none."""
+        full = f"{key}.{self.key}" if self.key and key else key or self.key
+        shown = value if self.value is None else self.value
+        return _rebuild(type(self), {**self.parts, "key": full, "value": shown}, self.others)
+
+    def placed(self, place: str | None) -> PtfastError:
         """The same error, saying where its key was given."""
         return _rebuild(type(self), {**self.parts, "place": place}, self.others)
 
@@ -197,6 +203,11 @@ class ParallelError(PtfastError):
     """A rank that died or hangs, or ranks that cannot be launched. Exit code 7."""
 
     exit_code = 7
+
+
+def not_set(key: str) -> ConfigError:
+    """Refuse a config without a value that it needs."""
+    return ConfigError("C016", "required, but not set", key=key, suggestion=f"Give {key}=VALUE")
 
 
 def cannot_write(
@@ -315,6 +326,15 @@ def shorten(value: Any, max_chars: int = 80) -> str:
     """`value` as text of at most `max_chars` characters, without control characters."""
     text = one_line(str(value))
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
+def shown(value: Any) -> Any:
+    """`value` as it is written on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(str(shown(item)) for item in value)}]"
+    return value
 
 
 def described(value: Any) -> str:

@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import COMMAND_LINE
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
 from ptfast.core.sections.key_rules import Place, Unused
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section, TargetSection
 from ptfast.core.sections.targets import Target, keywords
 from ptfast.core.sections.technique import Technique
@@ -69,7 +68,7 @@ _WHOLE_LAYERS = (
 """Our optimizers that step over whole layers, of which a rank under fsdp has a part."""
 
 
-def one_way_of_clipping_groups(gradients: Gradients, optimizer: Optimizer) -> Problem | None:
+def one_way_of_clipping_groups(gradients: Gradients, optimizer: Optimizer) -> PtfastError | None:
     """Refuse another way of clipping beside norms of groups, which take the place of the global one."""
     other = next((name for name in ("clip_value", "clip_adaptive") if getattr(gradients, name)), None)
     limits = [(index, group.clip_norm) for index, group in enumerate(optimizer.groups) if group.clip_norm]
@@ -77,27 +76,29 @@ def one_way_of_clipping_groups(gradients: Gradients, optimizer: Optimizer) -> Pr
         return None
     what = "contradicts optimizer.groups.{}.clip_norm={:g}".format(*limits[0])
     value, hint = getattr(gradients, other), "Set one of the two to null"
-    return Problem("C011", what, key=f"gradients.{other}", value=value, suggestion=hint)
+    return ConfigError("C011", what, key=f"gradients.{other}", value=value, suggestion=hint)
 
 
-def reference_of_scaling(optimizer: Optimizer) -> Problem | None:
+def reference_of_scaling(optimizer: Optimizer) -> PtfastError | None:
     """Refuse to scale the learning rate from no batch size."""
     if optimizer.lr_scaling == "none" or optimizer.reference_batch is not None:
         return None
     what, hint = "there is no batch size to scale from", "Set optimizer.reference_batch=256, say"
-    return Problem("C011", what, key="optimizer.lr_scaling", value=optimizer.lr_scaling, suggestion=hint)
+    return ConfigError("C011", what, key="optimizer.lr_scaling", value=optimizer.lr_scaling, suggestion=hint)
 
 
-def momentum_of_nesterov(optimizer: Optimizer) -> Problem | None:
+def momentum_of_nesterov(optimizer: Optimizer) -> PtfastError | None:
     """Refuse Nesterov's momentum without a momentum."""
     kwargs = optimizer.target.kwargs
     if kwargs.get("nesterov") is not True or kwargs.get("momentum") != 0:
         return None
     hint = "Set optimizer.momentum=0.9, or optimizer.nesterov=false"
-    return Problem("C011", "Nesterov needs a momentum", key="optimizer.nesterov", value=True, suggestion=hint)
+    return ConfigError(
+        "C011", "Nesterov needs a momentum", key="optimizer.nesterov", value=True, suggestion=hint
+    )
 
 
-def momentum_to_cycle(optimizer: Optimizer, schedule: Schedule, place: Place) -> Problem | None:
+def momentum_to_cycle(optimizer: Optimizer, schedule: Schedule, place: Place) -> PtfastError | None:
     """Refuse momenta typed for the schedule where the optimizer has none; those of an option stay off."""
     momenta = {name: schedule.target.kwargs.get(name) for name in ("momentum_max", "momentum_min")}
     typed = [name for name in momenta if momenta[name] and place(f"schedule.{name}") == COMMAND_LINE]
@@ -106,7 +107,7 @@ def momentum_to_cycle(optimizer: Optimizer, schedule: Schedule, place: Place) ->
     what = f"there is no momentum to cycle in {optimizer.target.path} as it is configured"
     hint = "Leave it out, or choose an optimizer with a momentum or betas, such as optimizer=sgd"
     key = f"schedule.{typed[0]}"
-    return Problem("C011", what, key=key, value=momenta[typed[0]], suggestion=hint)
+    return ConfigError("C011", what, key=key, value=momenta[typed[0]], suggestion=hint)
 
 
 def _has_momentum(optimizer: Target) -> bool:
@@ -115,13 +116,13 @@ def _has_momentum(optimizer: Target) -> bool:
     return bool(given.get("momentum") or given.get("betas", (0,))[0])
 
 
-def one_form_of_step(optimizer: Optimizer) -> Problem | None:
+def one_form_of_step(optimizer: Optimizer) -> PtfastError | None:
     """Refuse steps that are both fused and by lists of tensors."""
     kwargs = optimizer.target.kwargs
     if kwargs.get("fused") is not True or kwargs.get("foreach") is not True:
         return None
     what, hint = "contradicts optimizer.fused=true", "Leave one of the two out"
-    return Problem("C011", what, key="optimizer.foreach", value=True, suggestion=hint)
+    return ConfigError("C011", what, key="optimizer.foreach", value=True, suggestion=hint)
 
 
 def _trains_in_part(group: ParameterGroup) -> bool:
@@ -130,7 +131,7 @@ def _trains_in_part(group: ParameterGroup) -> bool:
     return bool(begins is not None and begins.value) or bool(ends is not None and ends.value)
 
 
-def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[Problem]:
+def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[PtfastError]:
     """Refuse optimizers and freezing that ranks with parts of the weights or gradients cannot follow."""
     path, sharded = optimizer.target.path, parallel.strategy == "fsdp"
     backbone = optimizer.backbone_from
@@ -139,25 +140,25 @@ def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[
     if switching and parallel.compression == "powersgd":
         what = "keeps the error of each bucket, and freezing changes the buckets"
         hint = "Use parallel.compression=bf16, or freeze throughout with trains_until: 0"
-        yield Problem("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
+        yield ConfigError("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
     if sharded and path.startswith("ptfast.optim.") and path.endswith(_WHOLE_LAYERS):
         what = "needs whole layers, and under parallel=fsdp each rank has only a part of each"
         hint = "Use parallel=ddp, or an element-wise optimizer such as optimizer=adamw"
-        yield Problem("C011", what, key="optimizer", value=path, suggestion=hint)
+        yield ConfigError("C011", what, key="optimizer", value=path, suggestion=hint)
     if sharded and path == "torch.optim.Adafactor":
         what = "torch's Adafactor does not support the sharded weights of parallel=fsdp"
-        yield Problem("C011", what, key="optimizer", value=path, suggestion="Use optimizer=adamw")
+        yield ConfigError("C011", what, key="optimizer", value=path, suggestion="Use optimizer=adamw")
     if sharded and switching:
         what = "parallel=fsdp shards weights once, by what trains at the start"
         key, hint = "optimizer.groups", "Freeze throughout with trains_until: 0, or use parallel=ddp"
         if waits:
             key, hint = "optimizer.backbone_from", "Set it to null, or use parallel=ddp"
-        yield Problem("C011", what, key=key, value=backbone, suggestion=hint)
+        yield ConfigError("C011", what, key=key, value=backbone, suggestion=hint)
 
 
 def no_schedule_beside_schedule_free(
     optimizer: Optimizer, schedule: Schedule, ema: Ema, parallel: Parallel
-) -> Iterator[Problem]:
+) -> Iterator[PtfastError]:
     """Refuse what a schedule-free optimizer takes the place of, and ranks with parts of the weights."""
     if not optimizer.target.path.startswith("schedulefree."):
         return
@@ -165,14 +166,14 @@ def no_schedule_beside_schedule_free(
     if not path.endswith(".Constant"):
         what = "a schedule-free optimizer averages its weights in place of a schedule"
         hint = "Use schedule=constant, with schedule.warmup=5%"
-        yield Problem("C011", what, key="schedule", value=path.rpartition(".")[2], suggestion=hint)
+        yield ConfigError("C011", what, key="schedule", value=path.rpartition(".")[2], suggestion=hint)
     if ema.decay is not None or ema.swa_start is not None:
         what = "a schedule-free optimizer keeps an average of its own"
-        yield Problem("C011", what, key="ema", suggestion="Use ema=none")
+        yield ConfigError("C011", what, key="ema", suggestion="Use ema=none")
     if parallel.strategy == "fsdp":
         what = "needs whole weights, and under parallel=fsdp each rank has only a part of each"
         key, hint = "optimizer", "Use parallel=ddp"
-        yield Problem("C011", what, key=key, value=optimizer.target.path, suggestion=hint)
+        yield ConfigError("C011", what, key=key, value=optimizer.target.path, suggestion=hint)
 
 
 RULES = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from ptfast.core import devices
+from ptfast.core.errors import MachineError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.key_rules import Unused
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
 from ptfast.core.sections.technique import Technique
 
@@ -29,12 +29,12 @@ class Debug(Section):
     """Let `nvtx` mark every operator too, not the phases of a step alone."""
 
 
-def marks_for_a_gpu(debug: Debug, device: str) -> Problem | None:
+def marks_for_a_gpu(debug: Debug, device: str) -> PtfastError | None:
     """Refuse marks for Nsight where no CUDA device is used."""
     if debug.mode != "nvtx" or devices.usable_type(device) == "cuda":
         return None
     what, hint = "marks are for a CUDA device, and none is used", "Use debug=profiler"
-    return Problem("E005", what, key="debug", value="nvtx", suggestion=hint)
+    return MachineError("E005", what, key="debug", value="nvtx", suggestion=hint)
 
 
 FREE_KEYS = ("debug",)

@@ -105,7 +105,7 @@ def checked(section: str, path: str, **kwargs: Any) -> Target:
 def refused(section: str, path: str, **kwargs: Any) -> ConfigError:
     _, problems = check_target(Target(path, kwargs), section)
     assert len(problems) == 1, [str(problem) for problem in problems]
-    return problems[0].error("here")
+    return problems[0].placed("here")
 
 
 def test_builds_with_facts_it_takes_and_lacks() -> None:
@@ -167,7 +167,7 @@ def test_modules_in_the_current_folder_are_found(in_tmp: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("path", [None, "???", 5, "a b", "os.system('x')", "a..b", ""])
 def test_what_is_no_import_path(path: Any) -> None:
-    with pytest.raises(ValueError, match=r"import path|required"):
+    with pytest.raises(ConfigError, match=r"import path|required"):
         parse_target({"_target_": path})
 
 

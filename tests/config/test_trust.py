@@ -44,7 +44,7 @@ UNTRUSTED = [
 
 @pytest.mark.parametrize("path", UNTRUSTED)
 def test_what_a_file_from_elsewhere_may_not_name(path: str) -> None:
-    with pytest.raises(ValueError, match="not trusted"):
+    with pytest.raises(ConfigError, match="not trusted"):
         Trust().locate(path)
 
 
@@ -70,12 +70,12 @@ def test_what_built_in_options_name_is_trusted() -> None:
 def test_the_check_comes_before_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "strange_pkg.py").write_text("class Net: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="not trusted") as caught:
+    with pytest.raises(ConfigError, match="not trusted") as caught:
         Trust().locate("strange_pkg.Net")
     assert "strange_pkg" not in sys.modules
     assert caught.value.suggestion == "If you trust it, add 'trust=[strange_pkg]' to the command line"  # type: ignore[attr-defined]
     assert Trust(("strange_pkg",)).locate("strange_pkg.Net").__name__ == "Net"
-    with pytest.raises(ValueError, match="not trusted"):
+    with pytest.raises(ConfigError, match="not trusted"):
         Trust(("strange",)).locate("strange_pkg.Net")
 
 

@@ -12,9 +12,8 @@ from omegaconf.grammar_parser import parse
 from omegaconf.resolvers import oc
 
 from ptfast.config.schema import flatten
-from ptfast.core.errors import ConfigError, PtfastError, keep_secret, together
+from ptfast.core.errors import ConfigError, PtfastError, keep_secret, not_set, together
 from ptfast.core.sections.nearest_name import nearest
-from ptfast.core.sections.problem import not_set
 
 ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
 """A value that is a reference to an environment variable and nothing else."""
@@ -53,7 +52,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
                 OmegaConf.to_container(value, resolve=True)
         except InterpolationToMissingValueError as error:
             key = str(error).splitlines()[0].rpartition(" ")[2]
-            found[key] = not_set(key).error(place(key))
+            found[key] = not_set(key).placed(place(key))
         except (OmegaConfBaseException, RecursionError) as error:
             broken = _broken(key, parent._get_node(name)._value(), place(key), error, config)
             # Of keys that lead to one cause, the one that names it is told.

@@ -10,9 +10,8 @@ from ptfast.config.catalogue import MACHINE_RULES, RULES, UNUSED
 from ptfast.config.run_sections import RunOptions
 from ptfast.config.schema import Config
 from ptfast.core import devices
-from ptfast.core.errors import COMMAND_LINE
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, shown
 from ptfast.core.sections.key_rules import Place, Rule, Unused, call_with
-from ptfast.core.sections.problem import Problem, cannot_run, shown
 from ptfast.core.sections.section import Section
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.gradients import Gradients
@@ -23,7 +22,7 @@ PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(r"\w[\w.+=@,\- ]*")
 
 
-def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
+def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]]:
     """The config with one length, and what contradicts itself or cannot run here.
 
     What the machine lacks is looked up, which may take torch, only where nothing else is wrong.
@@ -35,11 +34,11 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[Problem]]:
     return config, found or _problems((device_is_there, *MACHINE_RULES), facts)
 
 
-def _problems(rules: Iterable[Rule], facts: dict[str, Any]) -> list[Problem]:
-    found: list[Problem] = []
+def _problems(rules: Iterable[Rule], facts: dict[str, Any]) -> list[PtfastError]:
+    found: list[PtfastError] = []
     for rule in rules:
         problems = call_with(rule, facts)
-        found += [problems] if isinstance(problems, Problem) else problems or []
+        found += [problems] if isinstance(problems, PtfastError) else problems or []
     return found
 
 
@@ -101,14 +100,14 @@ def check_batch(
     """
     problem = _batch_problem(batch_size, micro_batches, ranks, accumulate, first)
     if problem is not None:
-        raise problem.error(place)
+        raise problem.placed(place)
     return micro_batches or ranks * accumulate
 
 
-def _one_length(config: Config, place: Place) -> tuple[Config, Problem | None]:
+def _one_length(config: Config, place: Place) -> tuple[Config, PtfastError | None]:
     """Keep one of epochs and steps: the command line over a file, and steps over the default epochs."""
     if config.epochs is None and config.steps is None:
-        return config, Problem(
+        return config, ConfigError(
             "C016", "required, but not set", key="epochs", suggestion="Set epochs or steps"
         )
     if config.epochs is None or config.steps is None:
@@ -117,7 +116,7 @@ def _one_length(config: Config, place: Place) -> tuple[Config, Problem | None]:
     if loser is None:
         what = f"contradicts epochs={config.epochs}"
         hint = "Give one of the two"
-        return config, Problem("C011", what, key="steps", value=config.steps, suggestion=hint)
+        return config, ConfigError("C011", what, key="steps", value=config.steps, suggestion=hint)
     return config.model_copy(update={loser: None}), None
 
 
@@ -129,20 +128,20 @@ def losing_length(place: Place) -> str | None:
     return "steps" if epochs_file == COMMAND_LINE else "epochs"
 
 
-def safe_names(run: RunOptions, recipe: str | None, trust: list[str]) -> Iterator[Problem]:
+def safe_names(run: RunOptions, recipe: str | None, trust: list[str]) -> Iterator[PtfastError]:
     """Refuse names of folders and packages that are none."""
     for key, name in {"run.name": run.name, "recipe": recipe}.items():
         if name is not None and (problem := _name_problem(name, key)):
             yield problem
     for key, path in {"run.dir": run.dir, "run.root": run.root}.items():
         if path is not None and (not path or not path.isprintable()):
-            yield Problem("C013", "not a safe path", key=key, value=path)
+            yield ConfigError("C013", "not a safe path", key=key, value=path)
     for package in trust:
         if not PACKAGE.fullmatch(package):
-            yield Problem("C013", "not the name of a package", key="trust", value=package)
+            yield ConfigError("C013", "not the name of a package", key="trust", value=package)
 
 
-def _name_problem(name: str, key: str) -> Problem | None:
+def _name_problem(name: str, key: str) -> PtfastError | None:
     if len(name) > MAX_NAME_CHARS:
         what = f"longer than {MAX_NAME_CHARS} characters"
     elif _NAME.fullmatch(name) and ".." not in name and name == name.strip():
@@ -150,12 +149,12 @@ def _name_problem(name: str, key: str) -> Problem | None:
     else:
         what = "not a safe name"
     hint = "Use letters, digits and the characters . _ - + = @, and begin with a letter or digit"
-    return Problem("C013", what, key=key, value=name, suggestion=hint)
+    return ConfigError("C013", what, key=key, value=name, suggestion=hint)
 
 
-def device_is_there(device: str) -> Problem | None:
+def device_is_there(device: str) -> PtfastError | None:
     """Refuse a device that this machine does not have."""
-    return cannot_run(devices.lack_of_device(device), "device", device)
+    return devices.cannot_run(devices.lack_of_device(device), "device", device)
 
 
 def evenly_cut(
@@ -164,7 +163,7 @@ def evenly_cut(
     curriculum: Curriculum,
     batch_size: int,
     micro_batches: int | None,
-) -> Problem | None:
+) -> PtfastError | None:
     """Refuse a batch that ranks and micro-batches cannot share evenly, where their number is known."""
     ranks = 1
     if parallel.strategy != "single":
@@ -181,23 +180,23 @@ def _batch_problem(
     ranks: int,
     accumulate: int,
     first: int | Literal["auto"] | None,
-) -> Problem | None:
+) -> PtfastError | None:
     parts = micro_batches or ranks * accumulate
     if parts % ranks:
         what = f"cannot be shared evenly by {ranks} ranks"
-        return Problem(
+        return ConfigError(
             "C010", what, key="micro_batches", value=parts, suggestion=_nearest_multiples(parts, ranks)
         )
     if micro_batches and accumulate > 1 and micro_batches != ranks * accumulate:
         what = f"contradicts gradients.accumulate={accumulate} on {ranks} rank{'s' * (ranks > 1)}"
-        return Problem(
+        return ConfigError(
             "C011", what, key="micro_batches", value=micro_batches, suggestion="Give one of the two"
         )
     of_what = f"{parts} micro-batches" + (f" ({ranks} ranks)" if ranks > 1 else "")
     for key, size in {"batch_size": batch_size, "curriculum.batch_size_from": first}.items():
         if isinstance(size, int) and size % parts:
             what, hint = f"cannot be cut into {of_what} evenly", _nearest_multiples(size, parts)
-            return Problem("C010", what, key=key, value=size, suggestion=hint)
+            return ConfigError("C010", what, key=key, value=size, suggestion=hint)
     return None
 
 

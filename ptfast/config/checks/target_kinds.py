@@ -13,11 +13,10 @@ from typing import Any
 
 from ptfast.config.checks.source_keywords import source_keywords
 from ptfast.config.files.paths import builtin_root
-from ptfast.core.errors import name_of
+from ptfast.core.errors import ConfigError, PtfastError, name_of
 from ptfast.core.protocols import HOOKS, LOGGER_METHODS, TASKS, Callback, DataInfo
 from ptfast.core.sections.coerce import EMPTY, coerce
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.targets import (
     METRIC_FACTS,
     Target,
@@ -48,7 +47,7 @@ def check_target(
     fixed: Iterable[str] = (),
     locate: Locate = locate,
     prefix: str | None = None,
-) -> tuple[Target, list[Problem]]:
+) -> tuple[Target, list[PtfastError]]:
     """Check a target against its section and its own signature.
 
     Args:
@@ -65,12 +64,12 @@ def check_target(
     try:
         function = locate(target.path)
         _check_kind(function, target.path, section)
-    except Problem as problem:
+    except PtfastError as problem:
         return target, [problem.at(f"{prefix}._target_", target.path)]
     parameters = own_parameters(function, section, target.kwargs)
     open_ended = swallows_keywords(function)
     kwargs: dict[str, Any] = {}
-    problems: list[Problem] = []
+    problems: list[PtfastError] = []
     # What a word means is known of these packages alone: `alpha` of a user's own loss may be anything.
     known = name_of(function).startswith(KNOWN_NAMES)
     for name, value in target.kwargs.items():
@@ -82,7 +81,7 @@ def check_target(
             continue
         try:
             kwargs[name] = _coerced(name, value, parameters.get(name), section, known)
-        except Problem as problem:
+        except PtfastError as problem:
             problems.append(problem.at(key, value))
     if not target.partial:
         problems += _missing(parameters, kwargs, target, section, prefix)
@@ -96,7 +95,7 @@ def check_source(
     fixed: Iterable[str] = (),
     locate: Locate = locate,
     prefix: str | None = None,
-) -> tuple[Target, list[Problem]]:
+) -> tuple[Target, list[PtfastError]]:
     """Report unknown keys of built-in targets, as `check_target` would, by their source; import nothing."""
     known = source_keywords(target.path) if target.path in built_in_targets(section) else None
     if known is None:
@@ -153,11 +152,11 @@ def _missing(
     target: Target,
     section: str,
     prefix: str,
-) -> list[Problem]:
+) -> list[PtfastError]:
     facts = {"model": _DATA_FACTS | _MODEL_SWITCHES, "sampling": _OF_SAMPLES, "metrics": METRIC_FACTS}
     supplied = facts.get(section, frozenset())
     return [
-        Problem("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
+        ConfigError("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
         for name, parameter in parameters.items()
         if parameter.default is EMPTY
         and name not in kwargs
@@ -166,7 +165,7 @@ def _missing(
     ]
 
 
-def _check_nested(value: Any, key: str, locate: Locate, section: str) -> tuple[Any, list[Problem]]:
+def _check_nested(value: Any, key: str, locate: Locate, section: str) -> tuple[Any, list[PtfastError]]:
     """Check the targets inside a keyword's value."""
     if isinstance(value, Target):
         return check_target(value, section, locate=locate, prefix=key)
@@ -183,63 +182,63 @@ def _check_nested(value: Any, key: str, locate: Locate, section: str) -> tuple[A
     return value, []
 
 
-def _unknown(name: str, value: Any, section: str, prefix: str, known: list[str]) -> list[Problem]:
+def _unknown(name: str, value: Any, section: str, prefix: str, known: list[str]) -> list[PtfastError]:
     if section == "optimizer" and name == "fused" and value == "auto":
         return []  # an option file may say so for any optimizer: on where there is such a thing
     hint = did_you_mean(name, known, f"{prefix}.{{}}")
     if hint is None:
         hint = f"It takes {', '.join(known[:12])}" if known else "It takes no keywords"
-    return [Problem("C002", "unknown key", key=f"{prefix}.{name}", value=value, suggestion=hint)]
+    return [ConfigError("C002", "unknown key", key=f"{prefix}.{name}", value=value, suggestion=hint)]
 
 
 def _check_kind(found: Any, path: str, section: str) -> None:
-    """Raise a C009 `Problem` unless `found` can be called for what the section needs."""
+    """Raise a C009 unless `found` can be called for what the section needs."""
     if isinstance(found, ModuleType):
-        raise Problem("C009", "is a module, not a class", suggestion=_class_in_reach(found, path))
+        raise ConfigError("C009", "is a module, not a class", suggestion=_class_in_reach(found, path))
     if not callable(found):
-        raise Problem("C009", f"is a value of type {type(found).__name__}, not a class or function")
+        raise ConfigError("C009", f"is a value of type {type(found).__name__}, not a class or function")
     if not section:
         return
     if not inspect.isclass(found) and not _is_python_function(found):
-        raise Problem("C009", f"is a built-in function, not {_WANTED[section]}")
+        raise ConfigError("C009", f"is a built-in function, not {_WANTED[section]}")
     if (getattr(found, "__module__", None) or "").split(".")[0] in sys.stdlib_module_names:
-        raise Problem("C009", f"is part of Python's standard library, not {_WANTED[section]}")
+        raise ConfigError("C009", f"is part of Python's standard library, not {_WANTED[section]}")
     if section == "callbacks" and inspect.isclass(found):
         _check_hooks(found)
     if section == "logger" and inspect.isclass(found):
         _check_logger(found)
     if not _FITS[section](found):
-        raise Problem("C009", f"is not {_WANTED[section]}")
+        raise ConfigError("C009", f"is not {_WANTED[section]}")
 
 
 def _check_hooks(found: type) -> None:
-    """Raise a C009 `Problem` for a method that is named like a hook and never called, or not so."""
+    """Raise a C009 for a method that is named like a hook and never called, or not so."""
     for name in dir(found):
         method = inspect.getattr_static(found, name)
         if not name.startswith("on_") or not inspect.isfunction(method):
             continue
         if name not in HOOKS:
             hint = f"{did_you_mean(_in_our_words(name), HOOKS) or ''} The hooks are {', '.join(HOOKS)}"
-            raise Problem("C009", f"its method {name} would never be called", suggestion=hint.strip())
+            raise ConfigError("C009", f"its method {name} would never be called", suggestion=hint.strip())
         _check_call(method, name, list(inspect.signature(getattr(Callback, name)).parameters)[1:])
 
 
 def _check_call(method: Callable[..., Any], name: str, takes: Iterable[str]) -> None:
-    """Raise a C009 `Problem` for a method that cannot be called with `self` and what it is given."""
+    """Raise a C009 for a method that cannot be called with `self` and what it is given."""
     try:
         inspect.signature(method).bind("self", *takes)
     except TypeError as error:
         called = f"{name}({', '.join(['self', *takes])})"
-        raise Problem("C009", f"its method {name} cannot be called as {called}: {error}") from error
+        raise ConfigError("C009", f"its method {name} cannot be called as {called}: {error}") from error
 
 
 def _check_logger(found: type) -> None:
-    """Raise a C009 `Problem` for a class that lacks a method of loggers, or has one that is not called so."""
+    """Raise a C009 for a class that lacks a method of loggers, or has one that is not called so."""
     calls = [f"{name}({', '.join(takes)})" for name, takes in LOGGER_METHODS.items()]
     for name, takes in LOGGER_METHODS.items():
         if not hasattr(found, name):
             hint = f"A logger has {', '.join(calls[:-1])} and {calls[-1]}"
-            raise Problem("C009", f"is not a logger: it has no method {name}", suggestion=hint)
+            raise ConfigError("C009", f"is not a logger: it has no method {name}", suggestion=hint)
         method = inspect.getattr_static(found, name)
         if inspect.isfunction(method):
             _check_call(method, name, takes)
@@ -309,13 +308,13 @@ def _fits_schedule(found: Any) -> bool:
 
 
 def _check_schedule(found: type) -> None:
-    """Raise a C009 `Problem` for a scheduler of torch's whose rates are no function of the step."""
+    """Raise a C009 for a scheduler of torch's whose rates are no function of the step."""
     from torch.optim.lr_scheduler import ReduceLROnPlateau
 
     if issubclass(found, ReduceLROnPlateau):
         what = "depends on figures of the run, but a schedule is a function of the step only"
         hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a run that gains no more"
-        raise Problem("C009", what, suggestion=hint)
+        raise ConfigError("C009", what, suggestion=hint)
 
 
 def _fits_callback(found: Any) -> bool:

@@ -15,9 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from ptfast.config.schema import flatten
-from ptfast.core.errors import COMMAND_LINE, ConfigError, together
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
 from ptfast.core.machine import cache_folder
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.targets import EXTRAS, locate
 
 _CALL = re.compile(r"\$\{[^{}]*:|\$\{[^{}]*\$\{")
@@ -56,7 +55,7 @@ class Trust:
         """Import what `path` names, if that is trusted.
 
         Raises:
-            Problem: C009, the path or what it leads to lies outside, or is no part of a run.
+            ConfigError: C009, the path or what it leads to lies outside, or is no part of a run.
         """
         self.check_path(path)
         found = locate(path, self._visit)
@@ -64,7 +63,7 @@ class Trust:
         return found
 
     def check_path(self, path: str) -> None:
-        """Raise a C009 `Problem` unless `path` lies in a trusted package; imports nothing."""
+        """Raise a C009 unless `path` lies in a trusted package; imports nothing."""
         if not self._covers(path):
             package = path.split(".")[0]
             offered = None if package in sys.stdlib_module_names else package
@@ -159,6 +158,6 @@ def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def _untrusted(why: str, package: str | None = None) -> Problem:
+def _untrusted(why: str, package: str | None = None) -> PtfastError:
     hint = f"If you trust it, add 'trust=[{package}]' to the command line" if package else None
-    return Problem("C009", f"not trusted, {why}", suggestion=hint)
+    return ConfigError("C009", f"not trusted, {why}", suggestion=hint)

@@ -14,10 +14,9 @@ from ptfast.config.checks.trust import Trust
 from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
-from ptfast.core.errors import together
+from ptfast.core.errors import ConfigError, PtfastError, not_set, together
 from ptfast.core.sections.key_rules import Place
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
-from ptfast.core.sections.problem import Problem, not_set
 from ptfast.core.sections.section import GATHERED, Section
 from ptfast.core.sections.targets import Target, locate, parse_target, parse_value
 
@@ -63,7 +62,7 @@ def validate(
     if checker.problems:
         problems = sorted(checker.problems, key=lambda problem: (problem.code != "C002", problem.code[0]))
         first = {problem.key: problem for problem in reversed(problems)}
-        raise together([p.error(place(p.key)) for p in problems if p is first[p.key]])
+        raise together([p.placed(place(p.key or "")) for p in problems if p is first[p.key]])
     assert config is not None
     return config
 
@@ -111,11 +110,11 @@ class _Checker:
         self,
         tree: dict[str, Any],
         trust: Trust | None,
-        check_target: Callable[..., tuple[Target, list[Problem]]],
+        check_target: Callable[..., tuple[Target, list[PtfastError]]],
     ) -> None:
         self.tree, self.trust, self.check_target = tree, trust, check_target
         self.locate = trust.locate if trust else locate
-        self.problems: list[Problem] = []
+        self.problems: list[PtfastError] = []
 
     def check(self) -> Config | None:
         """The config, or None where `problems` says why not."""
@@ -183,7 +182,7 @@ class _Checker:
     def _target(self, tree: dict[str, Any], section: str, prefix: str, fixed: Iterable[str] = ()) -> Target:
         try:
             target = parse_target(tree)
-        except Problem as problem:
+        except PtfastError as problem:
             self.problems.append(problem.at(prefix))
             return Target("")
         target, found = self.check_target(target, section, fixed=fixed, locate=self.locate, prefix=prefix)
@@ -197,7 +196,7 @@ class _Checker:
         if isinstance(item, dict):
             return self._target(item, section, key)
         self.problems.append(
-            Problem("C004", "expected an import path, or a mapping with _target_", key=key, value=item)
+            ConfigError("C004", "expected an import path, or a mapping with _target_", key=key, value=item)
         )
         return Target("")
 
@@ -207,17 +206,19 @@ class _Checker:
             given = {"name": given}
         name = given.get("_target_", given.get("name", "auto"))
         if not isinstance(name, str):
-            problem = Problem("C004", "expected the name or import path of a task", key="task", value=name)
+            problem = ConfigError(
+                "C004", "expected the name or import path of a task", key="task", value=name
+            )
             self.problems.append(problem)
             return {}
         if name not in TASKS and "." not in name:
             hint = did_you_mean(name, TASKS) or f"Known are {', '.join(TASKS)}, or an import path"
-            self.problems.append(Problem("C003", "unknown task", key="task", value=name, suggestion=hint))
+            self.problems.append(ConfigError("C003", "unknown task", key="task", value=name, suggestion=hint))
             return {}
         options = {key: value for key, value in given.items() if key not in ("name", "_target_")}
         try:
             options = {key: parse_value(value, key) for key, value in options.items()}
-        except Problem as problem:
+        except PtfastError as problem:
             self.problems.append(problem.at("task"))
             return {}
         if (loss := options.get("loss")) is not None:
@@ -239,7 +240,7 @@ class _Checker:
         for problem in found:
             of_name = problem.key == "task._target_"
             self.problems.append(
-                Problem(problem.code, problem.what, key="task", value=name, suggestion=problem.suggestion)
+                ConfigError(problem.code, problem.what, key="task", value=name, suggestion=problem.suggestion)
                 if of_name
                 else problem
             )
@@ -254,12 +255,12 @@ class _Checker:
             elif isinstance(given, dict) and "_target_" in given:
                 target = parse_target(given)
             if not isinstance(target, Target):
-                raise Problem("C004", "expected an import path, or a mapping with _target_", value=given)
+                raise ConfigError("C004", "expected an import path, or a mapping with _target_", value=given)
             try:
                 partial = not isinstance(self.locate(target.path), type)
-            except Problem as problem:
+            except PtfastError as problem:
                 raise problem.at("_target_", target.path) from None
-        except Problem as problem:
+        except PtfastError as problem:
             self.problems.append(problem.at(key))
             return None
         target = replace(target, partial=partial)
@@ -267,23 +268,25 @@ class _Checker:
         self.problems += found
         return None if found else target
 
-    def _of_pydantic(self, item: dict[str, Any]) -> Problem:
+    def _of_pydantic(self, item: dict[str, Any]) -> PtfastError:
         key, kind, value = ".".join(map(str, item["loc"])), item["type"], item["input"]
         if kind == "extra_forbidden":
             return self._unknown(key, value)
         if kind == "missing":
             return not_set(key)
-        cause = item.get("ctx", {}).get("error")
-        if isinstance(cause, Problem):
+        cause = getattr(item.get("ctx", {}).get("error"), "__cause__", None)
+        if isinstance(cause, PtfastError):
             return cause.at(key, value)
         known = _known_keys(key)
         if value in paths.options(key):
             hint = f"In a recipe's defaults write `- override /{key}: {value}`"
-            return Problem("C004", f"{value} is an option of {key}", key=key, value=value, suggestion=hint)
+            return ConfigError(
+                "C004", f"{value} is an option of {key}", key=key, value=value, suggestion=hint
+            )
         expected = f"expected keys such as {key}.{known[0]}" if known else item["msg"].lower()
-        return Problem("C004", expected, key=key, value=value)
+        return ConfigError("C004", expected, key=key, value=value)
 
-    def _unknown(self, key: str, value: Any) -> Problem:
+    def _unknown(self, key: str, value: Any) -> PtfastError:
         """An unknown key of a fixed section, or at the top."""
         section, _, name = key.rpartition(".")
         leaf = ""
@@ -298,7 +301,7 @@ class _Checker:
         else:
             meant = key_named(name, [known for known in flatten(self.tree) if known != f"{key}{suffix}"])
             hint = f"Did you mean {meant}?" if meant else None
-        return Problem("C002", "unknown key", key=f"{key}{suffix}", value=value, suggestion=hint)
+        return ConfigError("C002", "unknown key", key=f"{key}{suffix}", value=value, suggestion=hint)
 
 
 def _known_keys(section: str) -> list[str]:

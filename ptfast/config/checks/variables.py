@@ -9,9 +9,8 @@ from typing import Any
 from ptfast.config.checks.target_kinds import SECTIONS
 from ptfast.config.files import paths
 from ptfast.config.schema import VARIABLES, Config, flatten, section_of
-from ptfast.core.errors import COMMAND_LINE, ConfigError, together
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
 from ptfast.core.sections.nearest_name import did_you_mean
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.targets import keywords, locate
 
 
@@ -80,7 +79,7 @@ def drop_inherited(tree: dict[Any, Any], is_inherited: Callable[[str], bool]) ->
             continue
         try:
             kept = keywords(locate(str(section.get("_target_"))))
-        except Problem:
+        except PtfastError:
             continue  # validation says what is wrong with it
         own = section_of(Config.model_fields[name].annotation)
         fixed = own.model_fields if own else {}

@@ -15,6 +15,7 @@ from ptfast.config.files.lineage import lineage
 from ptfast.config.files.paths import PRESETS, SEVERAL, groups, options
 from ptfast.config.schema import Config, entry_of, section_of
 from ptfast.core.durations import NUMBER, Duration, Unit
+from ptfast.core.errors import PtfastError
 from ptfast.core.protocols import TASKS
 from ptfast.core.sections.coerce import (
     EMPTY,
@@ -27,7 +28,6 @@ from ptfast.core.sections.coerce import (
     strip,
     units_of,
 )
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import GATHERED, Section
 from ptfast.core.sections.targets import Target, locate, swallows_keywords
 from ptfast.tasks import TaskSection
@@ -263,7 +263,7 @@ def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
             continue
         try:
             function = locate(path)
-        except Problem:
+        except PtfastError:
             keywords.open_options.append(option)
             continue
         keywords.add(function, group)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ptfast.core.durations import Duration, DurationRangeError, Unit, is_finite, read_number
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.nearest_name import did_you_mean
-from ptfast.core.sections.problem import Problem
 
 EMPTY: Any = inspect.Parameter.empty
 SEQUENCES = (
@@ -39,11 +39,11 @@ class Range:
     open_high: bool = False
 
     def check(self, value: float) -> None:
-        """Raise a `Problem` unless `value` lies within."""
+        """Raise an error unless `value` lies within."""
         too_low = value <= self.low if self.open_low else value < self.low
         too_high = value >= self.high if self.open_high else value > self.high
         if too_low or too_high:
-            raise Problem("C005", f"must be {self}")
+            raise ConfigError("C005", f"must be {self}")
 
     def __str__(self) -> str:
         if self.high == math.inf:
@@ -93,7 +93,7 @@ def coerce(
         unit: the unit of a bare number where a duration is asked for and nothing else says it.
 
     Raises:
-        Problem: C004 or C005, without a key.
+        ConfigError: C004 or C005, without a key.
     """
     annotation, bounds = asked_for(annotation, name, default)
     result = _coerce(value, annotation, _unit_of_default(default, unit))
@@ -158,7 +158,7 @@ def _coerce(value: Any, annotation: Any, unit: Unit = "steps") -> Any:
         result = _to_literal(value, get_args(annotation))
     elif origin in (None, type(None)):
         if value is not None:
-            raise Problem("C004", "expected null")
+            raise ConfigError("C004", "expected null")
         return None
     elif origin is Duration:
         result = _to_duration(value, units_of(metadata, unit))
@@ -232,12 +232,12 @@ def _to_duration(value: Any, in_unit: InUnit) -> Duration:
     try:
         duration = Duration.parse(value, in_unit.default)
     except DurationRangeError as error:
-        raise Problem("C005", str(error)) from None
+        raise ConfigError("C005", str(error)) from None
     except ValueError as error:
-        raise Problem("C004", str(error)) from None
+        raise ConfigError("C004", str(error)) from None
     if duration.unit not in in_unit.allowed:
         given = "a wall time" if duration.unit == "seconds" else duration.unit
-        raise Problem("C004", f"expected {_either(list(in_unit.allowed))}, not {given}")
+        raise ConfigError("C004", f"expected {_either(list(in_unit.allowed))}, not {given}")
     return duration
 
 
@@ -247,7 +247,7 @@ def _to_literal(value: Any, choices: tuple[Any, ...]) -> Any:
             return choice
     known = [str(choice) for choice in choices]
     suggestion = did_you_mean(value, known) if isinstance(value, str) else None
-    raise Problem("C004", f"expected {_either(known)}", suggestion=suggestion)
+    raise ConfigError("C004", f"expected {_either(known)}", suggestion=suggestion)
 
 
 def _to_union(value: Any, annotation: Any, unit: Unit) -> Any:
@@ -264,7 +264,7 @@ def _to_union(value: Any, annotation: Any, unit: Unit) -> Any:
     for member in [*exact, *(member for member in members if member not in exact and member not in opaque)]:
         try:
             return _coerce(value, member, unit)
-        except Problem as found:
+        except PtfastError as found:
             if problem is None or (found.code == "C005" and problem.code != "C005"):
                 problem = found
     only_opaque = all(member in opaque or member is type(None) for member in members)
@@ -277,7 +277,7 @@ def _to_union(value: Any, annotation: Any, unit: Unit) -> Any:
         raise problem
     suggestion = problem.suggestion if problem else None
     what = f"expected {_either([word for member in known for word in _words(member)])}"
-    raise Problem("C004", what, suggestion=suggestion)
+    raise ConfigError("C004", what, suggestion=suggestion)
 
 
 def _to_sequence(value: Any, origin: Any, arguments: tuple[Any, ...], unit: Unit) -> Any:
@@ -285,7 +285,7 @@ def _to_sequence(value: Any, origin: Any, arguments: tuple[Any, ...], unit: Unit
         raise _expected("a list", value, "Write [...] around it")
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(value) != len(arguments):
-            raise Problem("C004", f"expected a list of {len(arguments)} values")
+            raise ConfigError("C004", f"expected a list of {len(arguments)} values")
         return tuple(_coerce(item, member, unit) for item, member in zip(value, arguments, strict=True))
     items = [_coerce(item, arguments[0] if arguments else Any, unit) for item in value]
     return origin(items) if origin in (tuple, set, frozenset) else items
@@ -301,13 +301,15 @@ def _to_mapping(value: Any, arguments: tuple[Any, ...], unit: Unit) -> dict[Any,
 _CONVERTERS: dict[Any, Any] = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str, Path: _to_path}
 
 
-def _expected(what: str, value: Any, suggestion: str | None = None) -> Problem:
+def _expected(what: str, value: Any, suggestion: str | None = None) -> PtfastError:
     got = (
         {None: ", not null", True: ", not true", False: ", not false"}.get(value, "")
         if _is_constant(value)
         else ""
     )
-    return Problem("C004", f"expected {what}{got if value != '' else ', got nothing'}", suggestion=suggestion)
+    return ConfigError(
+        "C004", f"expected {what}{got if value != '' else ', got nothing'}", suggestion=suggestion
+    )
 
 
 def _is_constant(value: Any) -> bool:
@@ -316,7 +318,7 @@ def _is_constant(value: Any) -> bool:
 
 def _refuse_not_finite(value: Any) -> None:
     if isinstance(value, (int, float)) and not is_finite(value):
-        raise Problem("C005", "must be a finite number")
+        raise ConfigError("C005", "must be a finite number")
     if isinstance(value, (list, tuple)):
         for item in value:
             _refuse_not_finite(item)
@@ -336,7 +338,7 @@ def _within(default: Any, bounds: Range) -> bool:
     """Return True if a keyword's default keeps to the range of its name, which else means something else."""
     try:
         _check_range(default, bounds)
-    except Problem:
+    except PtfastError:
         return False
     return True
 

@@ -11,9 +11,9 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from ptfast.core.durations import Duration
-from ptfast.core.sections.problem import Problem
+from ptfast.core.errors import ConfigError, PtfastError
 
-Rule = Callable[..., "Problem | Iterable[Problem] | None"]
+Rule = Callable[..., "PtfastError | Iterable[PtfastError] | None"]
 Place = Callable[[str], str]
 
 
@@ -33,9 +33,9 @@ def call_with(function: Callable[..., Any], facts: Mapping[str, Any]) -> Any:
     return function(**{name: facts[name] for name in signature(function).parameters})
 
 
-def longer_than_run(key: str, length: Duration, epochs: int | None, steps: int | None) -> Problem | None:
+def longer_than_run(key: str, length: Duration, epochs: int | None, steps: int | None) -> PtfastError | None:
     """Refuse a part of the run that is longer than all of it."""
     total = {"steps": steps, "epochs": epochs}.get(length.unit)
     if total is None or length.value <= total:
         return None
-    return Problem("C011", f"longer than the run of {total} {length.unit}", key=key, value=length)
+    return ConfigError("C011", f"longer than the run of {total} {length.unit}", key=key, value=length)

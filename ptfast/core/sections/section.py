@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from ptfast.core.durations import Duration
+from ptfast.core.errors import PtfastError
 from ptfast.core.sections.coerce import AT_LEAST_ONE, POSITIVE, InUnit, Range, coerce
 from ptfast.core.sections.targets import Target
 
@@ -39,7 +40,10 @@ class Section(BaseModel):
         annotation = field.annotation
         for metadata in field.metadata:
             annotation = Annotated[annotation, metadata]  # type: ignore[valid-type]
-        return coerce(value, annotation, name=info.field_name or "")
+        try:
+            return coerce(value, annotation, name=info.field_name or "")
+        except PtfastError as error:
+            raise ValueError(str(error)) from error  # which pydantic gathers
 
 
 class TargetSection(Section):

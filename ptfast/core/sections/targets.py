@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
-from ptfast.core.sections.problem import Problem
 
 METRIC_FACTS = frozenset({"num_classes", "num_labels", "task", "ignore_index"})
 """Keywords of metrics that are filled from the data."""
@@ -44,8 +44,8 @@ class Target:
         """
         try:
             return locate(self.path)
-        except Problem as problem:
-            raise problem.at("_target_", self.path).error(None) from problem.__cause__
+        except PtfastError as problem:
+            raise problem.at("_target_", self.path) from problem.__cause__
 
     def build(self, *args: Any, **facts: Any) -> Any:
         """Call the target with its keywords.
@@ -73,21 +73,21 @@ def parse_target(tree: dict[str, Any]) -> Target:
     """The `Target` of a mapping with `_target_`, nested ones included.
 
     Raises:
-        Problem: C016 without a path, C009 for what is no import path, C002 for an unknown directive.
+        ConfigError: C016 without a path, C009 for what is no import path, C002 for an unknown directive.
     """
     path = tree.get("_target_")
     if path is None or path == "???":
         what = "required, but not set"
-        raise Problem("C016", what, key="_target_", suggestion="Give the import path of a class")
+        raise ConfigError("C016", what, key="_target_", suggestion="Give the import path of a class")
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         what = "expected an import path such as package.module.Class"
-        raise Problem("C009", what, key="_target_", value=path)
+        raise ConfigError("C009", what, key="_target_", value=path)
     for key in tree:
         if not isinstance(key, str) or (key.startswith("_") and key.endswith("_") and key not in _DIRECTIVES):
-            raise Problem("C002", "unknown key", key=str(key), value=tree[key])
+            raise ConfigError("C002", "unknown key", key=str(key), value=tree[key])
     partial = tree.get("_partial_", False)
     if not isinstance(partial, bool):
-        raise Problem("C004", "expected true or false", key="_partial_", value=partial)
+        raise ConfigError("C004", "expected true or false", key="_partial_", value=partial)
     kwargs = {}
     for key, value in tree.items():
         if key not in _DIRECTIVES:
@@ -99,7 +99,7 @@ def parse_value(value: Any, key: str) -> Any:
     """`value` with every mapping in it that has a `_target_` as a `Target`; `key` is for messages.
 
     Raises:
-        Problem: as `parse_target`.
+        ConfigError: as `parse_target`.
     """
     if isinstance(value, dict):
         try:
@@ -108,7 +108,7 @@ def parse_value(value: Any, key: str) -> Any:
                 if "_target_" in value
                 else {k: parse_value(v, k) for k, v in value.items()}
             )
-        except Problem as problem:
+        except PtfastError as problem:
             raise problem.at(key) from None
     if isinstance(value, list):
         return [parse_value(item, key) for item in value]
@@ -123,7 +123,7 @@ def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
         visit: called with each module or attribute on the way and its path; raises to stop.
 
     Raises:
-        Problem: C009, with the nearest name that exists.
+        ConfigError: C009, with the nearest name that exists.
     """
     parts = path.split(".")
     # A user's own module lies next to where ptfast is called; the installed command does not look there.
@@ -152,27 +152,27 @@ def _import(module: str, parent: ModuleType | None = None) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
-            raise Problem("C009", f"importing {module} fails: {error}") from error
+            raise ConfigError("C009", f"importing {module} fails: {error}") from error
         before, _, name = module.rpartition(".")
         if parent is not None:
             raise _does_not_exist(parent, before, name) from None
         if module in EXTRAS:
             hint = f"Install it with pip install 'ptfast[{module}]'"
-            raise Problem("E004", f"needs the package {module}", suggestion=hint) from None
+            raise MachineError("E004", f"needs the package {module}", suggestion=hint) from None
         hint = f"Is {module} installed, or in the current folder?"
-        raise Problem("C009", f"there is no module {module}", suggestion=hint) from None
+        raise ConfigError("C009", f"there is no module {module}", suggestion=hint) from None
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise Problem("C009", f"importing {module} fails: {reason}") from error
+        raise ConfigError("C009", f"importing {module} fails: {reason}") from error
 
 
-def _does_not_exist(parent: Any, before: str, name: str) -> Problem:
+def _does_not_exist(parent: Any, before: str, name: str) -> PtfastError:
     names = [candidate for candidate in dir(parent) if not candidate.startswith("_")]
     # What is written in capitals is a class: a name that differs only in that is no good suggestion.
     like = [candidate for candidate in names if candidate[0].isupper() == name[0].isupper()] or names
     found = nearest(name, like) or nearest(name, names)
     hint = f"Did you mean {before}.{found}?" if found else None
-    return Problem("C009", f"{before} has no {name}", suggestion=hint)
+    return ConfigError("C009", f"{before} has no {name}", suggestion=hint)
 
 
 def signature(function: Any) -> inspect.Signature | None:
@@ -270,15 +270,15 @@ def check_constructs(
     except TypeError as error:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None:
-            raise Problem("C005", str(error)).at(key, target.path).error(place) from error
+            raise ConfigError("C005", str(error)).at(key, target.path).placed(place) from error
         name = found.group(1)
         hint = did_you_mean(name, [*keywords(function), *facts], f"{key}.{{}}")
         value = target.kwargs.get(name)
         raise (
-            Problem("C002", "unknown key", value=value, suggestion=hint).at(f"{key}.{name}").error(place)
+            ConfigError("C002", "unknown key", value=value, suggestion=hint).at(f"{key}.{name}").placed(place)
         ) from error
     except ValueError as error:
-        raise Problem("C005", str(error)).at(key, target.path).error(place) from error
+        raise ConfigError("C005", str(error)).at(key, target.path).placed(place) from error
     except (NotImplementedError, RuntimeError):
         return  # a constructor that reads values cannot run on the meta device
 

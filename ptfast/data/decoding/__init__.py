@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ptfast.core import devices
-from ptfast.core.sections.problem import Problem
+from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.data import DataSection
 from ptfast.data.loaders import Dataloader
 from ptfast.data.transforms import AugmentSection
@@ -13,26 +13,28 @@ def _by_gpu(data: DataSection) -> bool:
     return data.target.kwargs.get("decoder") == "nvjpeg"
 
 
-def crops_for_nvjpeg(data: DataSection, augment: AugmentSection, dataloader: Dataloader) -> Problem | None:
+def crops_for_nvjpeg(
+    data: DataSection, augment: AugmentSection, dataloader: Dataloader
+) -> PtfastError | None:
     """Refuse a GPU that decodes for something else than crops, or in processes that have no part in it."""
     if not _by_gpu(data):
         return None
     if augment.resized_crop is None:
         what = "nvJPEG decodes for augment.resized_crop"
         hint = "Use augment=resized_crop, or data.decoder=cpu"
-        return Problem("C011", what, key="data.decoder", value="nvjpeg", suggestion=hint)
+        return ConfigError("C011", what, key="data.decoder", value="nvjpeg", suggestion=hint)
     if (kind := dataloader.kind) not in ("auto", "plain"):
         what, hint = "data.decoder=nvjpeg decodes in the process that trains", "Use dataloader=plain"
-        return Problem("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
+        return ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     return None
 
 
-def gpu_for_nvjpeg(data: DataSection, device: str) -> Problem | None:
+def gpu_for_nvjpeg(data: DataSection, device: str) -> PtfastError | None:
     """Refuse nvJPEG where no CUDA device is used."""
     if not _by_gpu(data) or devices.usable_type(device) == "cuda":
         return None
     what, hint = "nvJPEG decodes on a CUDA device, and none is used", "Use data.decoder=cpu"
-    return Problem("E005", what, key="data.decoder", value="nvjpeg", suggestion=hint)
+    return MachineError("E005", what, key="data.decoder", value="nvjpeg", suggestion=hint)
 
 
 RULES = (crops_for_nvjpeg,)

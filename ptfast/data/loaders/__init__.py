@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ptfast.core import devices
+from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.core.machine import usable_cores
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.key_rules import Unused
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.sections.technique import Technique
 from ptfast.data import DataSection
@@ -45,7 +45,7 @@ PACK_FILES = ("manifest.json", "pack.unfinished")
 """Of which a pack has one, whole or not."""
 
 
-def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> Problem | None:
+def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> PtfastError | None:
     """Refuse data that is to be read from a pack, and is none."""
     if dataloader.kind != "packed":
         return None
@@ -56,25 +56,25 @@ def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> Problem | None:
     }.get(target.path)
     if key is None:
         what, hint = "only image folders and text files are packed", "Use dataloader=auto"
-        return Problem("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
+        return ConfigError("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
     path = Path(str(target.kwargs[key])).expanduser()
     # What is missing or unfinished is reported when it is opened.
     if not path.exists() or any((path / name).is_file() for name in PACK_FILES):
         return None
     what, pack = f"data.{key}={path} is no pack", f"{path}-packed"
     hint = f"Make one with ptfast pack {path} {pack} and use data.{key}={pack}, or use dataloader=auto"
-    return Problem("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
+    return ConfigError("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
 
 
-def memory_to_pin(dataloader: Dataloader, device: str) -> Problem | None:
+def memory_to_pin(dataloader: Dataloader, device: str) -> PtfastError | None:
     """Refuse pinned memory where nothing is copied to a CUDA device."""
     if dataloader.pin is not True or devices.usable_type(device) == "cuda":
         return None
     what, hint = "pinned memory is for copies to a CUDA device, and none is used", "Use dataloader.pin=auto"
-    return Problem("E005", what, key="dataloader.pin", value=True, suggestion=hint)
+    return MachineError("E005", what, key="dataloader.pin", value=True, suggestion=hint)
 
 
-def thread_for_a_cpu(dataloader: Dataloader, device: str) -> Problem | None:
+def thread_for_a_cpu(dataloader: Dataloader, device: str) -> PtfastError | None:
     """Refuse a thread that reads ahead where a side stream does it."""
     if not dataloader.read_ahead or devices.usable_type(device) == "cpu":
         return None
@@ -82,19 +82,19 @@ def thread_for_a_cpu(dataloader: Dataloader, device: str) -> Problem | None:
         "reading ahead in a thread is for training on a CPU",
         "Use dataloader.side_stream=true, which does the same for a GPU",
     )
-    return Problem("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
+    return ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
 
 
-def thread_beside_own_order(dataloader: Dataloader, sampling: Sampling) -> Problem | None:
+def thread_beside_own_order(dataloader: Dataloader, sampling: Sampling) -> PtfastError | None:
     """Refuse a thread that asks for an order which may draw from the generators of the training."""
     target = sampling.target
     if not dataloader.read_ahead or target is None or target.path.startswith("ptfast."):
         return None
     what, hint = f"a thread would ask {target.path} for its order", "Use dataloader=workers"
-    return Problem("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
+    return ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
 
 
-def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[Problem]:
+def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[PtfastError]:
     """Refuse threads and processes in numbers that exhaust a machine before they train."""
     cores, workers, threads = usable_cores(hyperthreads=True), dataloader.workers, backend.threads
     for key, number, fewer in (
@@ -104,7 +104,7 @@ def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[Problem]
     ):
         if isinstance(number, int) and number > max(FEW, FEW_PER_CORE * cores):
             what = f"this machine has {cores} cores"
-            yield Problem("E005", what, key=key, value=number, suggestion=f"Use {key}={fewer}")
+            yield MachineError("E005", what, key=key, value=number, suggestion=f"Use {key}={fewer}")
 
 
 FREE_KEYS = tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead"))

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.key_rules import Unused
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
 from ptfast.core.sections.targets import Target
 from ptfast.core.sections.technique import Technique
@@ -38,36 +38,40 @@ class Batching(Section):
     """Documents of a text to model side by side in windows of the context length, each seen by itself."""
 
 
-def one_way_of_batching(batching: Batching, curriculum: Curriculum, optimizer: Optimizer) -> Problem | None:
+def one_way_of_batching(
+    batching: Batching, curriculum: Curriculum, optimizer: Optimizer
+) -> PtfastError | None:
     """Refuse batches by tokens of any length, and batches that both grow and go by length or tokens."""
     first, scaling = curriculum.batch_size_from, optimizer.lr_scaling
     if batching.buckets and batching.pack:
         what, hint = "packed windows are all of one length", "Set one of the two to false"
-        return Problem("C011", what, key="batching.pack", value="true", suggestion=hint)
+        return ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
     if not batching.buckets and batching.batch_tokens is not None:
         what, hint = "needs texts of similar length", "Use batching=tokens, or set batching.buckets=true"
         value = batching.batch_tokens
-        return Problem("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
+        return ConfigError("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
     if batching.buckets and first is not None:
         what, hint = "batches by length have one size", "Use curriculum=none or batching=longest"
-        return Problem("C011", what, key="curriculum.batch_size_from", value=first, suggestion=hint)
+        return ConfigError("C011", what, key="curriculum.batch_size_from", value=first, suggestion=hint)
     if batching.batch_tokens is not None and scaling != "none":
         what, hint = "batches of so many tokens have no size to scale by", "Use optimizer.lr_scaling=none"
-        return Problem("C011", what, key="optimizer.lr_scaling", value=scaling, suggestion=hint)
+        return ConfigError("C011", what, key="optimizer.lr_scaling", value=scaling, suggestion=hint)
     return None
 
 
-def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iterator[Problem]:
+def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iterator[PtfastError]:
     """Refuse an order of samples where batches by length, or a buffer of neighbours, say which come next."""
     if sampling.target is None:
         return
     value, hint = sampling.target.path, "Use sampling=shuffle"
     if batching.buckets:
         what = "batches by length need an order of their own"
-        yield Problem("C011", what, key="sampling", value=value, suggestion=f"{hint}, or batching=longest")
+        yield ConfigError(
+            "C011", what, key="sampling", value=value, suggestion=f"{hint}, or batching=longest"
+        )
     if data.shuffle_buffer is not None:
         what = f"contradicts data.shuffle_buffer={data.shuffle_buffer}"
-        yield Problem("C011", what, key="sampling", value=value, suggestion=f"{hint}, or the buffer null")
+        yield ConfigError("C011", what, key="sampling", value=value, suggestion=f"{hint}, or the buffer null")
 
 
 RULES = (one_way_of_batching, one_order)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Literal
 
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE, Range
 from ptfast.core.sections.key_rules import Unused
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Part, Ratio, Section
 from ptfast.core.sections.technique import Technique
 
@@ -45,18 +45,18 @@ class AugmentSection(Section):
     """`auto` moves masks with their images, and refuses targets that may be places; `keep` moves none."""
 
 
-def one_way_of_cropping(augment: AugmentSection) -> Problem | None:
+def one_way_of_cropping(augment: AugmentSection) -> PtfastError | None:
     """Refuse two ways of cropping at once, and ranges the wrong way round."""
     for name in ("resized_crop", "resized_ratio"):
         low, high = getattr(augment, name) or (0, 0)
         if low > high:
             what, hint = "the largest comes first", f"Use augment.{name}=[{high:g},{low:g}]"
-            return Problem("C011", what, key=f"augment.{name}", value=[low, high], suggestion=hint)
+            return ConfigError("C011", what, key=f"augment.{name}", value=[low, high], suggestion=hint)
     if augment.resized_crop is None or not augment.crop_padding:
         return None
     what, hint = f"contradicts augment.crop_padding={augment.crop_padding}", "Set augment.crop_padding=0"
     value = list(augment.resized_crop)
-    return Problem("C011", what, key="augment.resized_crop", value=value, suggestion=hint)
+    return ConfigError("C011", what, key="augment.resized_crop", value=value, suggestion=hint)
 
 
 RULES = (one_way_of_cropping,)

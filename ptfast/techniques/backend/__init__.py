@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.sections.technique import Technique
 
@@ -25,13 +25,13 @@ class Backend(Section):
     """Take numbers below 1e-38 for 0 on a CPU, which computes with them many times slower."""
 
 
-def repeatable_kernels(backend: Backend) -> Problem | None:
+def repeatable_kernels(backend: Backend) -> PtfastError | None:
     """Refuse to choose kernels by timing where bits must repeat."""
     if not (backend.deterministic and backend.cudnn_benchmark is True):
         return None
     what = "kernels chosen by timing differ from run to run, which backend.deterministic forbids"
     hint = "Use backend.cudnn_benchmark=auto"
-    return Problem("C011", what, key="backend.cudnn_benchmark", value=True, suggestion=hint)
+    return ConfigError("C011", what, key="backend.cudnn_benchmark", value=True, suggestion=hint)
 
 
 RULES = (repeatable_kernels,)

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from ptfast.core.devices import device_type, lack_of_device
+from ptfast.core.devices import cannot_run, device_type, lack_of_device
 from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
 from ptfast.core.machine import others_cores, read_setting, usable_cores
 from ptfast.core.protocols import StepBatch
 from ptfast.core.resolved import Resolved, resolved_or
-from ptfast.core.sections.problem import cannot_run
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.techniques.backend import Backend
 
@@ -138,7 +137,7 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
         MachineError: E005 when the device asked for is not there.
     """
     if problem := cannot_run(lack_of_device(name), "device", name):
-        raise problem.error(None)
+        raise problem
     name = device_type(name)
     if name == "cuda":
         return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.key_rules import Unused
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
 from ptfast.core.sections.technique import Technique
 from ptfast.techniques.compile import Compile
@@ -26,7 +26,7 @@ class Checkpointing(Section):
     """For `budget`: the share that is kept of what a compiled model keeps."""
 
 
-def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> Problem | None:
+def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> PtfastError | None:
     """Refuse a budget without a compiler, and a mode without its figure."""
     mode = checkpointing.mode
     if mode == "budget" and compile.mode in ("none", "pointwise"):
@@ -34,11 +34,11 @@ def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> Probl
             "only the compiler can keep a memory budget",
             "Set compile=model, or use checkpointing=full",
         )
-        return Problem("C011", what, key="checkpointing", value=mode, suggestion=hint)
+        return ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)
     for name, owner, usual in (("every", "every_n", 2), ("memory_budget", "budget", 0.5)):
         if mode == owner and getattr(checkpointing, name) is None:
             what, key = f"needed by checkpointing={mode}", f"checkpointing.{name}"
-            return Problem("C016", what, key=key, suggestion=f"Set {key}={usual}")
+            return ConfigError("C016", what, key=key, suggestion=f"Set {key}={usual}")
     return None
 
 

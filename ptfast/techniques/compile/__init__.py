@@ -6,8 +6,8 @@ from functools import partial
 from typing import Literal
 
 from ptfast.core import devices
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.key_rules import Unused
-from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import OrAuto, Section
 from ptfast.core.sections.technique import Technique
 from ptfast.techniques.gradients import Gradients
@@ -31,40 +31,40 @@ _WHOLE_MODEL = ("pointwise", "model", "reduce_overhead", "max_autotune")
 """Modes that compile the model as one piece."""
 
 
-def accumulating_in_graphs() -> Problem:
+def accumulating_in_graphs() -> PtfastError:
     """CUDA graphs under accumulation."""
     what = "a CUDA graph overwrites the gradients of the micro-batch before"
     hint = "Use one micro-batch for each rank, or compile=model"
-    return Problem("C011", what, key="compile", value="reduce_overhead", suggestion=hint)
+    return ConfigError("C011", what, key="compile", value="reduce_overhead", suggestion=hint)
 
 
 def graphs_without_accumulation(
     compile: Compile, parallel: Parallel, gradients: Gradients, micro_batches: int | None
-) -> Problem | None:
+) -> PtfastError | None:
     """Refuse CUDA graphs where a step has several micro-batches on a rank."""
     many = parallel.strategy == "single" and (micro_batches or 1) > 1
     accumulates = many or gradients.accumulate > 1
     return accumulating_in_graphs() if compile.mode == "reduce_overhead" and accumulates else None
 
 
-def blocks_under_fsdp(compile: Compile, parallel: Parallel) -> Problem | None:
+def blocks_under_fsdp(compile: Compile, parallel: Parallel) -> PtfastError | None:
     """Refuse to compile a model in one piece whose weights are gathered block by block."""
     if parallel.strategy != "fsdp" or compile.mode not in _WHOLE_MODEL:
         return None
     what = "parallel=fsdp gathers weights between blocks, where a whole model cannot be compiled"
-    return Problem("C011", what, key="compile", value=compile.mode, suggestion="Use compile=blocks")
+    return ConfigError("C011", what, key="compile", value=compile.mode, suggestion="Use compile=blocks")
 
 
-def compiler(compile: Compile, device: str) -> Problem | None:
+def compiler(compile: Compile, device: str) -> PtfastError | None:
     """Refuse to compile where a tool or device is missing."""
     mode = compile.mode
     return None if mode == "none" else compiler_problem(mode, devices.usable_type(device))
 
 
-def compiler_problem(mode: str, device: str) -> Problem | None:
+def compiler_problem(mode: str, device: str) -> PtfastError | None:
     """An E005 where a mode cannot compile for a device of that type."""
     graphs = devices.lack_of_cuda_graphs(device) if mode == "reduce_overhead" else None
-    return cannot_run(devices.lack_of_compiler(device) or graphs, "compile", mode)
+    return devices.cannot_run(devices.lack_of_compiler(device) or graphs, "compile", mode)
 
 
 RULES = (graphs_without_accumulation, blocks_under_fsdp)

@@ -84,7 +84,7 @@ class Compilation:
         if problem is None and mode == "reduce_overhead" and accumulates:
             problem = accumulating_in_graphs()
         if problem is not None:
-            raise problem.error(None)
+            raise problem
         self.mode: Mode = mode
         self.blocks: dict[str, nn.Module] = {}
         self.fusion: PointwiseFusion | None = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from ptfast.core.durations import Duration
+from ptfast.core.errors import PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, InUnit
 from ptfast.core.sections.key_rules import Unused, longer_than_run
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section
 from ptfast.core.sections.technique import Technique
 
@@ -35,7 +35,7 @@ def _grows(curriculum: Curriculum) -> bool:
     return sizes != (None, None, None)
 
 
-def growth_within_run(curriculum: Curriculum, epochs: int | None, steps: int | None) -> Problem | None:
+def growth_within_run(curriculum: Curriculum, epochs: int | None, steps: int | None) -> PtfastError | None:
     """Refuse growing for longer than the run."""
     if not _grows(curriculum):
         return None

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Annotated
 
 from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.key_rules import Unused
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Every, Section
 from ptfast.core.sections.technique import Technique
 
@@ -24,12 +24,12 @@ class Ema(Section):
     """How far apart the weights lie that SWA averages, such as `1epochs` or `100steps`."""
 
 
-def one_average(ema: Ema) -> Problem | None:
+def one_average(ema: Ema) -> PtfastError | None:
     """Refuse two averages of the weights, of which one alone could be evaluated."""
     if ema.decay is None or ema.swa_start is None:
         return None
     what, hint = f"contradicts ema.decay={ema.decay:g}", "Set one of the two to null"
-    return Problem("C011", what, key="ema.swa_start", value=ema.swa_start, suggestion=hint)
+    return ConfigError("C011", what, key="ema.swa_start", value=ema.swa_start, suggestion=hint)
 
 
 RULES = (one_average,)

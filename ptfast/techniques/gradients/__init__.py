@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import POSITIVE
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, Section
 from ptfast.core.sections.technique import Technique
 
@@ -26,7 +26,7 @@ class Gradients(Section):
     """Log the global norm of the gradients before clipping as `grad_norm`."""
 
 
-def one_way_of_clipping(gradients: Gradients) -> Problem | None:
+def one_way_of_clipping(gradients: Gradients) -> PtfastError | None:
     """Refuse two ways of clipping at once, of which the later would act on what the other has left."""
     names = ("clip_norm", "clip_value", "clip_adaptive")
     found = [(name, value) for name in names if (value := getattr(gradients, name)) is not None]
@@ -34,7 +34,7 @@ def one_way_of_clipping(gradients: Gradients) -> Problem | None:
         return None
     (first, limit), (name, value) = found[:2]
     what, hint = f"contradicts gradients.{first}={limit:g}", "Set one of the two to null"
-    return Problem("C011", what, key=f"gradients.{name}", value=value, suggestion=hint)
+    return ConfigError("C011", what, key=f"gradients.{name}", value=value, suggestion=hint)
 
 
 RULES = (one_way_of_clipping,)

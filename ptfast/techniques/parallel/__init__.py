@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from ptfast.core.distributed import world
 from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, Range
 from ptfast.core.sections.key_rules import Unused
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import Count, OrAuto, Section, WallTime
 from ptfast.core.sections.technique import Technique
 from ptfast.techniques.debug import Debug
@@ -58,23 +58,23 @@ _OF_DDP = {"compression": "none", "static_graph": False, "unused_parameters": Fa
 """Keys that only `ddp` follows, with their values when off."""
 
 
-def keys_of_the_strategy(parallel: Parallel) -> Iterator[Problem]:
+def keys_of_the_strategy(parallel: Parallel) -> Iterator[PtfastError]:
     """Refuse what the strategy rules out."""
     if parallel.strategy != "ddp":
         for name, off in _OF_DDP.items():
             if (value := getattr(parallel, name)) != off:
                 what, hint = f"belongs to parallel=ddp, not {parallel.strategy}", "Use parallel=ddp"
-                yield Problem("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
+                yield ConfigError("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
     if parallel.strategy == "single":
         if parallel.sync_batchnorm:
             yield _without_ranks("Use parallel=ddp")
         for name in ("nproc", "nnodes", "rdzv"):
             if (value := getattr(parallel, name)) not in (1, "auto", None):
                 what, hint = "one process trains under parallel=single", "Use parallel=ddp"
-                yield Problem("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
+                yield ConfigError("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
 
 
-def readable_rendezvous(parallel: Parallel) -> Problem | None:
+def readable_rendezvous(parallel: Parallel) -> PtfastError | None:
     """Refuse a place to meet that is none."""
     if parallel.rdzv is None:
         return None
@@ -82,25 +82,27 @@ def readable_rendezvous(parallel: Parallel) -> Problem | None:
     if host and port.isdecimal() and int(port) < 2**16:
         return None
     hint = "Write parallel.rdzv=node1:29500"
-    return Problem("C005", "expected HOST:PORT", key="parallel.rdzv", value=parallel.rdzv, suggestion=hint)
+    return ConfigError(
+        "C005", "expected HOST:PORT", key="parallel.rdzv", value=parallel.rdzv, suggestion=hint
+    )
 
 
 def one_static_graph(
     parallel: Parallel, gradients: Gradients, micro_batches: int | None
-) -> Iterator[Problem]:
+) -> Iterator[PtfastError]:
     """Refuse what a graph that is recorded once leaves out."""
     if not parallel.static_graph:
         return
     if parallel.unused_parameters:
         what = "contradicts parallel.static_graph=true, which learns them in the first step"
         hint = "Set one of the two to false"
-        yield Problem("C011", what, key="parallel.unused_parameters", value=True, suggestion=hint)
+        yield ConfigError("C011", what, key="parallel.unused_parameters", value=True, suggestion=hint)
     ranks = None if parallel.nproc == "auto" else parallel.nproc * parallel.nnodes
     if gradients.accumulate > 1 or (ranks and micro_batches and micro_batches > ranks):
         yield _static_graph_accumulating()
 
 
-def finite_compression(parallel: Parallel, precision: Precision) -> Problem | None:
+def finite_compression(parallel: Parallel, precision: Precision) -> PtfastError | None:
     """Refuse PowerSGD for gradients that may overflow."""
     scaled = parallel.compression == "powersgd" and precision.mode == "amp_fp16"
     return _powersgd_scaled() if scaled else None
@@ -108,28 +110,28 @@ def finite_compression(parallel: Parallel, precision: Precision) -> Problem | No
 
 def whole_under_fsdp(
     parallel: Parallel, gradients: Gradients, debug: Debug, rewrites: Rewrites
-) -> Iterator[Problem]:
+) -> Iterator[PtfastError]:
     """Refuse what needs whole layers, of which a rank has a part."""
     if parallel.strategy != "fsdp":
         return
     if gradients.clip_adaptive is not None:
         what = "needs whole units, and under parallel=fsdp each rank has only a part of each"
         value, hint = gradients.clip_adaptive, "Use gradients.clip_norm, or parallel=ddp"
-        yield Problem("C011", what, key="gradients.clip_adaptive", value=value, suggestion=hint)
+        yield ConfigError("C011", what, key="gradients.clip_adaptive", value=value, suggestion=hint)
     if debug.mode == "gradcheck":
         what = "checks a copy of the model, which parallel=fsdp has sharded"
-        yield Problem("C011", what, key="debug", value="gradcheck", suggestion="Use parallel=ddp")
+        yield ConfigError("C011", what, key="debug", value="gradcheck", suggestion="Use parallel=ddp")
     if rewrites.channels_last is True:
         what = "parallel=fsdp shards weights by rows, which must be contiguous"
         hint = "Use rewrites.channels_last=auto, which leaves them so"
-        yield Problem("C011", what, key="rewrites.channels_last", value=True, suggestion=hint)
+        yield ConfigError("C011", what, key="rewrites.channels_last", value=True, suggestion=hint)
     if rewrites.chunked_loss:
         what = "needs the last layer's weights, which parallel=fsdp gathers only for its forward pass"
         hint = "Use parallel=ddp"
-        yield Problem("C011", what, key="rewrites.chunked_loss", value=True, suggestion=hint)
+        yield ConfigError("C011", what, key="rewrites.chunked_loss", value=True, suggestion=hint)
 
 
-def gpus_for_ranks(parallel: Parallel, device: str) -> Problem | None:
+def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
     """Refuse to start more ranks than there are GPUs, where there are any."""
     if parallel.strategy == "single" or parallel.nproc == "auto" or device not in ("auto", "cuda"):
         return None
@@ -143,7 +145,7 @@ def gpus_for_ranks(parallel: Parallel, device: str) -> Problem | None:
         return None
     what = f"more ranks than GPUs, this machine has {num_gpus}"
     hint = f"Use at most parallel.nproc={num_gpus}"
-    return Problem("C012", what, key="parallel.nproc", value=parallel.nproc, suggestion=hint)
+    return ConfigError("C012", what, key="parallel.nproc", value=parallel.nproc, suggestion=hint)
 
 
 FREE_KEYS = (
@@ -191,28 +193,28 @@ def check_ranks(parallel: Parallel, num_ranks: int, micro_batches: int, *, scale
         ConfigError: C011.
     """
     if parallel.sync_batchnorm and num_ranks == 1:
-        raise _without_ranks("Set it to false").error(None)
+        raise _without_ranks("Set it to false")
     if parallel.static_graph and micro_batches > num_ranks:
-        raise _static_graph_accumulating().error(None)
+        raise _static_graph_accumulating()
     if parallel.compression == "powersgd" and scales:
-        raise _powersgd_scaled().error(None)
+        raise _powersgd_scaled()
 
 
-def _without_ranks(suggestion: str) -> Problem:
+def _without_ranks(suggestion: str) -> PtfastError:
     what = "there are no ranks to take statistics over"
-    return Problem("C011", what, key="parallel.sync_batchnorm", value=True, suggestion=suggestion)
+    return ConfigError("C011", what, key="parallel.sync_batchnorm", value=True, suggestion=suggestion)
 
 
-def _powersgd_scaled() -> Problem:
+def _powersgd_scaled() -> PtfastError:
     what = "keeps the error it makes, which one overflowing fp16 gradient would make infinite for good"
     hint = "Use precision=bf16, or parallel.compression=fp16"
-    return Problem("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
+    return ConfigError("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
 
 
-def _static_graph_accumulating() -> Problem:
+def _static_graph_accumulating() -> PtfastError:
     what = "DDP records a static graph only in steps of one backward pass"
     hint = "Use gradients.accumulate=1, one micro-batch a rank"
-    return Problem("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
+    return ConfigError("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
 
 
 def panel(parallel: Parallel, resolved: Resolved) -> dict[str, object]:

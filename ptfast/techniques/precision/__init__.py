@@ -6,8 +6,8 @@ from functools import partial
 from typing import Literal
 
 from ptfast.core import devices
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.problem import Problem, cannot_run
 from ptfast.core.sections.section import Section
 from ptfast.core.sections.technique import Technique
 
@@ -25,27 +25,27 @@ class Precision(Section):
     """Multiply in float8 in linear layers, by torchao; under bfloat16."""
 
 
-def number_format(precision: Precision, device: str) -> Problem | None:
+def number_format(precision: Precision, device: str) -> PtfastError | None:
     """Refuse a number format that the device cannot compute in."""
     mode = precision.mode
     if mode in ("fp32", "amp"):
         # They run anywhere: torch need not be imported to tell.
         return None
-    return cannot_run(devices.lack_of_precision(mode, devices.usable_type(device)), "precision", mode)
+    return devices.cannot_run(devices.lack_of_precision(mode, devices.usable_type(device)), "precision", mode)
 
 
-def float8_under_bf16(precision: Precision) -> Problem | None:
+def float8_under_bf16(precision: Precision) -> PtfastError | None:
     """Refuse float8 products of numbers that are not bfloat16."""
     if not precision.float8 or precision.mode in ("amp", "bf16", "bf16_true"):
         return None
     what = f"its products come in bfloat16, and precision={precision.mode} computes in another format"
-    return Problem("C011", what, key="precision.float8", value=True, suggestion="Use precision=bf16")
+    return ConfigError("C011", what, key="precision.float8", value=True, suggestion="Use precision=bf16")
 
 
-def float8_products(precision: Precision, device: str) -> Problem | None:
+def float8_products(precision: Precision, device: str) -> PtfastError | None:
     """Refuse float8 where the device does not multiply it."""
     lack = devices.lack_of_float8(devices.usable_type(device)) if precision.float8 else None
-    return cannot_run(lack, "precision.float8", True)
+    return devices.cannot_run(lack, "precision.float8", True)
 
 
 RULES = (float8_under_bf16,)

@@ -12,11 +12,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.devices import lack_of_precision, multiplies_bf16
+from ptfast.core.devices import cannot_run, lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
 from ptfast.core.resolved import Resolved, resolved_or
-from ptfast.core.sections.problem import cannot_run
 from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.techniques.precision import Precision
 
@@ -101,7 +100,7 @@ def build_precision(
     )
     lack = lack_of_precision(mode, device.type)
     if problem := cannot_run(lack, "precision", mode):
-        raise problem.error(None)
+        raise problem
     ranks = ranks or Ranks()
     if matmul == "auto" and mode == "tf32":
         matmul = "high"

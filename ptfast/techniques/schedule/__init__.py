@@ -6,10 +6,10 @@ from functools import partial
 from typing import Annotated
 
 from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.key_rules import longer_than_run
-from ptfast.core.sections.problem import Problem
 from ptfast.core.sections.section import TargetSection
 from ptfast.core.sections.technique import Technique
 
@@ -21,12 +21,12 @@ class Schedule(TargetSection):
     """Length of the linear rise at the beginning, such as `5%` or `200steps`."""
 
 
-def warmup_within_run(schedule: Schedule, epochs: int | None, steps: int | None) -> Problem | None:
+def warmup_within_run(schedule: Schedule, epochs: int | None, steps: int | None) -> PtfastError | None:
     """Refuse a warm-up that is longer than the run."""
     return longer_than_run("schedule.warmup", schedule.warmup, epochs, steps)
 
 
-def rising_milestones(schedule: Schedule) -> Problem | None:
+def rising_milestones(schedule: Schedule) -> PtfastError | None:
     """Refuse milestones of one unit that do not rise."""
     values = schedule.target.kwargs.get("milestones")
     if not isinstance(values, (list, tuple)):
@@ -36,7 +36,7 @@ def rising_milestones(schedule: Schedule) -> Problem | None:
     numbers = [value.value if isinstance(value, Duration) else value for value in values]
     if numbers == sorted(numbers):
         return None
-    return Problem("C011", "milestones must be in rising order", key="schedule.milestones", value=values)
+    return ConfigError("C011", "milestones must be in rising order", key="schedule.milestones", value=values)
 
 
 RULES = (warmup_within_run, rising_milestones)

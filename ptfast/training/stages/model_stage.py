@@ -19,7 +19,6 @@ from ptfast.core.errors import ConfigError, MachineError, PtfastError, described
 from ptfast.core.machine import is_memory_error, memory_limit, network_error
 from ptfast.core.protocols import DataInfo, takes_own_steps
 from ptfast.core.sections.coerce import EMPTY
-from ptfast.core.sections.problem import shown
 from ptfast.core.sections.targets import Target, check_constructs, keywords
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes
@@ -119,7 +118,7 @@ def _finding_room(target: Target, device: str) -> Iterator[None]:
             "E002",
             f"the model does not fit into memory ({name}: {num_bytes(limit)})",
             key=f"model.{key}",
-            value=shown(target.kwargs.get(key, target.path)),
+            value=target.kwargs.get(key, target.path),
             suggestion="Make it smaller" if device == "cpu" else "Make it smaller, or use parallel=fsdp",
         ) from error
 
@@ -170,7 +169,7 @@ def _fetching(section: Model) -> Iterator[None]:
             "E005",
             f"its weights cannot be downloaded ({type(cause).__name__}: {shorten(cause, 200)})",
             key=f"model.{name or '_target_'}",
-            value=shown(asked[name]) if name else section.target.path,
+            value=asked[name] if name else section.target.path,
             suggestion=hint,
         ) from error
 
