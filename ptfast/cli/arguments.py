@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
 
 WIDTH, INDENT = 80, 24
 """Columns of help, and where its texts begin."""
+_ON_KEYS = "key=value sets a key of the config: ptfast --help lists its groups."
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class Flag:
 
     Args:
         names: the long name, and perhaps a short one.
-        help: what it means, in a line or two.
         dest: the attribute that it sets; by default its name.
         read: makes the value of its text, or raises ValueError; None for a flag without a value.
     """
@@ -39,6 +38,11 @@ class Flag:
         """The long name."""
         return self.names.split()[0]
 
+    @property
+    def attribute(self) -> str:
+        """What holds its value once a command line is read."""
+        return self.dest or self.name.lstrip("-").replace("-", "_")
+
 
 @dataclass(frozen=True)
 class Command:
@@ -46,14 +50,13 @@ class Command:
 
     Args:
         usage: its arguments, as `--help` shows them.
-        summary: one line.
         run: `module.function` of this folder, imported when it is called: takes the flags as attributes and
             the other words as `words`, returns the exit code.
         examples: command lines, without `ptfast`.
-        alone: it starts what ranks it needs by itself, and is refused under a user's own torchrun.
-        max_words: how many other words it reads; None for any number.
-        min_words: how many it cannot do without.
-        imports_torch: it takes seconds to start.
+        kinds: commands of which the next word names one, such as `lr` of `find lr`.
+        alone: starts the ranks it needs by itself, and is refused under a user's own torchrun.
+        max_words: None for any number.
+        imports_torch: takes seconds to start.
     """
 
     usage: str
@@ -61,6 +64,7 @@ class Command:
     run: str
     flags: tuple[Flag, ...] = ()
     examples: tuple[str, ...] = ()
+    kinds: Mapping[str, Command] = field(default_factory=dict)
     max_words: int | None = None
     min_words: int = 0
     alone: bool = False
@@ -108,62 +112,13 @@ def help_of(name: str, command: Command) -> str:
     return f"Usage: ptfast {name} {command.usage}".rstrip() + "\n\n" + text.strip()
 
 
-def seconds(text: str) -> float:
-    """The seconds that a text such as `5m` means; a bare number is seconds."""
-    from ptfast.core.durations import Duration
-
-    value = Duration.parse(text, "seconds").seconds
-    if not value:
-        raise ValueError("expected a time above 0")
-    return value
-
-
-def number(least: float = 0.0) -> Callable[[str], Any]:
-    """A reader of numbers above 0 and of at least `least`; of whole ones where that is 1 or more."""
-    bound = f"of at least {least:g}" if least > 1 else "above 0"
-    what = f"expected a {'whole ' if least >= 1 else ''}number {bound}"
-
-    def read(text: str) -> Any:
-        from ptfast.core.durations import is_finite, read_number
-
-        value = read_number(text)
-        if value is None or not is_finite(value) or value <= 0 or value < least:
-            raise ValueError(what)
-        if least >= 1 and value != int(value):
-            raise ValueError(what)
-        return int(value) if least >= 1 else value
-
-    return read
-
-
-def pixels(text: str) -> int:
-    """A length in pixels, or 0 for `keep`."""
-    try:
-        return 0 if text == "keep" else number(1)(text)
-    except ValueError as error:
-        raise ValueError(f"{error}. Give pixels, or keep") from error
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A reader of one of `choices`."""
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"unknown choice. Use {' or '.join(choices)}")
-        return text
-
-    return read
-
-
-def path(text: str) -> Path:
-    """A path, perhaps in the home folder."""
-    return Path(text).expanduser()
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # The one thing that argparse finds wrong by itself: "argument --out: expected one argument".
-        raise _lacks_value(message.split(": ")[0].split()[-1])
+        # Such as "argument --cfg/-c: expected one argument".
+        flag = message.split(": ")[0].split()[-1].split("/")[0]
+        if "ignored explicit argument" in message:
+            raise ConfigError("C015", "takes no value", key=flag, suggestion=f"Write {flag} alone")
+        raise _lacks_value(flag)
 
 
 def _lacks_value(flag: str) -> ConfigError:
@@ -196,12 +151,12 @@ def _parser(name: str, command: Command) -> _Parser:
     summary = f"{command.summary[0].upper()}{command.summary[1:]}."
     if command.examples:
         summary += "\n\nExamples:\n" + "\n".join(f"  ptfast {example}" for example in command.examples)
-    epilog = "key=value sets a key of the config: ptfast --help lists its groups."
     parser = _Parser(
         f"ptfast {name}",
         argparse.SUPPRESS,
         summary,
-        epilog if "key=value" in command.usage else None,
+        "key=value sets a key of the config: ptfast --help lists its groups."
+        * ("key=value" in command.usage),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=WIDTH + 2),
         add_help=False,
         allow_abbrev=False,
@@ -209,31 +164,13 @@ def _parser(name: str, command: Command) -> _Parser:
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     group = parser.add_argument_group("Flags")
     for flag in (*command.flags, *COMMON):
-        keywords: dict[str, Any] = {"dest": flag.dest or flag.name.lstrip("-").replace("-", "_")}
-        if flag.read is None:
-            keywords["action"] = "store_true"
-        else:
-            keywords |= {"action": _Once, "read": flag.read, "default": flag.default}
-        long, *short = flag.names.split()
-        shorts = "".join(f"({name}) " for name in short)
-        group.add_argument(long, help=(shorts + flag.help).replace("%", "%%"), **keywords)
-        if short:
-            parser.add_argument(*short, help=argparse.SUPPRESS, **keywords)
+        keywords: dict[str, Any] = {"action": "store_true"}
+        if flag.read is not None:
+            keywords = {"action": _Once, "read": flag.read, "default": flag.default}
+        group.add_argument(
+            *flag.names.split(), dest=flag.attribute, help=flag.help.replace("%", "%%"), **keywords
+        )
     return parser
-
-
-def search_in(folder: Path) -> None:
-    """Look for options and recipes in `folder` first, in this process and those that it starts.
-
-    Raises:
-        ConfigError: C001, there is no such folder.
-    """
-    from ptfast.config.files import paths
-
-    found = folder.expanduser().absolute()
-    if not found.is_dir():
-        raise ConfigError("C001", "no such folder", key="--config-dir", value=folder, place=COMMAND_LINE)
-    os.environ[paths.CONFIG_DIR] = str(found)
 
 
 def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
@@ -253,3 +190,54 @@ def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
             hint = f"Config is key=value without dashes: {key}={shown}"
     hint = hint or f"Flags: {', '.join([*known, COMMON[0].name])}"
     return ConfigError("C015", "no such flag", key=name, place=COMMAND_LINE, suggestion=hint)
+
+
+def seconds(text: str) -> float:
+    """The seconds that a text such as `5m` means; a bare number is seconds."""
+    from ptfast.core.durations import Duration
+
+    value = Duration.parse(text, "seconds").seconds
+    if not value:
+        raise ValueError("expected a time above 0")
+    return value
+
+
+def number(least: float = 0.0) -> Callable[[str], Any]:
+    """A reader of numbers above 0 and of at least `least`; of whole ones where that is 1 or more."""
+    whole = least >= 1
+    bound = f"of at least {least:g}" if least > 1 else "above 0"
+    what = f"expected a {'whole ' * whole}number {bound}"
+
+    def read(text: str) -> Any:
+        from ptfast.core.durations import is_finite, read_number
+
+        value = read_number(text)
+        if value is None or not is_finite(value) or value <= 0 or value < least or (whole and value % 1):
+            raise ValueError(what)
+        return int(value) if whole else value
+
+    return read
+
+
+def pixels(text: str) -> int:
+    """A length in pixels, or 0 for `keep`."""
+    try:
+        return 0 if text == "keep" else number(1)(text)
+    except ValueError as error:
+        raise ValueError(f"{error}. Give pixels, or keep") from error
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A reader of one of `choices`."""
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"unknown choice. Use {' or '.join(choices)}")
+        return text
+
+    return read
+
+
+def path(text: str) -> Path:
+    """A path, perhaps in the home folder."""
+    return Path(text).expanduser()

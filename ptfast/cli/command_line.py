@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from ptfast.cli.arguments import COMMON, INDENT, WIDTH, Command, help_of, parse, search_in
-from ptfast.cli.commands import COMMANDS, KINDS
+from ptfast.cli.arguments import COMMON, INDENT, WIDTH, Command, help_of, parse
+from ptfast.cli.commands import COMMANDS
 from ptfast.core.errors import (
     COMMAND_LINE,
     EXIT_OK,
@@ -25,23 +27,19 @@ from ptfast.report.terminal.command_output import drop_unread, flush, print_erro
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; whatever goes wrong is printed, as one line."""
-    code = _run(list(arguments))
-    flush(sys.stdout, sys.stderr)
-    return code
-
-
-def _run(words: list[str]) -> int:
-    show_traceback = "--traceback" in words
+    words = list(arguments)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
     except BrokenPipeError:
         # The reader of our output has left (`ptfast recipes | head`).
-        return EXIT_OK
+        code = EXIT_OK
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
             drop_unread(sys.stdout, sys.stderr)
-        print_error(error_line(error), traceback_of(error) if show_traceback else "")
-        return exit_code_of(error)
+        print_error(error_line(error), traceback_of(error) if "--traceback" in words else "")
+        code = exit_code_of(error)
+    flush(sys.stdout, sys.stderr)
+    return code
 
 
 def _dispatch(words: list[str]) -> int:
@@ -49,7 +47,7 @@ def _dispatch(words: list[str]) -> int:
 
     name, *rest = [word for word in words if word != "--traceback"] or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(help_text(COMMANDS, *rest[:1]))
+        print(help_text(*rest[:1]))
         return EXIT_OK
     if name in ("-V", "--version"):
         print(f"ptfast {__version__}")
@@ -57,8 +55,8 @@ def _dispatch(words: list[str]) -> int:
     if name == "__complete":
         from ptfast.config.editors.completion import complete
 
-        kinds = {name: list(found) for name, found in KINDS.items()}
-        print("\n".join(complete(rest, {name: _flags(name, rest) for name in COMMANDS}, kinds)))
+        flags = {name: _flags(command, rest) for name, command in COMMANDS.items()}
+        print("\n".join(complete(rest, flags, {name: c.kinds for name, c in COMMANDS.items() if c.kinds})))
         return EXIT_OK
     if name not in COMMANDS:
         raise _no_command(name)
@@ -67,7 +65,7 @@ def _dispatch(words: list[str]) -> int:
         print(help_of(called, command))
         return EXIT_OK
     if args.config_dir is not None:
-        search_in(args.config_dir)
+        _search_in(args.config_dir)
     if COMMANDS[name].alone:
         from ptfast.core.distributed import nodes_from_environment, world
 
@@ -81,26 +79,21 @@ def _dispatch(words: list[str]) -> int:
 
 
 def read(name: str, words: list[str]) -> tuple[str, Command, Namespace]:
-    """What a command of this name is called, `find lr` where several share it, and its flags and words."""
-    if name not in KINDS or words[:1] in (["--help"], ["-h"]):
-        return name, COMMANDS[name], parse(name, COMMANDS[name], words)
+    """What a command of this name is called, such as `find lr`, what it is, and its flags and words."""
+    command = COMMANDS[name]
+    if not command.kinds or words[:1] in (["--help"], ["-h"]):
+        return name, command, parse(name, command, words)
     kind, *rest = words or [""]
-    command = _kind_of(name, kind)
-    args = parse(f"{name} {kind}", command, rest)
-    args.kind = kind
-    return f"{name} {kind}", command, args
-
-
-def _kind_of(name: str, word: str) -> Command:
-    """Which of several commands of one name is meant by the word after it."""
-    kinds, usage = KINDS[name], f"Usage: ptfast {name} {COMMANDS[name].usage}"
-    if not word or "=" in word or word.startswith("-"):
+    usage = f"Usage: ptfast {name} {command.usage}"
+    if not kind or "=" in kind or kind.startswith("-"):
         raise ConfigError("C016", "an argument is missing", key=name, place=COMMAND_LINE, suggestion=usage)
-    if word not in kinds:
-        hint = did_you_mean(word, kinds) or usage
-        what = f"expected {' or '.join(kinds)}"
-        raise ConfigError("C003", what, key=name, value=word, place=COMMAND_LINE, suggestion=hint)
-    return kinds[word]
+    if kind not in command.kinds:
+        hint = did_you_mean(kind, command.kinds) or usage
+        what = f"expected {' or '.join(command.kinds)}"
+        raise ConfigError("C003", what, key=name, value=kind, place=COMMAND_LINE, suggestion=hint)
+    args = parse(f"{name} {kind}", command.kinds[kind], rest)
+    args.kind = kind
+    return f"{name} {kind}", command.kinds[kind], args
 
 
 def _no_command(name: str) -> ConfigError:
@@ -115,23 +108,32 @@ def _no_command(name: str) -> ConfigError:
     return ConfigError("C015", "no such command", key=name, suggestion=hint)
 
 
-def _flags(name: str, words: Sequence[str]) -> list[str]:
+def _flags(command: Command, words: Sequence[str]) -> list[str]:
     """The flags of a command, for completion; of `find lr` those of lr."""
-    kinds = KINDS.get(name, {})
-    chosen = next((kinds[word] for word in words if word in kinds), COMMANDS[name])
+    chosen = next((command.kinds[word] for word in words if word in command.kinds), command)
     return [flag.name for flag in (*chosen.flags, *COMMON)]
 
 
-def help_text(commands: Mapping[str, Command], topic: str | None = None) -> str:
+def _search_in(folder: Path) -> None:
+    """Look for options and recipes in `folder` first, in this process and those that it starts."""
+    from ptfast.config.files import paths
+
+    found = folder.expanduser().absolute()
+    if not found.is_dir():
+        raise ConfigError("C001", "no such folder", key="--config-dir", value=folder, place=COMMAND_LINE)
+    os.environ[paths.CONFIG_DIR] = str(found)
+
+
+def help_text(topic: str | None = None) -> str:
     """Return what `--help` prints, of everything or of one command or config group.
 
     Raises:
         ConfigError: C003, there is no such topic.
     """
     if topic is None:
-        return _overview(commands)
-    if topic in commands:
-        return help_of(topic, commands[topic])
+        return _overview()
+    if topic in COMMANDS:
+        return help_of(topic, COMMANDS[topic])
     from ptfast.config.files import paths
     from ptfast.config.schema import Config, section_of
 
@@ -140,23 +142,23 @@ def help_text(commands: Mapping[str, Command], topic: str | None = None) -> str:
         group, option = topic.split("=", 1)
         return "\n".join(_of_option(group, option, fields.get(group)))
     sections = [name for name, section in fields.items() if section is not None]
-    known = dict.fromkeys([*commands, *paths.groups(), *sections])
+    known = dict.fromkeys([*COMMANDS, *paths.groups(), *sections])
     if topic not in known:
         hint = did_you_mean(topic, known, "ptfast --help {}") or "ptfast --help lists commands and groups"
         raise ConfigError("C003", "no such command or config group", key=topic, suggestion=hint)
     return "\n".join(_of_group(topic, fields.get(topic)))
 
 
-def _overview(commands: Mapping[str, Command]) -> str:
+def _overview() -> str:
     from ptfast import __version__
     from ptfast.config.files import paths
 
     groups = textwrap.fill(
         " ".join(sorted([*paths.groups(), "task"])), WIDTH, initial_indent="  ", subsequent_indent="  "
     )
-    main = {name: command for name, command in commands.items() if command.examples}
+    main = {name: command for name, command in COMMANDS.items() if command.examples}
     rows = "\n".join(f"  {name:<12}{command.summary}" for name, command in main.items())
-    others = ", ".join(name for name in commands if name not in main)
+    others = ", ".join(name for name in COMMANDS if name not in main)
     return f"""\
 ptfast {__version__}: PyTorch training from YAML, as fast as this machine allows
   ptfast train +recipe=resnet_digits optimizer=adamw optimizer.lr=1e-3

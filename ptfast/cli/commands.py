@@ -31,43 +31,40 @@ def _cluster(name: str, *flags: Flag) -> Command:
     )
 
 
-KINDS: dict[str, dict[str, Command]] = {
-    "find": {
-        "lr": _search(
-            "lr",
-            "measure the best learning rate",
-            Flag("--from", "lowest learning rate to try", "lowest", number()),
-            Flag("--to", "highest learning rate to try", "highest", number()),
-            Flag("--steps", "optimizer steps of the range test", "num_steps", number(20)),
-            Flag("--trial-steps", "optimizer steps of each trial at one learning rate", read=number(20)),
-        ),
-        "batch": _search(
-            "batch",
-            "measure the best batch size",
-            Flag("--from", "smallest batch to try", "smallest", number(1)),
-            Flag("--to", "largest batch to try", "largest", number(1)),
-            _SECONDS,
-            switch("--checkpointing", "also try larger batches with activation checkpointing"),
-            switch("--noise", "estimate the critical batch size from the gradient noise"),
-            Flag("--steps", "optimizer steps of the training for --noise", "num_steps", number(20)),
-        ),
-        "workers": _search(
-            "workers",
-            "measure the best loader",
-            Flag("--to", "most worker processes to try", "most", number(1)),
-            _SECONDS,
-        ),
-    },
-    "launch": {
-        "slurm": _cluster(
-            "slurm",
-            Flag("--time", "limit of a job, such as 4h", read=seconds),
-            Flag("--partition", "SLURM's partition"),
-        ),
-        "ray": _cluster("ray"),
-    },
+_FIND = {
+    "lr": _search(
+        "lr",
+        "measure the best learning rate",
+        Flag("--from", "lowest learning rate to try", "lowest", number()),
+        Flag("--to", "highest learning rate to try", "highest", number()),
+        Flag("--steps", "optimizer steps of the range test", "num_steps", number(20)),
+        Flag("--trial-steps", "optimizer steps of each trial at one learning rate", read=number(20)),
+    ),
+    "batch": _search(
+        "batch",
+        "measure the best batch size",
+        Flag("--from", "smallest batch to try", "smallest", number(1)),
+        Flag("--to", "largest batch to try", "largest", number(1)),
+        _SECONDS,
+        switch("--checkpointing", "also try larger batches with activation checkpointing"),
+        switch("--noise", "estimate the critical batch size from the gradient noise"),
+        Flag("--steps", "optimizer steps of the training for --noise", "num_steps", number(20)),
+    ),
+    "workers": _search(
+        "workers",
+        "measure the best loader",
+        Flag("--to", "most worker processes to try", "most", number(1)),
+        _SECONDS,
+    ),
 }
-"""Commands whose first word says which of several is meant."""
+_LAUNCH = {
+    "slurm": _cluster(
+        "slurm",
+        Flag("--time", "limit of a job, such as 4h", read=seconds),
+        Flag("--partition", "SLURM's partition"),
+    ),
+    "ray": _cluster("ray"),
+}
 COMMANDS: dict[str, Command] = {
     "train": Command(
         _RUN,
@@ -94,6 +91,7 @@ COMMANDS: dict[str, Command] = {
         "train on a cluster: submit a job, or print it",
         "launch_command.launch",
         examples=("launch slurm +recipe=resnet_cifar --nodes 2 --print", "launch slurm --help"),
+        kinds=_LAUNCH,
     ),
     "eval": Command(
         "RUN|STATE [key=value ...]",
@@ -123,9 +121,9 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         "RUN|FOLDER...",
         "rank runs and draw their curves",
-        "listing_commands.compare",
+        "compare_command.compare",
         (
-            Flag("--metric", "figure to rank by, such as val.accuracy"),
+            Flag("--metric", "figure to rank by, such as val.accuracy", default="auto"),
             Flag("--mode", "max or min: which way the figure is better", default="auto"),
             Flag("--out", "page (.html) or picture (.png) to write", read=Path),
         ),
@@ -174,6 +172,7 @@ COMMANDS: dict[str, Command] = {
             "find workers +recipe=resnet_cifar --seconds 3",
             "find lr --help",
         ),
+        kinds=_FIND,
         alone=True,
     ),
     "ablate": Command(

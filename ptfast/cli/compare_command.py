@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import statistics
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -40,42 +40,42 @@ MOST_NAMES = 8
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 
 
-def compare(
-    paths: Sequence[Path], metric: str | None = None, mode: str | None = None, out: Path | None = None
-) -> int:
-    """Print runs in order and, given `out`, draw their curves over each other; returns the exit code.
-
-    Args:
-        paths: run directories, or folders of them.
-        metric, mode: as in `rank_runs`.
-        out: a page (`.html`) or a picture (`.png`).
+def compare(args: Namespace) -> int:
+    """Print runs in order, and draw their curves over each other where a file is named.
 
     Raises:
-        ConfigError: C001 when a path holds no run or `out` is neither of the two, C005 for another mode, or
-            when no run has the metric.
-        MachineError: E001 when `out` cannot be written.
+        ConfigError: C001 when a path holds no run or the file is neither a page nor a picture, C005 for
+            another mode, or when no run has the metric.
+        MachineError: E001 when the file cannot be written.
     """
     run_dirs: list[Path] = []
-    for path in paths:
-        found = list(_find_runs(path, DEPTH))
+    for word in args.words:
+        found = list(_find_runs(Path(word), DEPTH))
         if not found:
             hint = "Name run directories, or a folder of them such as runs/<recipe>"
-            raise ConfigError("C001", "holds no run", key=str(path), suggestion=hint)
+            raise ConfigError("C001", "holds no run", key=word, suggestion=hint)
         run_dirs += [run_dir for run_dir in found if run_dir not in run_dirs]
+    metric, mode, out = args.metric, args.mode, args.out
     if out is not None and out.suffix not in (".html", ".png"):
         raise ConfigError("C001", "must end in .html or .png", key="--out", value=out)
-    if mode not in (None, "auto", "min", "max"):
+    if mode not in ("auto", "min", "max"):
         raise ConfigError("C005", "must be min, max or auto", key="--mode", value=mode)
     parents = {run_dir.absolute().parent for run_dir in run_dirs}
     is_sweep = len(parents) == 1 and parents.pop().parent.name == "sweeps"
     ranking = rank_runs(run_dirs, metric, mode, is_sweep)
-    if all(value is None for value in ranking.values) and metric not in (None, "auto"):
+    if all(value is None for value in ranking.values) and metric != "auto":
         known = sorted({name for run in ranking.runs for name in metric_names(run)})
         hint = f"There are: {', '.join(known)}" if known else "None of the runs has figures yet"
         raise ConfigError("C005", "no run has this figure", key="--metric", value=metric, suggestion=hint)
     show(ranking)
     if out is not None:
-        write_comparison(ranking, out)
+        try:
+            if out.suffix == ".png":
+                _draw(ranking, out)
+            else:
+                out.write_text(_render(ranking, out.absolute().parent), encoding="utf-8")
+        except OSError as error:
+            raise cannot_write(error, str(out)) from error
         print(f"wrote {out}")
     return EXIT_OK
 
@@ -132,7 +132,11 @@ def run_rows(ranking: Ranking) -> dict[str, list[str]]:
     columns[metric] = [_cell(run, metric, value) for run, value in zip(runs, values, strict=True)]
     for name in _others(ranking):
         columns[COLUMNS.get(name, name)] = [_cell(run, name, figure_of(run, name)) for run in runs]
-    columns["status"] = [_status(run) for run in runs]
+    errors = [run.summary.get("error") for run in runs]
+    columns["status"] = [
+        f"{run.status}: {shorten(error, 60)}" if error else run.status
+        for run, error in zip(runs, errors, strict=True)
+    ]
     names = [run.run_dir.name for run in runs]
     columns["run"] = names if len({*names}) == len(names) else [run.name for run in runs]
     return columns
@@ -144,9 +148,7 @@ def _variant_rows(ranking: Ranking, variants: Sequence[Variant]) -> dict[str, li
     columns = {"#": [str(place) if variant.values else "" for place, variant in enumerate(variants, 1)]}
     keys = [key for key in ranking.keys if key != SEED]
     columns |= {key: [variant.label.get(key, "-") for variant in variants] for key in keys}
-    columns[metric] = [
-        _written(metric, statistics.fmean(variant.values) if variant.values else None) for variant in variants
-    ]
+    columns[metric] = [_written(metric, variant.average) for variant in variants]
     columns["±95%"] = [_written(metric, variant.half_width) for variant in variants]
     columns["seeds"] = [str(len(variant.values)) for variant in variants]
     for name in _others(ranking):
@@ -161,11 +163,6 @@ def _variant_rows(ranking: Ranking, variants: Sequence[Variant]) -> dict[str, li
 def _others(ranking: Ranking) -> list[str]:
     """Figures that are shown beside the metric."""
     return [name for name in (ranking.loss, *COLUMNS) if name != ranking.metric]
-
-
-def _status(run: RunFiles) -> str:
-    error = run.summary.get("error")
-    return f"{run.status}: {shorten(error, 60)}" if error else run.status
 
 
 def _statuses(variant: Variant) -> str:
@@ -201,21 +198,6 @@ def _report(run: RunFiles) -> Path:
     """The report of a run, or its directory where it has none."""
     report = run.run_dir / REPORT_FILE
     return report if report.is_file() else run.run_dir
-
-
-def write_comparison(ranking: Ranking, out: Path) -> None:
-    """Write the tables and the curves as a page, or the curves as a picture where `out` ends in `.png`.
-
-    Raises:
-        MachineError: E001 when it cannot be written.
-    """
-    try:
-        if out.suffix == ".png":
-            _draw(ranking, out)
-        else:
-            out.write_text(_render(ranking, out.absolute().parent), encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(error, str(out)) from error
 
 
 @dataclass(frozen=True)

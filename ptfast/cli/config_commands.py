@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import statistics
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -11,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.cli.commands import COMMANDS
-from ptfast.cli.typed_config import read_typed, saved_run
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError
@@ -32,12 +33,12 @@ def train(args: Namespace) -> int:
     if args.info or args.cfg:
         from ptfast.config.multirun import show_config, show_info
 
-        if args.info:
-            # Hydra prints by logging, which would report a reader that has gone (`| head`) for each line.
-            logging.raiseExceptions = False
-            show_info(args.info, words)
-        else:
+        if args.cfg:
             print(show_config(args.cfg, words, file), end="")
+            return EXIT_OK
+        # Hydra prints by logging, which would report a reader that has gone (`| head`) for each line.
+        logging.raiseExceptions = False
+        show_info(args.info, words)
         return EXIT_OK
     from ptfast.core.distributed import nodes_from_environment, world
 
@@ -51,30 +52,25 @@ def train(args: Namespace) -> int:
             raise ConfigError("C014", "every rank would run the whole sweep", key="-m", suggestion=hint)
         return sweep(words, run)
 
-    def read() -> Any:
-        return read_typed(words, file)
-
-    if args.dry_run:
-        if ranks is not None and not ranks.is_first:
-            return EXIT_OK
-        composed, config = read()
-        with composed.naming_places():
-            return dry_run(config)
     started = [f"--config={file}", *words] if file else words
-    if ranks is not None:
+    if ranks is not None and not args.dry_run:
         from ptfast.launch.launcher import start_rank
 
-        return start_rank(ranks, read, started)
-    composed, config = read()
-    from ptfast.launch.launcher import start
-
+        return start_rank(ranks, lambda: read_typed(words, file), started)
+    if ranks is not None and not ranks.is_first:
+        return EXIT_OK
+    composed, config = read_typed(words, file)
     with composed.naming_places():
+        if args.dry_run:
+            return dry_run(config)
+        from ptfast.launch.launcher import start
+
         return start(composed, config, started)
 
 
 def _check_actions(args: Namespace) -> None:
     """Refuse flags of which one would be ignored: all but `--config` are things to do."""
-    given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.name[2:].replace("-", "_"))]
+    given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.attribute)]
     actions = [flag for flag in given if flag != "--config"]
     if "--config" in given and (others := [flag for flag in ("--multirun", "--info") if flag in given]):
         actions = ["--config", *others]
@@ -92,8 +88,8 @@ def eval(args: Namespace) -> int:
     state_folder, composed, config = saved_run(where, overrides)
     from ptfast.training.saved_model import evaluate_saved
 
-    named = [key for key, place in composed.places.items() if place == COMMAND_LINE]
-    other_data = any(key.split(".")[0] == "data" for key in named)
+    typed = [key for key, place in composed.places.items() if place == COMMAND_LINE]
+    other_data = any(key.split(".")[0] == "data" for key in typed)
     with composed.naming_places():
         return evaluate_saved(config, state_folder, args.split, other_data=other_data)
 
@@ -174,11 +170,7 @@ TIMED_STEPS = 5
 def dry_run(config: Config) -> int:
     """Build the run of `config` in a temporary folder, take a few steps, and print what the whole would take.
 
-    Figures are of one process: its memory, the floating-point operations of one step (forward and backward,
-    counted by operator), and the median of a few timed steps, warm-up left out.
-
-    Raises:
-        PtfastError: whatever would stop the real run in its first steps.
+    Figures are of one process; the time of a step is the median of a few after the warm-up.
     """
     from ptfast.core.machine import peak_memory_bytes
     from ptfast.profiling.limits.operators import Operators, total_flops
@@ -238,3 +230,35 @@ def dry_run(config: Config) -> int:
         ]
         table(["dry run", run.data_note], rows)
     return EXIT_OK
+
+
+def read_typed(arguments: list[str], file: Path | None = None) -> Any:
+    """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
+    from ptfast.config.checks.rules import unused_keys
+    from ptfast.config.read import load_config, read_config
+    from ptfast.core.distributed import nodes_from_environment, world
+    from ptfast.report.terminal.display import say
+
+    composed, config = load_config(file, arguments) if file else read_config(arguments)
+    if file:
+        composed = dataclasses.replace(composed, arguments=["--config", str(file), *arguments])
+    if world(meets=True) is None and (config.parallel.nnodes > 1 or nodes_from_environment()):
+        # The first of all ranks says it.
+        return composed, config
+    for warning in [*composed.warnings, *unused_keys(config, composed.place)]:
+        say(f"ptfast: warning: {warning}", sys.stderr)
+    chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
+    default = config.data.target.path.endswith(".Digits") and config.model.target.path.endswith(".Mlp")
+    if default and not composed.recipe and COMMAND_LINE not in map(composed.places.get, chosen) and not file:
+        say("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
+    return composed, config
+
+
+def saved_run(path: str, overrides: list[str]) -> Any:
+    """The state folder that a user's path means, and the config that it was saved with, raw and checked."""
+    from ptfast.config.read import load_config
+    from ptfast.core.run_directory import CONFIG
+    from ptfast.core.saved_state import find_state
+
+    state_folder = find_state(Path(path))
+    return state_folder, *load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)

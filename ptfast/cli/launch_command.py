@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from ptfast.config.compose import Composed
 
 OF_MACHINE = ("C012", "E004", "E005")
-"""What the machine of the one who submits may lack."""
-
-
+"""Errors about the machine that submits, which need not be able to train."""
 WRITERS: dict[str, Callable[[Job], str]] = {"slurm": slurm, "ray": ray}
 SUBMIT = {"slurm": ("sbatch",), "ray": (sys.executable, "-")}
 """The command that reads a job from its standard input."""
@@ -31,11 +29,7 @@ SUBMIT = {"slurm": ("sbatch",), "ray": (sys.executable, "-")}
 def launch(args: Namespace) -> int:
     """Submit the training that the words mean, or print what would be submitted.
 
-    Returns:
-        The exit code of the command that takes the job.
-
     Raises:
-        ConfigError: a config or flags that cannot be run.
         MachineError: E005 where the cluster's command is not there, E004 where Ray is not.
     """
     text = WRITERS[args.kind](_job(args))
@@ -55,7 +49,6 @@ def launch(args: Namespace) -> int:
 
 
 def _job(args: Namespace) -> Job:
-    """The job that flags and words ask for."""
     from ptfast.config.compose import compose
 
     kind, _, number = (args.gpus or "").rpartition(":")
@@ -87,11 +80,7 @@ def _job(args: Namespace) -> Job:
 
 
 def _check_config(composed: Composed, num_ranks: int) -> None:
-    """Check a config as far as that can be done from here: the nodes are other machines.
-
-    Raises:
-        ConfigError: the first thing wrong.
-    """
+    """Check a config as far as that can be done from here: the nodes are other machines."""
     from ptfast.config.checks.validate import check_batch, validate
 
     try:

@@ -17,13 +17,6 @@ from ptfast.core.sections.nearest_name import did_you_mean
 from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
 
 
-def compare(args: Namespace) -> int:
-    """Rank runs."""
-    from ptfast.cli.compare_command import compare
-
-    return compare([Path(word) for word in args.words], args.metric, args.mode, args.out)
-
-
 def recipes(args: Namespace) -> int:
     """List the recipes."""
     from ptfast.config.editors.help import recipes
@@ -34,20 +27,6 @@ def recipes(args: Namespace) -> int:
         print(f"{entry.name}\n{summary}")
         say(f"    {entry.command}\n")
     print("ptfast copy NAME FILE writes one to edit.")
-    return EXIT_OK
-
-
-def techniques(args: Namespace) -> int:
-    """List the techniques."""
-
-    name = " ".join(args.words)
-    if args.markdown and name:
-        hint = "Leave one of the two out"
-        raise ConfigError("C011", "the Markdown table is of all techniques", key=name, suggestion=hint)
-    if args.markdown:
-        print(markdown())
-    else:
-        show(name or None)
     return EXIT_OK
 
 
@@ -90,30 +69,28 @@ WIDE = 180
 ALWAYS_ON = "always on"
 
 
-def show(name: str | None = None) -> None:
-    """Print what applies on this machine: every technique, those of a family, or all about one.
-
-    Many are a table on a terminal, and lines of cells between tabs elsewhere.
-
-    Args:
-        name: of a technique or a family, in words or joined by hyphens; None for all.
-
-    Raises:
-        ConfigError: C003 when there is neither.
-    """
-    machine = ThisMachine()
-    wanted = None if name is None else plain_name(name)
+def techniques(args: Namespace) -> int:
+    """List what applies on this machine: every technique, those of a family, or all about one."""
+    name = " ".join(args.words)
+    if args.markdown:
+        if name:
+            hint = "Leave one of the two out"
+            raise ConfigError("C011", "the Markdown table is of all techniques", key=name, suggestion=hint)
+        print(markdown())
+        return EXIT_OK
+    wanted, machine = plain_name(name), ThisMachine()
     named = [technique for technique in CATALOGUE if plain_name(technique.name) == wanted]
+    chosen = [t for t in CATALOGUE if not name or plain_name(t.family) == wanted]
     if named:
         _show_one(named[0], machine)
-        return
-    chosen = CATALOGUE if wanted is None else [t for t in CATALOGUE if plain_name(t.family) == wanted]
-    if not chosen:
-        known = [technique.name for technique in CATALOGUE]
+    elif chosen:
+        _show_all(chosen, machine)
+    else:
         families = dict.fromkeys(technique.family for technique in CATALOGUE)
-        hint = did_you_mean(str(name), [*known, *families]) or f"Families: {', '.join(families)}"
+        known = [*(technique.name for technique in CATALOGUE), *families]
+        hint = did_you_mean(name, known) or f"Families: {', '.join(families)}"
         raise ConfigError("C003", "no such technique", key=name, suggestion=hint)
-    _show_all(chosen, machine)
+    return EXIT_OK
 
 
 def markdown() -> str:
@@ -137,6 +114,7 @@ def in_order(techniques: Sequence[Technique]) -> list[Technique]:
 
 
 def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
+    """A table on a terminal, and lines of cells between tabs elsewhere."""
     stream = standard_output()
     wide = not is_terminal(stream) or shutil.get_terminal_size().columns >= WIDE
     headers = ["family", "technique", "class", "switch", "here"] + ["worth"] * wide

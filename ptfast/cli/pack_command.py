@@ -43,15 +43,19 @@ def pack(args: Namespace) -> int:
     if source.resolve() in (folder.resolve(), *folder.resolve().parents):
         what, hint = "lies within its source", "Write the pack beside it"
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
-    _check_source(source)
+    if not source.exists():
+        raise DataError("D001", "no such file or folder", key="SRC", value=source)
+    from ptfast.data.packs.pack_reader import MANIFEST, is_manifest, read_header, same_as
+
+    if source.is_dir() and is_manifest(source / MANIFEST):
+        raise DataError("D001", "is a pack already", key="SRC", value=source)
     texts = source.is_file()
     for flag in _OF_IMAGES if texts else _OF_TEXT:
         if getattr(args, flag[2:].replace("-", "_")):
             what = f"is for {'images' if texts else 'text'}, and SRC is a {'file' if texts else 'folder'}"
             raise ConfigError("C011", what, key=flag, suggestion="Leave it out")
-    plan, unit = (_plan_text(source, args), "bytes") if texts else (_plan_images(source, args), "images")
+    plan = _plan(source, args)
     workers = args.workers or spare_cores(most=sys.maxsize)
-    from ptfast.data.packs.pack_reader import read_header, same_as
     from ptfast.data.packs.pack_writer import check_folder, make
 
     whole = check_folder(folder, plan.header)
@@ -69,40 +73,26 @@ def pack(args: Namespace) -> int:
         print(f"{folder} holds part of a pack with other settings: starting over")
     start_s = time.perf_counter()
     try:
-        with closing(Counter("packing", unit, plan.num_seen)) as counter:
+        with closing(Counter("packing", "bytes" if texts else "images", plan.num_seen)) as counter:
             manifest = make(plan, folder, workers, counter.show)
     except KeyboardInterrupt:
         print(f"{folder} is unfinished; run the same command to resume")
         raise
-    took_s = time.perf_counter() - start_s
-    _report(manifest, folder, took_s)
+    _report(manifest, folder, time.perf_counter() - start_s)
     return EXIT_OK
 
 
-def _check_source(source: Path) -> None:
-    if not source.exists():
-        raise DataError("D001", "no such file or folder", key="SRC", value=source)
-    if source.is_dir():
-        from ptfast.data.packs.pack_reader import MANIFEST, is_manifest
-
-        if is_manifest(source / MANIFEST):
-            raise DataError("D001", "is a pack already", key="SRC", value=source)
-
-
-def _plan_images(source: Path, args: Namespace) -> Plan:
+def _plan(source: Path, args: Namespace) -> Plan:
     if args.jpeg and args.size:
         what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
         raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
     # Imported now: errors in the flags are reported without waiting for torch.
     from ptfast.data.packs.pack_image_tree import plan_images
-
-    return plan_images(source, size=args.size or None, jpeg=args.jpeg, skip_corrupt=args.on_corrupt == "skip")
-
-
-def _plan_text(source: Path, args: Namespace) -> Plan:
     from ptfast.data.packs.pack_text_file import plan_text
 
-    return plan_text(source, tokenizer=args.tokenizer or "characters", documents=args.documents or "none")
+    if source.is_file():
+        return plan_text(source, tokenizer=args.tokenizer or "characters", documents=args.documents or "none")
+    return plan_images(source, size=args.size or None, jpeg=args.jpeg, skip_corrupt=args.on_corrupt == "skip")
 
 
 def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
@@ -170,7 +160,6 @@ class Counter:
         self._now, self._redraws = now, is_terminal(self._stream)
         self._first: int | None = None
         self._start_s = self._next_s = now()
-        self._drawn = False
 
     def show(self, count: int) -> None:
         """The count is at `count`; the first call says where it began, and the rate is from there on."""
@@ -185,30 +174,25 @@ class Counter:
         share = count / self._total if self._total else 1.0
         written = num_bytes if self._unit == "bytes" else grouped
         unit = "" if self._unit == "bytes" else f" {self._unit}"
-        words = [f"{share:4.0%}", f"{written(count)}/{written(self._total)}{unit}"]
+        text = f"{share:4.0%}  {written(count)}/{written(self._total)}{unit}"
         if elapsed_s > 0 and count > self._first:
             rate = (count - self._first) / elapsed_s
-            words += [f"{written(rate)}{unit}/s", f"eta {clock((self._total - count) / rate)}"]
-        self._write(share, "  ".join(words))
+            text += f"  {written(rate)}{unit}/s  eta {clock((self._total - count) / rate)}"
+        if self._redraws:
+            filled = round(_BAR * share)
+            encoding = (getattr(self._stream, "encoding", None) or "utf-8").lower()
+            full, empty = ("━", "─") if encoding.startswith("utf") else ("#", "-")
+            line = one_line(f"{self._what} {full * filled}{empty * (_BAR - filled)} {text}")
+            self._write("\r" + line[: shutil.get_terminal_size().columns - 1] + "\x1b[K")
+        else:
+            self._write(f"{self._what} {text}\n")
 
     def close(self) -> None:
-        """Leave the terminal at the start of a line of its own. Safe to call twice."""
-        if self._drawn:
-            self._drawn = False
-            self._put("\r\x1b[K")
+        """Leave the terminal at the start of a line of its own."""
+        if self._redraws and self._first is not None:
+            self._write("\r\x1b[K")
 
-    def _write(self, share: float, text: str) -> None:
-        if not self._redraws:
-            self._put(f"{self._what} {text}\n")
-            return
-        filled = round(_BAR * share)
-        encoding = (getattr(self._stream, "encoding", None) or "utf-8").lower()
-        full, empty = ("━", "─") if encoding.startswith("utf") else ("#", "-")
-        line = f"{self._what} {full * filled}{empty * (_BAR - filled)} {text}"
-        self._put("\r" + one_line(line)[: shutil.get_terminal_size().columns - 1] + "\x1b[K")
-        self._drawn = True
-
-    def _put(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         # A reader that has gone must not end the work.
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ptfast.cli.typed_config import saved_run
+from ptfast.cli.config_commands import saved_run
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, DataError, cannot_write
 from ptfast.core.units import labelled
 from ptfast.report.terminal.display import is_terminal, say, standard_output
@@ -19,21 +19,16 @@ if TYPE_CHECKING:
 
 
 def predict(args: Namespace) -> int:
-    """Predict for files, or go on from a prompt.
-
-    Raises:
-        ConfigError: C011 or C016 for arguments that make no sense together.
-    """
+    """Predict for files, or go on from a prompt."""
     path, *words = args.words
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
     paths = [word for word in words if word not in overrides]
-    sampling = {name: getattr(args, name) for name in ("num_new", "temperature", "top_k")}
-    sampling = {name: value for name, value in sampling.items() if value is not None}
+    flags = {"num_new": "--max-new-tokens", "temperature": "--temperature", "top_k": "--top-k"}
+    sampling = {name: value for name in flags if (value := getattr(args, name)) is not None}
     if args.prompt is None and sampling:
         name, value = next(iter(sampling.items()))
-        flag = f"--{name.replace('num_new', 'max_new_tokens').replace('_', '-')}"
         hint = "Add --prompt TEXT"
-        raise ConfigError("C011", "is for --prompt", key=flag, value=value, suggestion=hint)
+        raise ConfigError("C011", "is for --prompt", key=flags[name], value=value, suggestion=hint)
     if args.prompt is None and not paths:
         hint = "Usage: ptfast predict RUN PATH...|--prompt TEXT"
         raise ConfigError("C016", "an argument is missing", key="predict", suggestion=hint)
@@ -110,12 +105,7 @@ def predict_files(
 
 
 def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
-    """Write a record's mask, and return its file.
-
-    Raises:
-        ConfigError: C011 for a task without masks.
-        MachineError: E004 where it cannot be written.
-    """
+    """Write a record's mask, and return its file."""
     from ptfast.tasks.semantic_segmentation import mask_picture
 
     if "mask" not in record:
@@ -138,8 +128,7 @@ def continue_prompt(
     """Write the prompt and what a language model says after it, as plain text.
 
     Args:
-        out: file to write; standard output if not given.
-        sampling: keywords of `generate`. Draws are those of the config's `seed`.
+        sampling: keywords of `generate`, drawn from the config's `seed`.
 
     Raises:
         ConfigError: C011 for a run that models no text, C005 for a prompt without a token.

@@ -61,6 +61,11 @@ class Variant:
     """The metric of the runs that have it."""
 
     @property
+    def average(self) -> float | None:
+        """The mean of the metric; None where no run has it."""
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
     def half_width(self) -> float | None:
         """Half of the 95 % interval of the mean, by Student's t; None for fewer than two values."""
         count = len(self.values)
@@ -76,28 +81,24 @@ class Variant:
 
 
 def rank_runs(
-    run_dirs: Sequence[Path], metric: str | None = None, mode: str | None = None, is_sweep: bool = False
+    run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto", is_sweep: bool = False
 ) -> Ranking:
     """Order runs by `metric`; nothing that is missing raises.
 
     Args:
-        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; None or `auto` takes
-            what the runs' own `best` follows.
-        mode: `max` or `min`; None or `auto` judges by the metric's name.
+        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; `auto`: what the runs' own
+            `best` follows.
+        mode: `max` or `min`; `auto` judges by the metric's name.
         is_sweep: tell the runs apart by the arguments in which they differ, not by the whole config.
     """
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
-    if metric is None or metric == "auto":
+    if metric == "auto":
         metric = _default_metric(runs)
-    if mode is None or mode == "auto":
+    if mode == "auto":
         mode = better_mode(metric)
     values = [None if run.status == "failed" else figure_of(run, metric) for run in runs]
     labels = _argument_differences(runs) if is_sweep else _config_differences(runs)
-
-    def place(index: int) -> tuple[bool, bool, float]:
-        return runs[index].status == "failed", *_place(values[index], mode)
-
-    order = sorted(range(len(runs)), key=place)
+    order = sorted(range(len(runs)), key=lambda i: (runs[i].status == "failed", *_place(values[i], mode)))
     return Ranking(
         metric, mode, [runs[i] for i in order], [values[i] for i in order], [labels[i] for i in order]
     )
@@ -120,11 +121,7 @@ def group_seeds(ranking: Ranking) -> list[Variant]:
         )
         for label, group in groups.items()
     ]
-
-    def place(variant: Variant) -> tuple[bool, float]:
-        return _place(statistics.fmean(variant.values) if variant.values else None, ranking.mode)
-
-    return sorted(variants, key=place)
+    return sorted(variants, key=lambda variant: _place(variant.average, ranking.mode))
 
 
 def explained(ranking: Ranking) -> dict[str, float | None]:
@@ -141,17 +138,13 @@ def explained(ranking: Ranking) -> dict[str, float | None]:
 
     Source: Kelley 1935, An unbiased correlation ratio measure.
     """
-    known = [
-        (label, value)
-        for label, value in zip(ranking.labels, ranking.values, strict=True)
-        if value is not None
-    ]
-    values = [value for _, value in known]
-    if len(ranking.keys) < 2 or len(known) < LEAST_RUNS or max(values) == min(values):
+    labels = [label for label, value in zip(ranking.labels, ranking.values, strict=True) if value is not None]
+    values = [value for value in ranking.values if value is not None]
+    if len(ranking.keys) < 2 or len(values) < LEAST_RUNS or max(values) == min(values):
         return {}
     shares: dict[str, float | None] = {}
     for key in ranking.keys:
-        levels = _levels([label.get(key, "") for label, _ in known])
+        levels = _levels([label.get(key, "") for label in labels])
         if len({*levels}) > 1:
             shares[key] = _epsilon_squared(levels, values)
     return dict(sorted(shares.items(), key=lambda item: -1.0 if item[1] is None else item[1], reverse=True))
@@ -221,9 +214,7 @@ def _argument_differences(runs: Sequence[RunFiles]) -> list[Label]:
         words = run.summary.get("arguments") or run.environment.get("command_line") or []
         pairs = [str(word).partition("=") for word in words if "=" in str(word)]
         given.append({key.lstrip("+"): value for key, _, value in pairs})
-    keys = [
-        key for key in dict.fromkeys(key for words in given for key in words) if not key.startswith("run.")
-    ]
+    keys = dict.fromkeys(key for words in given for key in words if not key.startswith("run."))
     swept = [key for key in keys if len({words.get(key) for words in given if words}) > 1]
     return [{key: shorten(words[key], 30) for key in swept if key in words} for words in given]
 
@@ -250,7 +241,6 @@ def _config_differences(runs: Sequence[RunFiles]) -> list[Label]:
 
 
 def _short(key: str, value: Any) -> str:
-    """A value as one would type it, a target by its last name."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value).rpartition(".")[2] if key.endswith("_target_") else shorten(value, 30)

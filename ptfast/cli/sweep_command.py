@@ -40,7 +40,7 @@ OUTPUT = "output.log"
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP has reached the sweep: the jobs that run are to save, and no other to start."""
+    """SIGTERM or SIGHUP has reached the sweep: running jobs save, and no other starts."""
 
 
 class JobError(Exception):
@@ -53,14 +53,13 @@ class JobError(Exception):
 
 @dataclass(frozen=True)
 class SweepJob:
-    """Trains points of a sweep, each in a process of its own, so that one that dies takes no other along.
+    """Trains points of a sweep, each in its own process, so that one that dies takes no other along.
 
     Args:
         run: the command line: takes its words and returns the exit code.
         folder: the sweep's; a job's run directory is `<folder>/<number>`.
         num_parallel: how many train at a time.
-        gpus: of which each of those trains on one of its own, as `CUDA_VISIBLE_DEVICES` names them; none
-            leaves every job all.
+        gpus: one for each of those, as `CUDA_VISIBLE_DEVICES` names them; none leaves every job all.
     """
 
     run: Callable[[list[str]], int]
@@ -68,19 +67,19 @@ class SweepJob:
     num_parallel: int = 1
     gpus: Sequence[str] = ()
     _running: dict[int, tuple[Path, BaseProcess]] = field(default_factory=dict)
-    """Run directories and processes by the slot that they take up."""
+    """Run directories and processes by slot."""
 
     def __call__(self, composed: Composed, number: int) -> Objective:
         """Start to train as soon as fewer than `num_parallel` jobs do.
 
         Returns:
-            What waits for the run and returns the objective: the sweep's metric, on the split that holds it.
-            It raises a JobError where the run failed, whose own process has printed why.
+            A function that waits for the run and returns its objective, the sweep's metric; it raises a
+            JobError where the run failed, whose own process has printed why.
         """
         while len(self._running) == self.num_parallel:
             self._wait()
         run_dir = self.folder / str(number)
-        # A directory that the job finds stays, whatever becomes of it: the ranking reads why it failed.
+        # Made here, so that it stays whatever becomes of the job: the ranking reads why it failed.
         run_dir.mkdir(parents=True, exist_ok=True)
         slot = min({*range(self.num_parallel)} - {*self._running})
         points = [word for word in composed.arguments if not word.startswith("hydra")]
@@ -131,7 +130,7 @@ class SweepJob:
 
 
 def _ending(run_dir: Path, code: int) -> str:
-    """How a job has ended: as its summary says, or by its exit code where it had no time to write one."""
+    """How a job has ended, by its summary, or by its exit code where it wrote none."""
     summary = run_directory.read_json(run_dir / run_directory.SUMMARY)
     status = summary.get("status") if code == EXIT_OK else None
     return str(summary.get("error") or status or ENDINGS.get(code) or f"exit code {code}")
@@ -139,9 +138,6 @@ def _ending(run_dir: Path, code: int) -> str:
 
 def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     """Run a sweep and print its ranking; returns the exit code of the first job that failed.
-
-    Args:
-        run: see `Job`.
 
     Raises:
         ConfigError: C002 to C014 for a point that could not be trained, before any is.
@@ -164,7 +160,12 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
         results = run_sweep(arguments, job, folder, lambda composed: validate(composed.tree, composed.place))
     except (KeyboardInterrupt, Terminated) as error:
         ended_by = error
-        _end_jobs(tell=isinstance(error, Terminated))
+        # They save and leave. Ctrl-C has reached them, too.
+        running = multiprocessing.active_children()
+        for process in running if isinstance(error, Terminated) else ():
+            process.terminate()
+        for process in running:
+            process.join()
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
@@ -177,7 +178,8 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
         show(rank_runs(runs, config.sweep.metric, config.sweep.mode, is_sweep=True))
     if ended_by is not None:
         return EXIT_PREEMPTED if isinstance(ended_by, Terminated) else EXIT_INTERRUPTED
-    return next((exit_code_of(result) for result in results if result.error is not None), EXIT_OK)
+    errors = [result.error for result in results if result.error is not None]
+    return next((e.exit_code if isinstance(e, (JobError, PtfastError)) else 1 for e in errors), EXIT_OK)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -185,33 +187,15 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _end_jobs(*, tell: bool) -> None:
-    """Wait for the jobs that run to save and leave.
-
-    Args:
-        tell: send them SIGTERM; Ctrl-C has reached them, too.
-    """
-    running = multiprocessing.active_children()
-    for process in running if tell else ():
-        process.terminate()
-    for process in running:
-        process.join()
-
-
 def _resolve_parallel(config: Config, given: Sequence[Argument]) -> tuple[int, list[str]]:
-    """How many jobs train at a time, and the GPUs to share out among them.
-
-    Raises:
-        ConfigError: C011 beside a launcher, which decides on that.
-    """
+    """How many jobs train at a time, and the GPUs to share out among them."""
     parallel = config.sweep.parallel
     if parallel == 1:
         return 1, []
     if launcher := next((argument for argument in given if argument.key == "hydra/launcher"), None):
         what = f"{launcher.text} decides how many jobs run at a time"
-        raise ConfigError(
-            "C011", what, key="sweep.parallel", value=parallel, place=COMMAND_LINE, suggestion="Leave one out"
-        )
+        details = {"key": "sweep.parallel", "value": parallel, "suggestion": "Leave one out"}
+        raise ConfigError("C011", what, place=COMMAND_LINE, **details)
     gpus: list[str] = []
     if config.parallel.strategy == "single" and config.device in ("auto", "cuda"):
         import torch
@@ -221,18 +205,8 @@ def _resolve_parallel(config: Config, given: Sequence[Argument]) -> tuple[int, l
     return max(1, len(gpus)) if parallel == "auto" else parallel, gpus
 
 
-def exit_code_of(result: JobResult) -> int:
-    """The exit code that a failed job stands for."""
-    error = result.error
-    return error.exit_code if isinstance(error, (JobError, PtfastError)) else 1
-
-
 def objective(summary: dict[str, dict[str, float]], metric: str) -> float | None:
-    """The figure a sweep optimises, as `split.name` or a bare name of `val`; `auto` is what `best` follows.
-
-    Raises:
-        ConfigError: C005 when the run has no such figure.
-    """
+    """The figure a sweep optimises: `split.name`, a bare name of `val`, or what `best` follows (`auto`)."""
     if metric == "auto":
         metric = str(summary.get("best_metric", "val.loss"))
     split, _, name = metric.rpartition(".")

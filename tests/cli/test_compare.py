@@ -5,14 +5,21 @@ from __future__ import annotations
 import io
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ptfast.cli.compare_command import compare, run_rows, show
+from ptfast.cli import compare_command
+from ptfast.cli.compare_command import run_rows, show
 from ptfast.cli.run_ranking import explained, group_seeds, rank_runs
 from ptfast.core.errors import ConfigError, MachineError
+
+
+def compare(paths: list[Path], metric: str = "auto", mode: str = "auto", out: Path | None = None) -> int:
+    words = [str(path) for path in paths]
+    return compare_command.compare(Namespace(words=words, metric=metric, mode=mode, out=out))
 
 
 def write_run(run_dir: Path, accuracy: float | None, config: dict[str, Any], **summary: Any) -> Path:
