@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import os
 import queue
 import secrets
 import threading
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ptfast.core import run_directory
 from ptfast.core.errors import MachineError, cannot_write, import_extra, one_line, shorten
@@ -21,20 +22,11 @@ from ptfast.core.protocols import Logger
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 PLACE = ("step", "epoch", "split")
-"""Keys of a record that say where it was taken; all others are figures."""
+"""Keys that say where a record was taken; all others are figures."""
 USAGE = ("memory_bytes", "cpu_cores", "gpu_use")
 """Figures of what a run keeps busy, drawn in its report."""
 RESOURCES = ("step_s", "peak_memory_bytes", "padding_share", *USAGE)
-"""Figures of what a run takes, which are logged and not shown while it trains."""
-
-
-@runtime_checkable
-class RunLogger(Logger, Protocol):
-    """A logger named in the config: made from its keywords alone, given its run later."""
-
-    def open(self, run_dir: Path, config: dict[str, Any]) -> None:
-        """Start or go on with the log of the run in `run_dir`, which was started with `config`."""
-        ...
+"""Figures that are logged and not shown while a run trains."""
 
 
 class JsonlLogger:
@@ -49,7 +41,9 @@ class JsonlLogger:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            _drop_cut_line(path)
+            if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
+                # A kill has cut off the last line; the next record must not run into it.
+                os.truncate(path, content.rfind(b"\n") + 1)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise cannot_write(error, str(path)) from error
@@ -206,13 +200,8 @@ class Wandb:
         mode: str | None = None,
     ) -> None:
         import_extra("wandb", "wandb", "logger", "wandb")
-        self._options: dict[str, Any] = {
-            "project": project,
-            "entity": entity,
-            "tags": list(tags),
-            "mode": mode,
-        }
-        self._name = name
+        self._options: dict[str, Any] = {"project": project, "entity": entity, "tags": list(tags)}
+        self._mode, self._name = mode, name
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         import wandb
@@ -223,7 +212,13 @@ class Wandb:
         run_directory.write_json(run_dir / run_directory.WANDB, {"id": run_id})
         try:
             self._run: Any = wandb.init(
-                **self._options, name=name, id=run_id, resume="allow", dir=str(run_dir), config=config
+                **self._options,
+                mode=self._mode,
+                name=name,
+                id=run_id,
+                resume="allow",
+                dir=str(run_dir),
+                config=config,
             )
         except Exception as error:  # of classes that differ between its versions
             hint = "Log in with `wandb login`, or set WANDB_MODE=offline to log on this machine alone"
@@ -260,12 +255,12 @@ class BackgroundLogger:
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._error: MachineError | None = None
         self._busy: Logger | None = None
-        """The logger that was called last."""
+        """The logger called last."""
         self._closed = False
 
     @property
     def shows_images(self) -> bool:
-        """Return True if one of the loggers takes images."""
+        """True if one of the loggers takes images."""
         return any(hasattr(logger, "log_images") for logger in self._loggers)
 
     def log(self, record: Record) -> None:
@@ -273,13 +268,8 @@ class BackgroundLogger:
         self._surface()
 
     def log_images(self, step: int, images: Any) -> None:
-        """Hand images (number, channels, height, width) on the host to the loggers that take such."""
+        """Hand images (number, channels, height, width) on the host to the loggers that take images."""
         self._put("log_images", step, images)
-
-    def _put(self, method: str, *given: Any) -> None:
-        if self._thread is None:
-            self._begin()
-        self._queue.put((method, given))
 
     def close(self) -> None:
         """Write all that is queued, then close every logger, within `CLOSE_S`. Safe to call twice.
@@ -289,22 +279,23 @@ class BackgroundLogger:
         if self._closed:
             return
         self._closed = True
-        if self._thread is None:
-            self._begin()
-        self._queue.put(None)
-        assert self._thread is not None
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive() and self._busy is not None:
+        thread = self._put(None)
+        thread.join(CLOSE_S)
+        if thread.is_alive() and self._busy is not None:
             late = f"{type(self._busy).__name__} has not come to an end in {CLOSE_S:g} s and is left behind"
             self._warnings.put(f"{late}: what it was given last may be missing")
-            # The others, metrics.jsonl among them, get all the same what waits behind it.
+            # The others, metrics.jsonl among them, still get the records queued behind it.
             self._loggers.remove(self._busy)
             self._work()
         self._surface()
 
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="ptfast-logger", daemon=True)
-        self._thread.start()
+    def _put(self, method: str | None, *given: Any) -> threading.Thread:
+        """Queue a call of a method of the loggers, or None for the end; returns the thread that makes it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ptfast-logger", daemon=True)
+            self._thread.start()
+        self._queue.put(None if method is None else (method, given))
+        return self._thread
 
     def _work(self) -> None:
         while (due := self._queue.get()) is not None:
@@ -342,17 +333,15 @@ class BackgroundLogger:
 
 
 class NoLogger:
-    """Takes records and keeps none: what ranks other than the first log to."""
+    """Drops records: the logger of ranks other than the first."""
 
-    def log(self, record: Record) -> None:
-        """Nothing to write."""
+    def log(self, record: Record) -> None: ...
 
-    def close(self) -> None:
-        """Nothing to let go of."""
+    def close(self) -> None: ...
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What of a config decides what is trained, by dotted key: plain values, lists as text."""
+    """The keys of a config that decide what is trained, dotted: plain values, lists as text."""
     from ptfast.config.schema import flatten, is_free
 
     return {
@@ -363,6 +352,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_by(service: str, option: str, error: Exception, hint: str) -> MachineError:
+    """The error for a service that does not take the run."""
     reason = shorten(one_line(f"{type(error).__name__}: {error}").rstrip(". "), 200)
     what = f"{service} does not take the run ({reason})"
     return MachineError("E006", what, key="logger", value=option, suggestion=hint)
@@ -373,13 +363,3 @@ def tagged(record: Record) -> dict[str, float]:
     split = record.get("split", "train")
     numbers = {name: value for name, value in record.items() if name not in PLACE}
     return {f"{split}/{name}": float(v) for name, v in numbers.items() if isinstance(v, (int, float))}
-
-
-def _drop_cut_line(path: Path) -> None:
-    """Remove a last line that a kill cut off, so that the next record does not run into it."""
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with path.open("rb+") as file:
-            file.truncate(content.rfind(b"\n") + 1)

@@ -12,10 +12,8 @@ from ptfast.core.errors import import_extra
 from ptfast.report.loggers import Record, refused_by, settings_of, tagged
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-MOST_PARAMS = 100
-"""That one request takes."""
-MOST_CHARS = 500
-"""Of a parameter's value, as older servers take them."""
+MOST_PARAMS, MOST_CHARS = 100, 500
+"""Parameters in one request, and characters of a parameter's value in older servers."""
 
 
 class Mlflow:

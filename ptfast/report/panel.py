@@ -32,6 +32,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         sections: of the config and its other values, by name; each function of `PANELS` takes its own.
     """
     from ptfast.core.machine import spare_cores
+    from ptfast.optim.parameters.groups import reference_lr
 
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
     num_parameters = sum(p.numel() for p in run.model.parameters())
@@ -39,7 +40,9 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
     threads = f"{resolved.threads} thread" + "s" * (resolved.threads > 1) + " each" * (num_ranks > 1)
     threads += f" ({resolved.threads_reason})" * bool(resolved.threads_reason)
-    # Weights that are shared out come with a class of torch's own making.
+    rate = f"{reference_lr(run.optimizer, 'initial_lr'):g}"
+    rate += f" ({resolved.lr_scaling})" if resolved.lr_scaling else ""
+    # FSDP gives the model a class of torch's own making.
     model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
     facts = {
         **sections,
@@ -58,7 +61,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         ("precision", run.precision.describe()),
         ("batch", call_with(_batch, facts)),
         ("steps", call_with(_steps, facts)),
-        ("optimizer", f"{type(run.optimizer).__name__}, lr {_rate(run)}, {resolved.optimizer}"),
+        ("optimizer", f"{type(run.optimizer).__name__}, lr {rate}, {resolved.optimizer}"),
     ]
     switches = {name: row for part in PANELS for name, row in call_with(part, facts).items()}
     table += [(name, str(row)) for name, row in switches.items() if row is not None]
@@ -84,7 +87,6 @@ def _task(run: Run) -> str:
 
 
 def _steps(run: Run, epochs: int | None, steps: int | None) -> str:
-    """Optimizer steps of the run, and how the config says its length."""
     length = f"epochs={epochs}"
     if steps is not None:
         passes = run.train_loader.plan.epoch_at(run.total_steps)
@@ -97,11 +99,8 @@ def _batch(run: Run, batching: sampling.Batching) -> str:
     if (budget := batching.batch_tokens) is not None:
         sizes = run.train_loader.plan.all_sizes()
         return f"up to {budget:,} tokens: {min(sizes):,} to {max(sizes):,} samples"
-    batch_size, micro_batches, num_ranks = (
-        run.settings.batch_size,
-        run.settings.micro_batches,
-        run.ranks.num_ranks,
-    )
+    batch_size, micro_batches = run.settings.batch_size, run.settings.micro_batches
+    num_ranks = run.ranks.num_ranks
     if micro_batches == 1:
         return str(batch_size)
     per_rank = micro_batches // num_ranks
@@ -110,7 +109,6 @@ def _batch(run: Run, batching: sampling.Batching) -> str:
 
 
 def _loader(run: Run) -> dict[str, object]:
-    """The loader, and why that one was chosen."""
     kind, reason = run.train_loader.kind, getattr(run.train_loader, "reason", None)
     return {"loader": f"{kind} ({reason})" if reason else kind}
 
@@ -121,7 +119,6 @@ def left_out(run: Run) -> dict[str, int]:
 
 
 def _evaluation(run: Run) -> dict[str, object]:
-    """The panel's lines about evaluations that are not as usual."""
     views = ["their mirror images"] * run.settings.flip
     views += [f"shifts by {run.settings.shift} px"] * bool(run.settings.shift)
     words = [f"over images and {' and '.join(views)}"] if views else []
@@ -134,19 +131,8 @@ def _evaluation(run: Run) -> dict[str, object]:
 
 
 def _resumed(run: Run) -> dict[str, object]:
-    """Where the run resumes, and what that took."""
-    note = f"at step {run.progress.step:,}" + (
-        f"; {run.status.resumed_note}" if run.status.resumed_note else ""
-    )
-    return {"resumed": note if run.progress.step else None}
-
-
-def _rate(run: Run) -> str:
-    """The learning rate, and how it came from that of a reference batch."""
-    from ptfast.optim.parameters.groups import reference_lr
-
-    scaling = run.resolved.lr_scaling
-    return f"{reference_lr(run.optimizer, 'initial_lr'):g}" + (f" ({scaling})" if scaling else "")
+    note = f"; {run.status.resumed_note}" if run.status.resumed_note else ""
+    return {"resumed": f"at step {run.progress.step:,}{note}" if run.progress.step else None}
 
 
 def device_name(run: Run) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError, PtfastError, described, name_of, shorten, summary_of
 from ptfast.core.protocols import DataInfo, Metrics, Task
 from ptfast.core.sections.targets import Target, built_with, is_metric_function
@@ -61,7 +63,7 @@ class Added:
                 raise _failure(name, metric, "update", error, as_metrics_take) from error
 
     def compute(self) -> dict[str, Any]:
-        """The figures of all: numbers, and a `Table` for what is none."""
+        """The figures of all: a number each, or a `MetricTable`."""
         values = with_tables(self._own)
         for name, metric in self.added.items():
             try:
@@ -85,7 +87,7 @@ class Added:
 
 
 def with_tables(metrics: Metrics) -> dict[str, Any]:
-    """What `metrics` give: numbers, and a `Table` for what is none.
+    """What `metrics` give: a number each, or a `MetricTable`.
 
     Raises:
         ConfigError: C017 for what holds no numbers.
@@ -104,6 +106,34 @@ def _number_or_table(value: Any, kind: str, key: str, path: str) -> Any:
         what = f"compute gives {described(value)}, where numbers are expected"
         raise ConfigError("C017", what, key=key, value=path)
     return MetricTable(kind, value)
+
+
+def write_tables(
+    run_dir: Path,
+    split: str,
+    step: int,
+    tables: Mapping[str, MetricTable],
+    class_names: Sequence[str] | None,
+) -> None:
+    """Write RUN_DIR/metrics/<split>.json in place of that of an earlier step; report.html shows it.
+
+    Raises:
+        MachineError: E001 when it cannot be written.
+    """
+    folder = run_dir / run_directory.METRICS
+    run_directory.create_folder(folder)
+    metrics = {name: {"kind": kind, "values": as_lists(value)} for name, (kind, value) in tables.items()}
+    content = {"step": step, "split": split, "class_names": class_names, "metrics": metrics}
+    run_directory.write_json(folder / f"{split}.json", content)
+
+
+def as_lists(value: Any) -> Any:
+    """The value of a table as lists of numbers."""
+    if isinstance(value, (list, tuple)):
+        return [as_lists(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): as_lists(item) for key, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def is_number(value: Any) -> bool:

@@ -16,9 +16,8 @@ from ptfast.core import devices
 from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import EvalLoader, MicroBatch, StepBatch, hooks
-from ptfast.report.metric_tables import write_tables
 from ptfast.run import Run
-from ptfast.tasks.added_metrics import MetricTable
+from ptfast.tasks.added_metrics import MetricTable, write_tables
 from ptfast.training.evaluate import Abandoned, evaluate
 from ptfast.training.state import save_training
 from ptfast.training.step import Trainer

@@ -21,10 +21,9 @@ from ptfast.core.units import duration, listed
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.loading import open_side_stream
 from ptfast.data.saved_info import check_same_data, read_info
-from ptfast.report.metric_tables import plain
 from ptfast.report.terminal.display import Display as NoDisplay
 from ptfast.report.terminal.display import is_terminal, standard_output, terminal_display
-from ptfast.tasks.added_metrics import MetricTable
+from ptfast.tasks.added_metrics import MetricTable, as_lists
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.precision.number_formats import NumberFormats
@@ -160,7 +159,7 @@ def evaluate_saved(
             for key, (kind, _) in tables.items()
         ]
         if not redraws:
-            given = {key: plain(value) for key, (_, value) in tables.items()}
+            given = {key: as_lists(value) for key, (_, value) in tables.items()}
             print(json.dumps({"step": saved.step, "split": name, **figures, **given}), flush=True)
     for loader in loaders.values():
         loader.close()

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ptfast.core import units
-from ptfast.report.terminal.display import Display, PlainDisplay, build_display, say, table
-from ptfast.report.terminal.live_display import LiveDisplay
+from ptfast.report.terminal.display import Display, LiveDisplay, PlainDisplay, build_display, say, table
 
 FIGURES = {"loss": 0.231, "lr": 3.2e-3, "samples_per_s": 3412.4}
 ESCAPE = "\x1b"

@@ -21,7 +21,6 @@ from ptfast.report.loggers import (
     Csv,
     JsonlLogger,
     Logger,
-    RunLogger,
     Tensorboard,
     Wandb,
     read_records,
@@ -111,7 +110,6 @@ def test_a_full_disk_surfaces_once_in_the_thread_that_logs() -> None:
 
 def test_csv_adds_columns_as_figures_appear(tmp_path: Path) -> None:
     logger = Csv()
-    assert isinstance(logger, RunLogger)
     logger.open(tmp_path, {})
     logger.log(train(1, loss=0.5))
     logger.log({"step": 1, "epoch": 0.1, "split": "val", "loss": 0.4, "accuracy": 0.9})

@@ -9,11 +9,19 @@ from typing import Any
 
 from ptfast.core.clock import CAUSES, label
 from ptfast.core.errors import cannot_write
+from ptfast.core.run_directory import METRICS, read_json
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.html.html_page import facts, header, html_table, page, tiles
-from ptfast.report.html.metric_charts import metric_sections
 from ptfast.report.html.run_files import RunFiles, is_finite, read_run
-from ptfast.report.html.svg_charts import SCRIPT_FILE, Series, curve_controls, line_chart, stacked_bar
+from ptfast.report.html.svg_charts import (
+    LEFT,
+    SCRIPT_FILE,
+    Series,
+    curve_controls,
+    line_chart,
+    stacked_bar,
+    thin,
+)
 
 REPORT_FILE = "report.html"
 CAUSE_COLORS = {
@@ -35,14 +43,19 @@ CAUSE_COLORS = {
 """The same in every report, so that two can be laid side by side."""
 SPLITS = ("train", "val", "test", "best")
 MOST_CLASSES, MOST_KNOTS = 20, 200
+MOST_CELLS, MOST_PAIRS, MOST_CURVES = 30, 20, 8
+"""A confusion matrix of more classes than `MOST_CELLS` lists the pairs that are confused most."""
+SIDE = 270
+"""Of a chart with shares on both axes."""
+CURVES = {
+    "ROC": ("false positive rate", "true positive rate"),
+    "PrecisionRecallCurve": ("recall", "precision"),
+}
+"""Axes of curves, by the end of their metric's name."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write RUN_DIR/report.html from the files beside it; those that are missing leave out their part.
-
-    Raises:
-        MachineError: E001 when it cannot be written.
-    """
+    """Write RUN_DIR/report.html from the files beside it; a missing file leaves out its part."""
     path = run_dir / REPORT_FILE
     try:
         path.write_text(_render(read_run(run_dir)), encoding="utf-8")
@@ -54,7 +67,10 @@ def write_report(run_dir: Path) -> Path:
 def _render(run: RunFiles) -> str:
     title = str(run.summary.get("recipe") or run.config.get("recipe") or run.name)
     head = header(title, run.status, str(run.run_dir.absolute()), _versions(run))
-    body = [head, _error(run), tiles(_key_figures(run))]
+    body = [head]
+    if error := run.summary.get("error"):
+        body.append(f'<p class="card error">{escape(str(error))}</p>')
+    body.append(tiles(_key_figures(run)))
     if table := _figure_table(run):
         body += ["<h2>Figures</h2>", table]
     if charts := _charts(run):
@@ -62,7 +78,7 @@ def _render(run: RunFiles) -> str:
         controls = curve_controls(run.last_step, knots)
         body += ["<h2>Curves</h2>", controls, f'<div class="grid2">{charts}</div>']
     body += [
-        metric_sections(run.run_dir),
+        *map(_metric_section, _read_tables(run.run_dir)),
         _examples(run),
         _time_budget(run),
         _speed_of_light(run),
@@ -80,11 +96,6 @@ def _versions(run: RunFiles) -> str:
     named += [f"{facts[name]} {name}" for name in ("threads", "ranks") if facts.get(name, 1) > 1]
     commit = [f"commit {str(facts['git_commit'])[:10]}"] if facts.get("git_commit") else []
     return " · ".join([*named, *commit])
-
-
-def _error(run: RunFiles) -> str:
-    error = run.summary.get("error")
-    return f'<p class="card error">{escape(str(error))}</p>' if error else ""
 
 
 def _key_figures(run: RunFiles) -> list[tuple[str, str]]:
@@ -230,18 +241,135 @@ def _settings(run: RunFiles) -> str:
             f'<section><h2>config.yaml</h2><pre class="card tall">{escape(run.config_text)}</pre></section>'
         )
     if run.environment:
-        rows = [
-            (name.replace("_", " "), _text(value))
-            for name, value in run.environment.items()
-            if value is not None
-        ]
+        rows = []
+        for name, value in run.environment.items():
+            parts = value if isinstance(value, list) else [value]
+            text = " ".join(map(str, parts))
+            if isinstance(value, dict):
+                text = ", ".join(f"{key} {item}" for key, item in value.items())
+            if value is not None:
+                rows.append((name.replace("_", " "), text))
         columns.append(f"<section><h2>Environment</h2>{facts(rows)}</section>")
     return f'<div class="columns">{"".join(columns)}</div>' if columns else ""
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {item}" for name, item in value.items())
-    return str(value)
+def _metric_section(content: dict[str, Any]) -> str:
+    """What metrics gave besides figures: confusion matrices, curves, figures by class."""
+    names, charts, by_class = content.get("class_names"), [], {}
+    for name, metric in content["metrics"].items():
+        kind, values = str(metric.get("kind")), metric.get("values")
+        axes = next((axes for end, axes in CURVES.items() if kind.endswith(end)), None)
+        if axes is not None and isinstance(values, list) and len(values) == 3:
+            x, y = (values[0], values[1]) if kind.endswith("ROC") else (values[1], values[0])
+            charts.append(_curves(name, x, y, axes, names))
+        elif _is_matrix(values):
+            charts.append(_confusion(name, values, names))
+        elif isinstance(values, list) and all(isinstance(value, (int, float)) for value in values):
+            by_class.setdefault(len(values), {})[name] = values
+        else:
+            charts.append(f"<p>{escape(name)} is kept in metrics/{escape(content['split'])}.json</p>")
+    for count, columns in by_class.items():
+        headers = ["class" if _fits(names, count) else "", *(name.replace("_", " ") for name in columns)]
+        rows = [
+            [_named(names, index, count), *(figure(name, column[index]) for name, column in columns.items())]
+            for index in range(count)
+        ]
+        charts.append(html_table(headers, rows))
+    title = f"Metrics of {content['split']} at step {grouped(content['step'])}"
+    return f'<h2>{escape(title)}</h2><div class="grid2">{"".join(charts)}</div>'
+
+
+def _is_matrix(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) > 1
+        and all(isinstance(row, list) and len(row) == len(values) for row in values)
+        and all(isinstance(cell, (int, float)) for row in values for cell in row)
+    )
+
+
+def _fits(names: Any, count: int) -> bool:
+    return isinstance(names, list) and len(names) == count
+
+
+def _named(names: Any, index: int, count: int) -> str:
+    return str(names[index]) if _fits(names, count) else str(index)
+
+
+def _confusion(name: str, counts: Sequence[Sequence[float]], names: Any) -> str:
+    """True classes in rows, predicted ones in columns; a cell is the darker the more of its row it holds."""
+    size = len(counts)
+    labels = [_named(names, index, size) for index in range(size)]
+    title = escape(name.replace("_", " "))
+    caption = f"<figcaption><b>{title}</b>true classes in rows, predicted in columns</figcaption>"
+    if size > MOST_CELLS:
+        cells = [(count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row)]
+        pairs = [(count, i, j) for count, i, j in cells if i != j and count]
+        rows = [
+            [labels[i], labels[j], _cell(count)] for count, i, j in sorted(pairs, reverse=True)[:MOST_PAIRS]
+        ]
+        return f"<figure>{caption}{html_table(['true', 'predicted', 'count'], rows)}</figure>"
+    lines = ["<th></th>" + "".join(f"<th>{escape(label)}</th>" for label in labels)]
+    for class_name, row in zip(labels, counts, strict=True):
+        total = sum(row) or 1
+        cells = "".join(f'<td style="--part:{100 * count / total:.0f}%">{_cell(count)}</td>' for count in row)
+        lines.append(f"<th>{escape(class_name)}</th>{cells}")
+    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<figure>{caption}<div class="matrix"><table>{table}</table></div></figure>'
+
+
+def _cell(count: float) -> str:
+    return grouped(count) if float(count).is_integer() else f"{count:.3g}"
+
+
+def _curves(name: str, x: Any, y: Any, axes: tuple[str, str], names: Any) -> str:
+    """Curves between 0 and 1 on both axes, one for each class, at most eight of them."""
+    several = isinstance(y[0], list) if y else False
+    xs, ys = (x, y) if several else ([x], [y])
+    lines = [
+        Series(_named(names, index, len(ys)) if several else name, _points(*points), index)
+        for index, points in enumerate(list(zip(xs, ys, strict=True))[:MOST_CURVES])
+    ]
+    shapes = [
+        f'<path class="grid" d="M{_x(at):.1f} {_y(0):.1f}V{_y(1):.1f}M{_x(0):.1f} {_y(at):.1f}H{_x(1):.1f}"/>'
+        f'<text x="{_x(at):.1f}" y="{_y(0) + 17:.1f}" text-anchor="middle">{at:g}</text>'
+        f'<text x="{_x(0) - 8:.1f}" y="{_y(at) + 4:.1f}" text-anchor="end">{at:g}</text>'
+        for at in (0, 0.25, 0.5, 0.75, 1)
+    ]
+    for line in lines:
+        path = "L".join(f"{_x(x):.1f} {_y(y):.1f}" for x, y in line.points)
+        shapes.append(f'<g class="{line.css}"><path class="line" d="M{path}"/></g>')
+    shapes.append(
+        f'<text x="{_x(0.5):.1f}" y="{_y(0) + 36:.1f}" text-anchor="middle">{axes[0]}</text>'
+        f'<text transform="translate(14 {_y(0.5):.1f}) rotate(-90)" text-anchor="middle">{axes[1]}</text>'
+    )
+    legend = "".join(
+        f'<span class="key {line.css}"><i></i>{escape(line.name)}</span>' for line in lines if several
+    )
+    left_out = len(ys) - len(lines)
+    note = f'<span class="key">and {left_out} more classes</span>' if left_out else ""
+    title = escape(name.replace("_", " "))
+    return (
+        f"<figure><figcaption><b>{title}</b>{legend}{note}</figcaption>"
+        f'<svg class="square" viewBox="0 0 {LEFT + SIDE + 16} {SIDE + 58}" role="img" aria-label="{title}">'
+        f"{''.join(shapes)}</svg></figure>"
+    )
+
+
+def _points(x: Sequence[Any], y: Sequence[Any]) -> Sequence[tuple[float, float]]:
+    numbers = [(a, b) for a, b in zip(x, y, strict=False) if a is not None and b is not None]
+    return thin(sorted(numbers)) or [(0.0, 0.0)]
+
+
+def _x(share: float) -> float:
+    return LEFT + share * SIDE
+
+
+def _y(share: float) -> float:
+    return 10 + (1 - share) * SIDE
+
+
+def _read_tables(run_dir: Path) -> list[dict[str, Any]]:
+    """The files of a run's folder `metrics`, that of `test` last."""
+    files = sorted((run_dir / METRICS).glob("*.json"), key=lambda file: file.stem == "test")
+    return [content for file in files if (content := read_json(file)).get("metrics")]

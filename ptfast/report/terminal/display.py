@@ -1,18 +1,32 @@
-"""Standard output: the display of a run, and tables of runs, recipes and techniques."""
+"""Standard output: the display of a run with its line redrawn in place, lines, and tables."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import io
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Container, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ptfast.core.errors import one_line
-from ptfast.core.units import are_numbers
-from ptfast.report.terminal.plain_display import Display, PlainDisplay
+from ptfast.core.units import are_numbers, clock, listed
+from ptfast.report.terminal.plain_display import Display, PlainDisplay, Rows, closing
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.live import Live
+    from rich.text import Text
+
+REDRAW_S = 0.5
+"""Shortest time between two drawings of the live line; one costs about half a millisecond."""
+MAX_WIDTH = 100
+"""Panels grow no wider: lines longer than this are hard to follow."""
+STATUS_STYLES = {"finished": "green", "stopped": "green", "failed": "red"}
 
 
 def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
@@ -22,7 +36,7 @@ def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
     stream = stream or standard_output()
     if not is_terminal(stream):
         return PlainDisplay(stream)
-    from ptfast.report.terminal.live_display import LiveDisplay
+    from ptfast.report.terminal.display import LiveDisplay
 
     return LiveDisplay(stream)
 
@@ -128,11 +142,7 @@ def table(
 
 
 def fits(columns: Sequence[Sequence[str]]) -> bool:
-    """Return True unless standard output is a terminal too narrow for a table of these columns.
-
-    Args:
-        columns: their cells, headers included.
-    """
+    """Return True unless standard output is a terminal too narrow for these columns, headers included."""
     stream = standard_output()
     if not is_terminal(stream):
         return True
@@ -147,14 +157,14 @@ def _least_width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def _longest_word(column: Sequence[str]) -> int:
-    """The longest of what stays in a line: words, numbers with their units, a short header such as `95 %`."""
+    """The longest part that is not broken: a word, a number with its unit, a short header such as `95 %`."""
     header, *cells = column
     words = [word for cell in cells for word in ([cell] if are_numbers([cell]) else cell.split())]
     return max(map(len, [*words, *([header] if len(header) < 12 else header.split())]), default=0)
 
 
 def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[None]:
-    """Widths that sum to `room` and break no word, where columns are too wide for it and that can be had."""
+    """Widths that sum to `room` and break no word; None where all fit, or no such widths exist."""
     natural = [max(map(len, column)) for column in columns]
     widths = [_longest_word(column) for column in columns]
     if sum(natural) <= room or sum(widths) > room:
@@ -165,3 +175,166 @@ def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[Non
         )
         widths[narrowest] += 1
     return widths
+
+
+class Countdown:
+    """A text with the time left until `end_s`, as it is whenever it is drawn."""
+
+    def __init__(self, text: str, end_s: float | None, now: Callable[[], float]) -> None:
+        self._text, self._end_s, self._now = text, end_s, now
+
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        eta = "" if self._end_s is None else f"  eta {clock(self._end_s - self._now())}"
+        return Text(self._text + eta)
+
+
+class LiveDisplay(PlainDisplay):
+    """A terminal: panels, one line that is redrawn in place, lines of evaluations above it."""
+
+    _live: Live | None = None
+    _state: tuple[int, float, Mapping[str, Any], float | None] = (0, 0, {}, None)
+    _drawn_s = 0.0
+
+    @cached_property
+    def _console(self) -> Console:
+        from rich.console import Console
+
+        class QuietWhenGone(Console):
+            def on_broken_pipe(self) -> None:
+                # The inherited one exits the process.
+                self.quiet = True
+
+        return QuietWhenGone(
+            file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False
+        )
+
+    def panel(self, title: str, rows: Rows, loud: Sequence[str] = (), style: str = "cyan") -> None:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in rows:
+            grid.add_row(Text(one_line(name)), Text(one_line(value)))
+        warnings = [Text(f"! {one_line(text)}", style="bold yellow") for text in loud]
+        width = min(self._console.width, MAX_WIDTH)
+        box = Panel(
+            Group(grid, *warnings),
+            title=Text(one_line(title), style=f"bold {style}"),
+            title_align="left",
+            border_style=style,
+            expand=False,
+            padding=(0, 1),
+        )
+        self._show(box, width=width)
+
+    @contextlib.contextmanager
+    def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
+        self.close()
+        end_s = None if left_s is None else self._now() + left_s
+        with self._console.status(Countdown(one_line(text), end_s, self._now), refresh_per_second=4):
+            yield
+
+    def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
+        self._state = (step, epoch, figures, self._estimate(step))
+        now = self._now()
+        if self._live is not None and now - self._drawn_s < REDRAW_S:
+            return
+        self._drawn_s = now
+        with contextlib.suppress(OSError, ValueError):
+            live = self._live or self._begin()
+            live.refresh()
+
+    def evaluation(
+        self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
+    ) -> None:
+        from rich.text import Text
+
+        line = Text()
+        line.append(f"{self._where(step, epoch)}  ", style="dim")
+        line.append(one_line(f"{split:<4}  {listed(figures)}"))
+        if is_best:
+            line.append("  best", style="bold green")
+        self._show(line)
+
+    def warn(self, text: str) -> None:
+        from rich.text import Text
+
+        self._show(Text(f"warning: {one_line(text)}", style="yellow"))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.close()
+        title, rows, loud = closing(summary)
+        self.panel(title, rows, loud, style=STATUS_STYLES.get(str(summary.get("status")), "yellow"))
+        self._say_how_to_resume(summary)
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            atexit.unregister(self.close)
+            with contextlib.suppress(OSError, ValueError):
+                live.stop()
+
+    def _begin(self) -> Live:
+        from rich.live import Live
+
+        self._live = live = Live(
+            self,  # pyright: ignore[reportArgumentType]
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        atexit.register(self.close)
+        live.start()
+        # A hidden cursor would stay hidden after a SIGKILL.
+        self._console.show_cursor(True)
+        return live
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        fields = self._fields(*self._state)
+        where = fields.pop("where")
+        figures = {name: text for name, text in fields.items() if name not in ("loss", "eta")}
+        # What gives way first in a narrow terminal comes last here.
+        order = ["loss", "eta", "samples_per_s", "lr", *figures]
+        done = self._state[0] / self._total_steps if self._total_steps else None
+        percent = "" if done is None else f" {done:4.0%}"
+        room = options.max_width - 1 - len(percent) - (0 if done is None else 8)
+        shown: dict[str, str] = {}
+        for name in dict.fromkeys(order):
+            if name in fields and len(fields[name]) + 2 <= room:
+                shown[name] = fields[name]
+                room -= len(fields[name]) + 2
+        line = Text(no_wrap=True, overflow="ellipsis")
+        if done is not None:
+            # The bar gets what is left over after the place, if that fits.
+            fits = len(where) + 2 <= room - 2
+            width = 8 + min(32, room - (len(where) + 2 if fits else 0))
+            full = round(width * min(1.0, done))
+            filled, empty = ("#", "-") if options.ascii_only else ("━", "─")
+            line.append(filled * full, style="cyan").append(empty * (width - full), style="dim")
+            line.append(percent + (f"  {where}" if fits else ""))
+        else:
+            line.append(where)
+        for name in fields:
+            if name in shown:
+                line.append("  ").append(shown[name], style="bold" if name == "loss" else "")
+        yield line
+
+    def _print(self, text: str, *, copied: bool = False) -> None:
+        from rich.text import Text
+
+        # What the terminal itself breaks is copied as one line.
+        self._show(Text(one_line(text)), soft_wrap=copied)
+
+    def _show(self, renderable: Any, **options: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._console.print(renderable, **options)

@@ -154,7 +154,7 @@ class PlainDisplay(Display):
     def _fields(
         self, step: int, epoch: float, figures: Mapping[str, Any], eta_s: float | None
     ) -> dict[str, str]:
-        """The parts of a progress line by name, each as wide as it ever was, so that columns stay put."""
+        """The parts of a progress line by name, each as wide as it ever was: columns stay put."""
         fields = {"where": self._where(step, epoch)}
         fields |= {name: labelled(name, value) for name, value in figures.items()}
         if eta_s is not None:
