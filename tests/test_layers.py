@@ -220,7 +220,7 @@ from ptfast.techniques.backend.torch_settings import apply_backend
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing, apply_memory_budget
 from ptfast.core.sections.targets import Target
-from ptfast.profiling.limits.step_counting import Operators, StepCounter
+from ptfast.profiling.operator_counting import Operators, StepCounter
 from ptfast.models.gpt import Gpt
 from ptfast.optim.build_optimizer import build_optimizer, build_step
 

@@ -173,8 +173,8 @@ def dry_run(config: Config) -> int:
     Figures are of one process; the time of a step is the median of a few after the warm-up.
     """
     from ptfast.core.machine import peak_memory_bytes
-    from ptfast.profiling.limits.operators import Operators, total_flops
-    from ptfast.profiling.limits.roofline import flop
+    from ptfast.profiling.operator_counting import Operators, total_flops
+    from ptfast.profiling.roofline import flop
     from ptfast.training.build import build
     from ptfast.training.fit import try_out
     from ptfast.training.step import Trainer

@@ -150,7 +150,7 @@ class RankPart:
 
     def fit(self, run: Run) -> Outcome:
         """Train it, under what the config asks for in debugging aids."""
-        from ptfast.profiling.debug_aids.debugging import debugging
+        from ptfast.profiling.debugging import debugging
         from ptfast.techniques.checkpointing.activation_checkpointing import naming_mismatch
         from ptfast.training.fit import fit
 
@@ -260,7 +260,7 @@ class RankPart:
         """The machine's limits beside the run's speed; None where the run has failed."""
         if self.run is None or outcome.error_line is not None:
             return None
-        from ptfast.profiling.limits.closing import speed_of_light
+        from ptfast.profiling.roofline import speed_of_light
 
         try:
             may_measure = outcome.status in ("finished", "stopped", "paused")

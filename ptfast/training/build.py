@@ -21,7 +21,7 @@ from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.models.data_fit import remedy
 from ptfast.optim.parameters.groups import Freezing
-from ptfast.profiling.limits.step_counting import StepCounter
+from ptfast.profiling.operator_counting import StepCounter
 from ptfast.report.loggers import NoLogger
 from ptfast.run import Cadence, Run, Settings
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes

@@ -73,16 +73,16 @@ def test_better_first_then_those_without_the_figure_then_failed_ones(runs: list[
 @pytest.mark.parametrize(
     ("metric", "mode", "expected"),
     [
-        ("val.accuracy", None, ["c", "a"]),
+        ("val.accuracy", "auto", ["c", "a"]),
         ("val.accuracy", "min", ["a", "c"]),
         ("accuracy", "auto", ["c", "a"]),
-        ("val.loss", None, ["c", "a"]),
-        ("wall_s", None, ["c", "a"]),
+        ("val.loss", "auto", ["c", "a"]),
+        ("wall_s", "auto", ["c", "a"]),
         ("wall_s", "max", ["d", "a"]),
     ],
 )
 def test_the_direction_follows_the_figure_unless_it_is_given(
-    runs: list[Path], metric: str, mode: str | None, expected: list[str]
+    runs: list[Path], metric: str, mode: str, expected: list[str]
 ) -> None:
     assert names(rank_runs(runs, metric, mode))[:2] == expected
 

@@ -17,9 +17,8 @@ from running import build_run, same_bits, train, weights
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, MachineError, NumericsError
-from ptfast.profiling.debug_aids.debugging import debugging
-from ptfast.profiling.debug_aids.gradcheck import TOLERANCE, check_by_torch, check_gradients
-from ptfast.profiling.debug_aids.step_phases import PHASES, Phases, watched
+from ptfast.profiling.debugging import TOLERANCE, check_by_torch, check_gradients, debugging
+from ptfast.profiling.step_phases import PHASES, Phases, watched
 from ptfast.run import Run
 from ptfast.training.fit import fit
 

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from running import build_run, same_bits
 from torch import nn
 
-from ptfast.profiling.limits import closing, machine_peaks, roofline
-from ptfast.profiling.limits.machine_peaks import Peaks, known_peaks, measured_peaks
-from ptfast.profiling.limits.operators import Operators, flops
-from ptfast.profiling.limits.step_counting import Counted, StepCounter
+from ptfast.profiling import machine_peaks, roofline
+from ptfast.profiling.machine_peaks import Peaks, known_peaks, measured_peaks
+from ptfast.profiling.operator_counting import Counted, Operators, StepCounter, flops
 from ptfast.training.fit import fit
 
 CPU = torch.device("cpu")
@@ -151,23 +150,23 @@ def test_a_long_run_measures_and_a_short_one_does_not(
     run = build_run(tmp_path / "run", *SMALL)
     assert fit(run) == "finished"
     measured: list[Any] = []
-    monkeypatch.setattr(closing, "measured_peaks", lambda *args: measured.append(args) or PEAKS)
-    assert closing.speed_of_light(run, may_measure=True) is None
+    monkeypatch.setattr(roofline, "measured_peaks", lambda *args: measured.append(args) or PEAKS)
+    assert roofline.speed_of_light(run, may_measure=True) is None
 
     for name in ("forward", "backward"):
         run.clock.seconds[name] += 10.0
-    told = closing.speed_of_light(run, may_measure=True)
+    told = roofline.speed_of_light(run, may_measure=True)
     assert told is not None
     assert "60 s" in told["line"]
     assert told["flops_per_step"] > 0
     assert not measured
 
     run.clock.seconds["forward"] += 100.0
-    told = closing.speed_of_light(run, may_measure=False)
+    told = roofline.speed_of_light(run, may_measure=False)
     assert told is not None
     assert "mfu" not in told
     assert not measured
-    told = closing.speed_of_light(run, may_measure=True)
+    told = roofline.speed_of_light(run, may_measure=True)
     assert told is not None
     assert len(measured) == 1
     products = 2 * 32 * (64 * 16 + 16 * 10)

@@ -22,7 +22,7 @@ from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.core.resolved import Resolved
 from ptfast.core.run_directory import read_json
-from ptfast.profiling.debug_aids.debugging import debugging
+from ptfast.profiling.debugging import debugging
 from ptfast.techniques.backend import Backend, torch_settings
 from ptfast.techniques.backend.torch_settings import (
     apply_backend,

@@ -33,7 +33,7 @@ from ptfast.measure.audit.call_trace import CallTrace, cuda_syncs
 from ptfast.measure.audit.finding import Trial, code_place
 from ptfast.measure.audit.operator_trace import OperatorTrace
 from ptfast.measure.experiment.segments import ProcessorTimes
-from ptfast.profiling.debug_aids.step_phases import Phases, watched
+from ptfast.profiling.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,9 +20,9 @@ from ptfast.core.machine import cache_folder
 from ptfast.core.run_directory import read_json, write_json
 
 TRY_S = 0.15
-"""Seconds that each is tried. Of short tries some go undisturbed, even where a neighbour is busy."""
+"""Seconds of tries, short ones: some go undisturbed even where a neighbour is busy."""
 COST_S = 1.2
-"""About what all of it takes."""
+"""About how long all of it takes."""
 _SIZES = {"cuda": 8192, "mps": 2048}
 _SIZE = 512
 _BYTES = {"cuda": 2**28}
@@ -58,13 +59,9 @@ def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | No
 
 
 def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> Peaks:
-    """Measure this machine and remember it on disk.
+    """Measure this machine's products in `formats`, memory and overhead, and remember them on disk.
 
-    Of many tries the quickest counts, and the best of what was ever measured: it is the limit that is asked
-    for. The random state stays as it is.
-
-    Args:
-        formats: number formats of the products to measure.
+    The quickest of many tries counts, and the best ever measured. The random state stays as it is.
 
     Cost: about a second, once for a device, a number of threads and a version of torch.
     """
@@ -117,8 +114,6 @@ def _products_per_s(name: str, device: torch.device) -> float:
 
 
 def _set_matmul(setting: str) -> None:
-    import warnings
-
     with warnings.catch_warnings():
         # Torch 2.9 recommends other names for this switch, which its own compiler then trips over.
         warnings.filterwarnings("ignore", "Please use the new API")

@@ -1,10 +1,12 @@
-"""Phases of a step, reported to watchers."""
+"""Phases of a step, reported to watchers, and the tensors that forward saves for backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from ptfast.core.protocols import Callback
 from ptfast.run import Run
@@ -60,3 +62,26 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
             del vars(clock)["to"]
         else:
             vars(clock)["to"] = around
+
+
+class SavedForBackward:
+    """A context that notes what autograd saves for the backward pass; weights are left out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.tensors: dict[int, tuple[torch.dtype, tuple[int, ...], int]] = {}
+        """Type, shape and bytes of each storage, by its address."""
+        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def __enter__(self) -> None:
+        self.tensors.clear()
+        self._hooks.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._hooks.__exit__(*(raised or (None, None, None)))
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if (address := storage.data_ptr()) not in self._weights:
+            self.tensors.setdefault(address, (tensor.dtype, tuple(tensor.shape), storage.nbytes()))
+        return tensor

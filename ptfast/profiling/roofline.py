@@ -11,16 +11,20 @@ from typing import Any
 import torch
 
 from ptfast.core.clock import STEP
+from ptfast.core.machine import is_memory_error
 from ptfast.core.units import short_time
-from ptfast.profiling.limits.machine_peaks import Peaks
-from ptfast.profiling.limits.operators import Operator, flops
-from ptfast.profiling.limits.step_counting import Counted
+from ptfast.profiling.machine_peaks import COST_S, Peaks, known_peaks, measured_peaks
+from ptfast.profiling.operator_counting import Counted, Operator, StepCounter, flops
 from ptfast.run import Run
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 SMALL = 0.25
 """The part of a step below which no limit is said to hold it back."""
+PAYS_AFTER = 50
+"""A run measures the machine if it trains this many times as long as that takes."""
+SHORT_S = 10
+"""A run that trains for less than this reports nothing."""
 
 
 @dataclass(frozen=True)
@@ -70,37 +74,23 @@ class MeasuredStep:
 
 
 def count_work(run: Run, counted: Counted) -> Work:
-    """The work of one step, from counts over some.
-
-    Cost: 0.2 s where `torch.utils.flop_counter` is not imported yet.
-    """
+    """The work of one step, from counts over some."""
     steps = counted.steps
     totals: dict[str, float] = defaultdict(float)
-    calls = 0.0
     for operator in counted.operators:
-        each = operator.count / steps
         if count := flops(operator):
-            totals[_format(run, operator)] += each * count
-        calls += each
+            totals[_format(run, operator)] += operator.count / steps * count
     weights = _bytes(p for group in run.optimizer.param_groups for p in group["params"])
     state = _bytes(value for kept in run.optimizer.state.values() for value in kept.values())
     # Read: weights by forward, backward and the step, gradients and state by the step. Written: gradients by
     # backward, weights and state by the step.
     moved = 6 * weights + 2 * state + 2 * counted.kept_bytes / steps
-    return Work(
-        flops=dict(totals),
-        moved_bytes=moved,
-        calls=calls,
-        batch_bytes=counted.batch_bytes / steps,
-    )
+    calls = sum(operator.count for operator in counted.operators) / steps
+    return Work(dict(totals), moved, calls, counted.batch_bytes / steps)
 
 
 def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> MeasuredStep:
-    """Compare a step with the machine's limits.
-
-    Args:
-        seconds: of `steps` steps, by cause.
-    """
+    """Compare a step with the machine's limits; `seconds` are those of `steps` steps, by cause."""
     rows = {name: seconds.get(name, 0.0) / steps for name in STEP}
     floors = {
         "compute": sum(count / peaks.flops_per_s[name] for name, count in work.flops.items()),
@@ -112,7 +102,7 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
     return MeasuredStep(sum(rows.values()), rows, work, peaks, floors)
 
 
-def describe(step: MeasuredStep) -> dict[str, Any]:
+def _describe(step: MeasuredStep) -> dict[str, Any]:
     """The entries of summary.json, with a line for people."""
     work = step.work
     total = sum(work.flops.values())
@@ -131,26 +121,13 @@ def describe(step: MeasuredStep) -> dict[str, Any]:
     }
     floors = sorted(step.floors.items(), key=lambda item: -item[1])
     parts = [f"{name} {short_time(s)}" for name, s in floors if s >= 0.005 * step.seconds]
-    reached = (
-        f"{step.mfu:.0%} of {_rate(facts['peak_flops_per_s'])} in {_shown(str(work.format))}"
-        if work.format
-        else "no matrix products to count"
-    )
+    reached = "no matrix products to count"
+    if work.format:
+        name = work.format.replace("_medium", " at medium").replace("_high", " at high")
+        reached = f"{step.mfu:.0%} of {flop(facts['peak_flops_per_s'])}/s in {name}"
     facts["line"] = f"{reached}; bound by {step.bound}"
     facts["floors"] = f"{', '.join(parts) or 'below 0.5 %'}; a step takes {short_time(step.seconds)}"
     return facts
-
-
-def unmeasured(work: Work, seconds: Mapping[str, float], steps: int, why: str) -> dict[str, Any]:
-    """The entries where the machine's limits are not known."""
-    step_s = sum(seconds.get(name, 0.0) for name in STEP) / steps
-    total = sum(work.flops.values())
-    return {
-        "step_s": step_s,
-        "flops_per_step": total,
-        "flops_per_s": total / step_s,
-        "line": f"{_rate(total / step_s)}; {why}",
-    }
 
 
 def _format(run: Run, operator: Operator) -> str:
@@ -168,17 +145,13 @@ def _format(run: Run, operator: Operator) -> str:
 
 
 def _bytes(values: Iterable[Any]) -> int:
-    """Bytes of tensors on this rank; of what is shared out, its part."""
+    """Bytes of tensors on this rank; of sharded ones, its part."""
     total = 0
     for value in values:
         if isinstance(value, torch.Tensor):
             local = getattr(value, "_local_tensor", value)
             total += local.numel() * local.element_size()
     return total
-
-
-def _shown(name: str) -> str:
-    return name.replace("_medium", " at medium").replace("_high", " at high")
 
 
 def flop(number: float) -> str:
@@ -189,5 +162,57 @@ def flop(number: float) -> str:
     return f"{number / 1e6:.3g} MFLOP"
 
 
-def _rate(flops_per_s: float) -> str:
-    return f"{flop(flops_per_s)}/s"
+def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
+    """The entry `speed_of_light` of summary.json; None where the run was too short to say anything.
+
+    The machine's limits are measured when training is over, and once for a machine: another run finds them in
+    the cache folder. A run of less than a minute measures nothing.
+
+    Cost: a second, the first time; 0.2 s otherwise. Booked as `measuring`.
+    """
+    counter: StepCounter = run.counter
+    counted, seconds = counter.counted, run.clock.ledger()
+    steps = run.progress.step - counter.first_counted - (counted.steps if counted is not None else 0)
+    if counter.compiled and counted is not None:
+        steps += counted.steps  # of none that was trained
+    train_s = sum(seconds[name] for name in STEP)
+    if steps < 1 or train_s < SHORT_S:
+        return None
+    if counted is None:
+        return {"line": f"operations are not counted: {counter.why_not}"} if counter.why_not else None
+    run.clock.to("measuring")
+    try:
+        work = count_work(run, counted)
+        cost = {"counting_s": seconds["measuring"]}
+        peaks = known_peaks(run.device, work.flops)
+        pays = may_measure and train_s >= PAYS_AFTER * COST_S
+        if peaks is not None and pays and weigh(work, peaks, seconds, steps).mfu > 1:
+            peaks = None  # taken while something else kept the machine busy
+        if peaks is None and pays:
+            peaks = _measure(run, work)
+            cost["measuring_s"] = peaks.seconds if peaks is not None else 0.0
+        if peaks is None:
+            step_s, total = train_s / steps, sum(work.flops.values())
+            enough = f"{PAYS_AFTER * COST_S:.0f} s"
+            why = f"this machine's peak is not measured yet; a run that trains for {enough} measures it"
+            line = f"{flop(total / step_s)}/s; {why}"
+            facts = {"step_s": step_s, "flops_per_step": total, "flops_per_s": total / step_s, "line": line}
+            return facts | cost
+        return (
+            _describe(weigh(work, peaks, seconds, steps))
+            | cost
+            | {"padding_share": run.resolved.padding_share}
+        )
+    finally:
+        run.clock.to("closing")
+
+
+def _measure(run: Run, work: Work) -> Peaks | None:
+    """The machine's limits; None where training has left no memory for it."""
+    try:
+        with run.display.status("measuring this machine's peak rates"):
+            return measured_peaks(run.device, work.flops)
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory_error(error):
+            raise
+        return None

@@ -1,1 +1,0 @@
-"""Debugging aids that slow a run down and change nothing in it."""

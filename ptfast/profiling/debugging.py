@@ -1,0 +1,389 @@
+"""Debugging aids that slow training down and are off unless asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ptfast.core.errors import ConfigError, NumericsError
+from ptfast.core.tensors.trees import tree_leaves, tree_map
+from ptfast.profiling.step_phases import PHASES, Phases, SavedForBackward, watched
+from ptfast.run import Run
+
+Mode = Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"]
+TorchCheck = Literal["none", "gradcheck", "gradgradcheck"]
+TRACE, PROFILE = "trace.json", "profile.txt"
+"""Files in the run directory: all events, and the table of torch.profiler."""
+MEMORY, SNAPSHOT = "memory.txt", "memory.pickle"
+"""Files in the run directory: a table and, on a GPU, a snapshot for pytorch.org/memory_viz."""
+TOP = 10
+"""Operators, and kinds of tensors, that the terminal shows."""
+SAMPLE_S = 0.001
+"""Sampling interval of memory."""
+NUM_SAMPLES, NUM_DIRECTIONS = 4, 3
+STEPS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+"""Lengths of a finite difference, relative to the weights. Short ones are exact until rounding shows; which
+is best depends on what the model computes in float32 whatever it is given."""
+TOLERANCE = 1e-3
+"""Largest relative error of a right gradient; wrong ones differ in the first digits."""
+
+
+@contextmanager
+def debugging(
+    mode: Mode,
+    run: Run | None = None,
+    *,
+    wait: int = 0,
+    warmup: int = 0,
+    active: int = 1,
+    torch_check: TorchCheck = "none",
+    operators: bool = False,
+) -> Iterator[None]:
+    """Train inside this to have the checks of `mode`.
+
+    `anomaly` stops at the first backward function that yields NaN and names it; the traceback of the forward
+    call that made it goes to standard error. Cost: several times slower.
+
+    `profiler` records operators in some steps: a trace for chrome://tracing or ui.perfetto.dev, and a table.
+    Cost: those steps take up to twice as long, the others nothing.
+
+    `nvtx` marks the phases of every step for NVIDIA's Nsight Systems. Cost: a few microseconds a phase;
+    `operators` marks every operator of forward and backward too, at some microseconds for each.
+
+    `gradcheck` compares the gradient of the loss with finite differences before training starts, in float64
+    on a few samples. Cost: some thirty forward passes of those samples. `torch_check` adds torch's checks.
+
+    `memory` reports how much memory the phases of some steps take, and what the forward pass keeps for the
+    backward pass; on a GPU it also writes a snapshot for pytorch.org/memory_viz. Cost: a thread that looks
+    every millisecond, and a Python call for every tensor that is kept.
+
+    Args:
+        run: about to be trained; `none` and `anomaly` need none.
+        wait: steps before `profiler` and `memory` start, in which caches fill.
+        warmup: further steps, in which the profiler runs without recording.
+        active: steps that are recorded.
+        torch_check: torch's own checks to add; `gradgradcheck` makes both.
+
+    Raises:
+        NumericsError: N001 where a backward function yields NaN, N002 where a gradient does not fit its loss.
+        ConfigError: C011 when the run ends before the steps to be recorded.
+    """
+    if mode == "anomaly":
+        try:
+            with torch.autograd.set_detect_anomaly(True, check_nan=True):
+                yield
+        except RuntimeError as error:
+            if "returned nan values" not in str(error):
+                raise
+            raise NumericsError("N001", f"backward pass: {error}") from error
+        return
+    if mode == "none" or run is None:
+        yield
+        return
+    steps_left, needed = run.total_steps - run.progress.step, wait + warmup + active
+    if mode in ("profiler", "memory") and steps_left < needed:
+        what = f"only {steps_left} steps are left to train, and debug={mode} takes {needed}"
+        hint = "Lower debug.wait, debug.warmup or debug.active, or train longer"
+        raise ConfigError("C011", what, key="debug", value=mode, suggestion=hint)
+    if mode == "gradcheck":
+        with run.display.status("checking gradients"):
+            error = check_gradients(run)
+            if torch_check != "none":
+                check_by_torch(run, twice=torch_check == "gradgradcheck")
+        passed = f"; torch's {torch_check} passes" if torch_check != "none" else ""
+        run.display.note(f"gradcheck: gradients match the loss to a relative error of {error:.1e}{passed}")
+        yield
+    elif mode == "nvtx":
+        phases = Phases(torch.cuda.nvtx.range_push, lambda _: torch.cuda.nvtx.range_pop())
+        with watched(run, phases), torch.autograd.profiler.emit_nvtx(enabled=operators):
+            yield
+    elif not run.ranks.is_first:
+        yield
+    elif mode == "profiler":
+        with _profiled(run, wait=wait, warmup=warmup, active=active):
+            yield
+    else:
+        memory = _Memory(run, wait + warmup, active)
+        with watched(run, memory), contextlib.closing(memory):
+            yield
+
+
+@contextmanager
+def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None]:
+    """Record operators in steps `wait + warmup` to `wait + warmup + active` of what is trained inside."""
+    # Its library writes to standard error when it starts, stops, and finds no GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch import profiler
+
+    activities = [profiler.ProfilerActivity.CPU]
+    if run.device.type == "cuda":
+        activities.append(profiler.ProfilerActivity.CUDA)
+    opened: list[Any] = []
+
+    def enter(name: str) -> None:
+        opened.append(profiler.record_function(name))
+        opened[-1].__enter__()
+
+    def write(profile: Any) -> None:
+        averages = profile.key_averages()
+        sort_by = "self_device_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
+        profile.export_chrome_trace(str(run.folder / TRACE))
+        (run.folder / PROFILE).write_text(averages.table(sort_by=sort_by, row_limit=100))
+        lines.extend(_top_operators(averages, sort_by, active))
+
+    class ProfiledSteps(Phases):
+        def on_step(self, run: Any, step: int) -> None:
+            profile.step()
+
+    lines: list[str] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Profiler won't be using warmup")
+        schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+    phases = ProfiledSteps(enter, lambda _: opened.pop().__exit__(None, None, None))
+    recording = profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write)
+    with recording as profile, watched(run, phases):
+        yield
+    for line in lines:
+        run.display.note(line)
+
+
+def _top_operators(averages: Any, sort_by: str, active: int) -> list[str]:
+    """Lines of the terminal: the phases, then the operators that take most of the time."""
+    phases = {event.key: event.cpu_time_total for event in averages if event.key in PHASES}
+    whole = sum(phases.values()) or 1
+    operators = [event for event in averages if event.key not in PHASES and "ProfilerStep" not in event.key]
+    operators.sort(key=lambda event: getattr(event, sort_by), reverse=True)
+    total = sum(getattr(event, sort_by) for event in operators) or 1
+    shares = ", ".join(f"{name} {phases.get(name, 0) / whole:.0%}" for name in PHASES)
+    lines = [f"profiler: {active} steps in {PROFILE} and {TRACE}; time of the host: {shares}"]
+    for event in operators[:TOP]:
+        time = getattr(event, sort_by)
+        lines.append(
+            f"  {time / total:4.0%}  {time / active / 1000:9.3f} ms a step  {event.count / active:6g} calls"
+            f"  {event.key}"
+        )
+    return lines
+
+
+class _Memory(Phases):
+    """The peak memory of each phase, and what forward keeps for backward, in `active` steps after `wait`."""
+
+    def __init__(self, run: Run, wait: int, active: int) -> None:
+        super().__init__(self._enter, self._leave)
+        self.run, self.first, self.last = run, run.progress.step + wait, run.progress.step + wait + active
+        self.peaks: Counter[str] = Counter()
+        self.saved = SavedForBackward(run.model)
+        self.kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
+        self.looking = False
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._look, daemon=True)
+        self._start_if_due(run.progress.step)
+
+    def on_step(self, run: Any, step: int) -> None:
+        if self.looking and step >= self.last:
+            self.close()
+        self._start_if_due(step)
+
+    def _start_if_due(self, step: int) -> None:
+        if step != self.first or self.ended.is_set():
+            return
+        self.looking = True
+        if self.run.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+        self.thread.start()
+
+    def _enter(self, name: str) -> None:
+        if self.looking and name == "forward":
+            self.saved.__enter__()
+
+    def _leave(self, name: str) -> None:
+        if not self.looking:
+            return
+        self._note(name)
+        if name == "forward":
+            self.saved.__exit__()
+            kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
+            for dtype, shape, size in self.saved.tensors.values():
+                kinds[dtype, shape] += size
+            self.kinds = max(self.kinds, kinds, key=Counter.total)
+
+    def _look(self) -> None:
+        while not self.ended.wait(SAMPLE_S):
+            if (name := self.name) is not None:
+                self._note(name)
+
+    def _note(self, name: str) -> None:
+        self.peaks[name] = max(self.peaks[name], _memory_bytes(self.run.device))
+
+    def close(self) -> None:
+        """Stop sampling, and write and show the results. Safe to call twice."""
+        if not self.looking:
+            return
+        self.looking = False
+        self.ended.set()
+        self.thread.join()
+        lines = [f"memory: peaks of {self.last - self.first} steps, by phase"]
+        lines += [f"  {self.peaks[name] / 2**20:9,.1f} MiB  {name}" for name in PHASES]
+        kept_bytes = self.kinds.total()
+        lines.append(f"  {kept_bytes / 2**20:9,.1f} MiB  kept for backward by one micro-batch, most by")
+        rows = []
+        for (dtype, shape), size in self.kinds.most_common():
+            kind = f"{str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape)) or 'scalar'}"
+            rows.append(f"  {size / 2**20:9,.1f} MiB  {kind}")
+        folder: Path = self.run.folder
+        (folder / MEMORY).write_text("\n".join(lines + rows) + "\n")
+        if self.run.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            rows.append(f"  {SNAPSHOT} is for pytorch.org/memory_viz")
+        for line in lines + rows[:TOP]:
+            self.run.display.note(line)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Bytes in use now: of the GPU's memory by tensors, or of the machine's by this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def check_gradients(run: Run) -> float:
+    """The largest relative error of the loss's derivative along random directions, by finite differences.
+
+    It runs on a copy of the model and the next training batch, with fixed dropout: the run is not touched.
+
+    Raises:
+        NumericsError: N002 where it is larger than `TOLERANCE`, naming the worst parameter.
+
+    Cost: 30 forward passes of 4 samples; where the gradient is wrong, 10 more for every parameter.
+    Source: the directional form of torch.autograd.gradcheck (its fast mode).
+    """
+    loss, names, parameters = _float64_loss(run)
+    grads = torch.autograd.grad(loss(), parameters, allow_unused=True)
+    slopes = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
+    draws = torch.Generator().manual_seed(run.settings.seed)
+    errors = [_error(loss, parameters, slopes, _direction(parameters, draws)) for _ in range(NUM_DIRECTIONS)]
+    if max(errors) <= TOLERANCE:
+        return max(errors)
+    worst, name = 0.0, ""
+    for index, parameter in enumerate(parameters):
+        only = [torch.zeros_like(p) for p in parameters]
+        only[index] = _direction([parameter], draws)[0]
+        error = _error(loss, parameters, slopes, only)
+        if error > worst:
+            worst, name = error, names[index]
+    largest = f"relative error {max(errors):.1e}, worst in {name} ({worst:.1e})"
+    what = f"the gradient does not match the loss: {largest}"
+    hint = "Look for a custom backward, .data or .detach() in the model or the loss"
+    raise NumericsError("N002", what, key="debug", value="gradcheck", suggestion=hint)
+
+
+def check_by_torch(run: Run, *, twice: bool) -> None:
+    """Check the derivative of the loss by each parameter with torch's own functions, in float64.
+
+    Directions through all parameters at once may hide a small error in one. `twice` checks second derivatives
+    too, which gradient penalties need. A model that computes in float32 whatever it is given is too coarse.
+
+    Raises:
+        NumericsError: N002 with torch's message, where one is wrong or cannot be computed.
+
+    Cost: about three forward and backward passes of 4 samples for every parameter, second derivatives twice.
+    Source: torch.autograd.gradcheck and gradgradcheck, in their fast mode.
+    """
+    loss, _, parameters = _float64_loss(run)
+    checks = {"gradcheck": torch.autograd.gradcheck, "gradgradcheck": torch.autograd.gradgradcheck}
+    for name, check in list(checks.items())[: 2 if twice else 1]:
+        try:
+            # Parameters are perturbed in place: the loss sees it without being given them.
+            check(lambda *_: loss(), parameters, fast_mode=True, check_undefined_grad=False)
+        except RuntimeError as error:
+            said = " ".join(str(error).split())
+            hint = "Look for a custom backward, .data or .detach() in the model or the loss"
+            what = f"torch's {name} fails: {said[:300]}"
+            raise NumericsError("N002", what, key="debug.torch_check", suggestion=hint) from error
+
+
+def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tuple[Tensor, ...]]:
+    """The loss of a copy of the model on a few samples, and the names and parameters that it depends on."""
+    step = min(run.progress.step, run.total_steps - 1)
+    batches = run.train_loader.steps(step, step + 1)
+    data, _ = next(micro_batch for micro_batch in next(batches).micro_batches if micro_batch.num_samples)
+    device = torch.device("cpu") if run.device.type == "mps" else run.device
+    data = _few_samples(data, device)
+    model = copy.deepcopy(run.model).to(device, torch.float64).train()
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    kept = [(m, name, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
+
+    def loss() -> Tensor:
+        for module, name, before in kept:
+            # New ones: an earlier forward pass, yet to be differentiated, may have kept the last.
+            setattr(module, name, before.clone())
+        run.seed_step(run.settings.seed, step, 0)
+        return run.task.loss(model, data)[0]
+
+    return loss, names, parameters
+
+
+def _few_samples(data: Any, device: torch.device) -> Any:
+    """The first samples, in float64."""
+    size = next(len(value) for value in tree_leaves(data) if isinstance(value, Tensor) and value.dim())
+
+    def few(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() and len(value) == size:
+            value = value[:NUM_SAMPLES]
+        return value.to(device, torch.float64 if value.is_floating_point() else None)
+
+    return tree_map(few, data)
+
+
+def _direction(parameters: Sequence[Tensor], draws: torch.Generator) -> list[Tensor]:
+    """Normal numbers, of each parameter's own size."""
+    drawn = (torch.randn(p.shape, generator=draws, dtype=torch.float64).to(p.device) for p in parameters)
+    return [
+        d * p.detach().square().mean().sqrt().clamp(min=1e-3) for d, p in zip(drawn, parameters, strict=True)
+    ]
+
+
+def _error(
+    loss: Callable[[], Tensor],
+    parameters: Sequence[Tensor],
+    slopes: Sequence[Tensor],
+    direction: Sequence[Tensor],
+) -> float:
+    """Relative error of the derivative along `direction`: of the finite difference that fits best."""
+    products = [slope * d for slope, d in zip(slopes, direction, strict=True)]
+    derivative = float(sum(product.sum() for product in products))
+    # By chance the sum may be small; its terms tell what is small here.
+    scale = max(abs(derivative), float(sum(product.square().sum() for product in products)) ** 0.5)
+    start = [parameter.detach().clone() for parameter in parameters]
+    errors = []
+    with torch.no_grad():
+        for length in STEPS:
+            values = []
+            for sign in (1, -1):
+                for parameter, begin, d in zip(parameters, start, direction, strict=True):
+                    parameter.copy_(begin + sign * length * d)
+                values.append(float(loss()))
+            difference = (values[0] - values[1]) / (2 * length)
+            errors.append(abs(difference - derivative) / max(scale, abs(difference), 1e-300))
+        for parameter, begin in zip(parameters, start, strict=True):
+            parameter.copy_(begin)
+    return min(errors)

@@ -1,1 +1,0 @@
-"""Speed of light: operators counted, peaks measured, the distance between them."""

@@ -1,0 +1,264 @@
+"""The operators of training steps: which, of which shapes and types, and how often, without their values."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.core.distributed import sum_over_ranks
+from ptfast.core.machine import available_memory, peak_memory_bytes
+from ptfast.core.protocols import StepBatch
+from ptfast.core.tensors.torch_internals import OpOverload, TorchDispatchMode
+from ptfast.core.tensors.trees import tensors_in, tree_leaves, tree_map
+from ptfast.profiling.step_phases import Phases, SavedForBackward, watched
+from ptfast.run import Run
+
+COUNTED = ("forward", "backward", "optimizer")
+MANY_LENGTHS = 8
+"""Steps that are counted where sequences come in many lengths, and one is not like another."""
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
+class Operator:
+    """Calls of one operator that agree in everything but the values of tensors."""
+
+    op: Any
+    """`torch.ops.aten.mm.default`, say."""
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    """By name; tensors, there and in `args`, are `TensorMeta`, and lists are tuples."""
+    outputs: Any
+    count: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its short name, such as `mm`."""
+        return str(self.op.overloadpacket.__name__)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of the first floating-point tensor that it reads."""
+        tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorMeta)]
+        return next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), None)
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that run inside it, which compute what they would without it.
+
+    It stands where PyTorch has decomposed operators and chosen kernels. Nothing is recorded while `recording`
+    is false.
+
+    Cost: some 20 us on the host for each call.
+    """
+
+    def __init__(self, recording: bool = True) -> None:
+        super().__init__()
+        self.found: dict[Hashable, Operator] = {}
+        self.recording = recording
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # What keeps the compiler out of a mode imports it, for three seconds; nothing is compiled in here.
+        return False
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.found.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        if self.recording and isinstance(func, OpOverload) and "c10d" not in func.namespace:
+            # A tensor of a user's class may lack what is read here: training continues.
+            with contextlib.suppress(Exception):
+                self._note(func, args, kwargs, outputs)
+        return outputs
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        key: Any = (func, _shaped(args), tuple((name, _shaped(value)) for name, value in kwargs.items()))
+        plain = key
+        try:
+            known = self.found.get(key)
+        except TypeError:
+            # An argument that is no plain value, such as a generator of random numbers.
+            key, known = object(), None
+        if known is None:
+            known = self.found[key] = Operator(*plain, _shaped(outputs))
+        known.count += 1
+
+
+def _shaped(value: Any) -> Any:
+    """`value`, with `TensorMeta` for tensors and tuples for lists."""
+    if isinstance(value, Tensor):
+        return TensorMeta(tuple(value.shape), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(_shaped(item) for item in value)
+    return value
+
+
+def total_flops(operators: Iterable[Operator]) -> int:
+    """Floating-point operations of all calls."""
+    return sum(operator.count * flops(operator) for operator in operators)
+
+
+def flops(operator: Operator) -> int:
+    """Floating-point operations of one call, by the formulas of `torch.utils.flop_counter`; 0 without one.
+
+    Products and convolutions have one: two operations for each multiplication and sum. What is computed
+    element by element has none.
+
+    Cost: the first call takes 0.2 s, for an import.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    packet = operator.op.overloadpacket
+    formula = flop_registry.get(packet)
+    if formula is None and operator.name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        # Older versions of torch have none of its own.
+        formula = flop_registry.get(getattr(torch.ops.aten, operator.name.replace("_for_cpu", "")))
+    if formula is None:
+        return 0
+    args, kwargs, outputs = tree_map(_on_meta, (operator.args, dict(operator.kwargs), operator.outputs))
+    return int(formula(*args, **kwargs, out_val=outputs))
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, TensorMeta):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value
+
+
+@dataclass
+class Counted:
+    """Counts over some steps, summed."""
+
+    operators: list[Operator]
+    steps: int
+    kept_bytes: int
+    """Of tensors that forward saves for backward, weights left out."""
+    batch_bytes: int
+    """Of the batches, as the model takes them."""
+
+
+class StepCounter:
+    """Counts the operators of a process's second step, which trains as it would have without.
+
+    The first step is left to itself: kernels are chosen in it and caches fill. A compiled model shows no
+    operators: one step of it runs uncompiled before training, and is undone.
+
+    Cost: some 20 us for each operator of one step, or of eight where sequences have many lengths; booked as
+    `measuring`, with that step.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.counted: Counted | None = None
+        self.why_not: str | None = None
+        self.compiled = run.compilation is not None
+        self.first_counted = run.progress.step + 1
+        self._last = self.first_counted + (MANY_LENGTHS if run.resolved.padding_share is not None else 1)
+        self._graphs = _num_graphs()
+        if run.resolved.curriculum:
+            self.why_not = "its batches grow"
+
+    def due(self, step: int) -> bool:
+        """Return True if the step after `step` is to be counted; the same on all ranks."""
+        if not self.first_counted <= step < self._last or self.why_not or self.compiled:
+            return False
+        if _num_graphs() > self._graphs:
+            # Its compiled parts would run as they were written, and round in other places.
+            self.why_not = "the model compiles parts of itself"
+        return self.why_not is None
+
+    @contextmanager
+    def counting(self, batches: Iterator[StepBatch], steps: int = 1) -> Iterator[Iterator[StepBatch]]:
+        """Count the steps that are taken inside with what this gives in place of `batches`."""
+        run = self.run
+        with run.clock.gathering("measuring"):
+            if not run.ranks.is_first:
+                yield batches
+                return
+            look = _Look(run)
+            with look.operators, watched(run, look):
+                yield look.weighed(batches)
+            self.counted = found = self.counted or Counted([], 0, 0, 0)
+            found.operators += look.operators
+            found.steps += steps
+            found.kept_bytes += look.kept_bytes
+            found.batch_bytes += look.batch_bytes
+
+    @contextmanager
+    def uncompiled(self, batches: Iterator[StepBatch]) -> Iterator[Iterator[StepBatch] | None]:
+        """A context in which a step of a compiled model, taken as it was written, is counted.
+
+        Gives None where there might not be enough memory: a compiled step takes less.
+        """
+        if self.why_not or not self._has_room():
+            self.why_not = self.why_not or "a step that is not compiled might not fit into memory"
+            yield None
+            return
+        # Later batches are not weighed.
+        with self.run.uncompiled(), self.counting(islice(batches, 1)) as weighed:
+            yield chain(weighed, batches)
+
+    def _has_room(self) -> bool:
+        """Return True if there is as much memory again as was ever taken; all ranks agree."""
+        device = self.run.device
+        taken = peak_memory_bytes(device.type)
+        if device.type == "cuda":
+            lacks = 2 * taken > torch.cuda.get_device_properties(device).total_memory
+        else:
+            lacks = taken > available_memory()
+        return not sum_over_ranks(torch.tensor(float(lacks), device=device), self.run.ranks)
+
+
+class _Look(Phases):
+    """One look at a step: its operators by phase, and what is kept for backward."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(self._enter, self._leave)
+        self.operators = Operators(recording=False)
+        self.kept_bytes = self.batch_bytes = 0
+        # The memory of sharded weights comes and goes.
+        self._saved = None if run.sharded else SavedForBackward(run.model)
+
+    def weighed(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """The same batches, whose bytes are added up."""
+        for batch in batches:
+            tensors = tensors_in([data for data, _ in batch.micro_batches])
+            self.batch_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            yield batch
+
+    def _enter(self, name: str) -> None:
+        self.operators.recording = name in COUNTED
+        if name == "forward" and self._saved is not None:
+            self._saved.__enter__()
+
+    def _leave(self, name: str) -> None:
+        self.operators.recording = False
+        if name == "forward" and self._saved is not None:
+            self._saved.__exit__()
+            self.kept_bytes += sum(size for _, _, size in self._saved.tensors.values())
+
+
+def _num_graphs() -> int:
+    """Graphs that this process has compiled so far."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return 0 if dynamo is None else dynamo.utils.counters["stats"]["unique_graphs"]
