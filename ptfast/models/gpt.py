@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import PackedTokens
-from ptfast.models.attention import Block, within_sequences
-from ptfast.models.drop_path import rate_of_block
+from ptfast.models.layers import Block, rate_of_block, within_sequences
 
 
 class Gpt(nn.Module):
@@ -22,7 +21,7 @@ class Gpt(nn.Module):
         dropout: probability of zeroing an activation, in [0, 1).
         tied_head: share the token embedding with the output layer.
         drop_path: probability that a sample skips a branch of the last block in training, see
-            `models.drop_path`.
+            `models.layers.drop_path`.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """

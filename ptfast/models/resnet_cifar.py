@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
-from ptfast.models.drop_path import drop_path, rate_of_block
+from ptfast.models.layers import drop_path, rate_of_block
 
 
 class ResNetCifar(nn.Module):
@@ -20,7 +20,7 @@ class ResNetCifar(nn.Module):
         in_channels: channels of an image, filled from the data.
         depth: layers with weights, 6n + 2.
         width: channels of the first stage; doubled in each of the next two.
-        drop_path: probability that a sample skips the last block in training, see `models.drop_path`.
+        drop_path: probability that a sample skips the last block in training, see `models.layers`.
 
     Source: He, Zhang, Ren, Sun 2015, arXiv:1512.03385, section 4.2.
     """

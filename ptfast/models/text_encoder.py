@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
-from ptfast.models.attention import Block
+from ptfast.models.layers import Block
 
 
 class TextEncoder(nn.Module):

@@ -58,20 +58,13 @@ def generate(
 
 
 def _by_transformers(
-    model: Any,
-    tokens: Tensor,
-    num_new: int,
-    vocab_size: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
+    model: Any, tokens: Tensor, num_new: int, num_known: int, temperature: float, top_k: int | None, seed: int
 ) -> Tensor:
-    """`generate` by a causal language model of transformers."""
     places = getattr(model.config, "max_position_embeddings", None)
     if places is not None and len(tokens) + num_new > places:
         what = f"with the {len(tokens)} of the prompt, more than the {places} tokens of the model's context"
         raise ConfigError("C005", what, key="--max-new-tokens", value=num_new)
-    unknown = list(range(vocab_size, getattr(model.config, "vocab_size", vocab_size)))
+    unknown = list(range(num_known, getattr(model.config, "vocab_size", num_known)))
     with torch.random.fork_rng(devices=[tokens.device] if tokens.device.type == "cuda" else []):
         # Its generate draws from torch's own generators.
         torch.manual_seed(seed)

@@ -81,7 +81,12 @@ def build(
         raise ConfigError("C011", f"there is no head for the task `{task}`", key="model.name", value=name)
     image = kind == "image" and task != "language_modelling"
     head = getattr(transformers, "AutoModelForImageClassification" if image else HEADS[task])
-    config = _config(transformers, name)
+    try:
+        known = name in transformers.CONFIG_MAPPING
+        make = transformers.AutoConfig.for_model if known else transformers.AutoConfig.from_pretrained
+        config: Any = make(name)
+    except (OSError, ValueError) as error:
+        raise _unreachable(name, error) from error
     facts = {"num_labels": num_classes, "pad_token_id": pad_id}
     if vocab_size is not None and vocab_size > getattr(config, "vocab_size", vocab_size):
         facts["vocab_size"] = vocab_size
@@ -105,27 +110,13 @@ def build(
 
 
 def _check_tokenizer(name: str, tokenizer: dict[str, Any] | None) -> None:
-    """Refuse texts numbered otherwise than the published weights were trained on.
-
-    Args:
-        tokenizer: as the data describes it; None for data without one. A `tokenizer.json` is taken at its
-            user's word.
-    """
+    """Refuse a tokenizer other than that of the published weights; a user's `tokenizer.json` is trusted."""
     used = str(tokenizer.get("source", tokenizer["kind"])) if tokenizer else name
     if used != name and not used.endswith(".json"):
         own = f"{name}/tokenizer.json" if Path(name).is_dir() else name
         what = f"the weights of {name} know only the tokens of its own tokenizer"
         hint = f"Set data.tokenizer={own}"
         raise ConfigError("C011", what, key="data.tokenizer", value=used, suggestion=hint)
-
-
-def _config(transformers: Any, name: str) -> Any:
-    if name in transformers.CONFIG_MAPPING:
-        return transformers.AutoConfig.for_model(name)
-    try:
-        return transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise _unreachable(name, error) from error
 
 
 def _unreachable(name: str, error: Exception) -> MachineError:

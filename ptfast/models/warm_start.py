@@ -22,23 +22,23 @@ NUM_SHOWN = 3
 def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = False) -> list[str]:
     """Copy the weights that `source` holds into `model`, in place.
 
-    Nothing in the file can run code, and damage that torch itself does not notice is found. Prefixes that
-    `torch.compile` and data parallel wrappers leave in names are removed.
+    Nothing in the file can run code, and damage is found by its checksums. Prefixes that `torch.compile` and
+    data parallel wrappers leave in names are removed.
 
     Args:
         model: the plain model, on any device.
         source: a `.pt` or `.safetensors` file, a run directory (its best state, else its last), or a folder
             of one state, by one rank or several; averaged weights (`ema`) are taken where the state has them.
-        replace_head: leave layers that differ in their number of outputs only as they were initialised.
+        replace_head: leave layers that differ only in their number of outputs as they were initialised.
 
     Returns:
-        One line for each thing worth telling: what was read, what was left fresh.
+        Lines for the user: what was read, what was left fresh.
 
     Raises:
         SavedStateError: there is no such file (S004), it is damaged or holds pickled objects (S001), or it
             belongs to another model (S002).
     """
-    path = find_file(Path(source))
+    path = _find_file(Path(source))
     if path.name == TREE:
         state = read_state(path.parent)
         weights, training = map_tensors(whole, state.model), state.training
@@ -56,24 +56,26 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
     head = [name for name in differing if _is_head(model, name, weights[name], own[name])]
     problems = [f"{name} is missing" for name in own if name not in weights]
     problems += [f"{name} is not in this model" for name in weights if name not in own]
-    problems += [_shapes(name, weights[name], own[name]) for name in differing if name not in head]
-    fresh = [_shapes(name, weights[name], own[name]) for name in head]
+    shapes = {
+        name: f"{name} is {_shape(weights[name])} there and {_shape(own[name])} here" for name in differing
+    }
+    problems += [line for name, line in shapes.items() if name not in head]
+    fresh = [shapes[name] for name in head]
     if problems or (fresh and not replace_head):
-        remedy = "Build the model that was saved: its run's config.yaml names it"
+        hint = "Build the model that was saved: its run's config.yaml names it"
         if not problems:
-            remedy = "Set model.replace_head=true to start with a fresh head"
-        raise _another_model(path, problems or fresh, remedy)
+            hint = "Set model.replace_head=true to start with a fresh head"
+        problems = problems or fresh
+        more = f"; and {len(problems) - NUM_SHOWN} more" if len(problems) > NUM_SHOWN else ""
+        what = f"the weights do not fit this model: {'; '.join(problems[:NUM_SHOWN])}{more}"
+        raise SavedStateError("S002", what, key=KEY, value=path, suggestion=hint)
     model.load_state_dict({name: value for name, value in weights.items() if name not in head}, strict=False)
     kind = "averaged weights" if averages else "weights"
     return [f"{kind} from {path}", *(f"fresh head: {line}" for line in fresh)]
 
 
-def find_file(source: Path) -> Path:
-    """The file of weights that `source` means.
-
-    Raises:
-        SavedStateError: S004 when there is none.
-    """
+def _find_file(source: Path) -> Path:
+    """The file of weights that `source` means."""
     if source.is_file():
         # What one rank has written is a part of the state around it.
         tree = source.resolve().with_name(TREE)
@@ -89,7 +91,13 @@ def find_file(source: Path) -> Path:
 
 def _read(path: Path) -> dict[str, Tensor]:
     """The named tensors of one file, on the CPU."""
-    content: Any = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
+    if path.suffix == ".safetensors":
+        try:
+            content = load_file(path, device="cpu")
+        except Exception as error:
+            raise _damaged(path) from error
+    else:
+        content = _read_pt(path)
     for wrapper in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
@@ -110,26 +118,17 @@ def _read_pt(path: Path) -> Any:
     except Exception as error:
         # Whatever a damaged pickle makes the reader raise, the answer is the same.
         if "Unsupported" in str(error):
-            raise _damaged(
-                path, "holds pickled objects, which could run code; only tensors are read"
-            ) from error
-        raise _damaged(path, "is damaged (truncated, empty or changed since it was written)") from error
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path, device="cpu")
-    except Exception as error:
-        raise _damaged(path, "is damaged (truncated, empty or changed since it was written)") from error
+            what = "holds pickled objects, which could run code; only tensors are read"
+            raise _damaged(path, what) from error
+        raise _damaged(path) from error
 
 
 def _plain_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Names without the marks of `torch.compile` and of wrappers, unless the model itself has such a part."""
+    """Names without the prefixes of `torch.compile` and of wrappers, unless the model has such a part."""
     own = model.state_dict().keys()
     weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
     while weights and all(name.startswith("module.") and name not in own for name in weights):
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
-        weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
     return weights
 
 
@@ -141,20 +140,11 @@ def _is_head(model: nn.Module, name: str, theirs: Tensor, ours: Tensor) -> bool:
     )
 
 
-def _shapes(name: str, theirs: Tensor, ours: Tensor) -> str:
-    return f"{name} is {_shape(theirs)} there and {_shape(ours)} here"
-
-
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a scalar"
 
 
-def _another_model(path: Path, problems: list[str], remedy: str) -> SavedStateError:
-    shown = "; ".join(problems[:NUM_SHOWN])
-    more = f"; and {len(problems) - NUM_SHOWN} more" if len(problems) > NUM_SHOWN else ""
-    what = f"the weights do not fit this model: {shown}{more}"
-    return SavedStateError("S002", what, key=KEY, value=path, suggestion=remedy)
-
-
-def _damaged(path: Path, what: str) -> SavedStateError:
+def _damaged(
+    path: Path, what: str = "is damaged (truncated, empty or changed since it was written)"
+) -> SavedStateError:
     return SavedStateError("S001", what, key=KEY, value=path, suggestion="Give another file or state folder")

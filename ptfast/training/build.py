@@ -19,7 +19,7 @@ from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import State, read_state
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
-from ptfast.models.data_fit import remedy
+from ptfast.models.build_model import remedy
 from ptfast.optim.parameters.groups import Freezing
 from ptfast.profiling.operator_counting import StepCounter
 from ptfast.report.loggers import NoLogger

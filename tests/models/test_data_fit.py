@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.targets import Target
-from ptfast.models.data_fit import mismatch, remedy
+from ptfast.models.build_model import mismatch, remedy
 
 HERE = __name__
 IMAGES = DataInfo("image", "classification", num_classes=10, input_shape=(3, 8, 8), in_channels=3)

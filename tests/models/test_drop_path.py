@@ -10,8 +10,8 @@ from running import build_run, train
 from torch import nn
 from torch.nn import functional as F
 
-from ptfast.models.drop_path import drop_path, rate_of_block
 from ptfast.models.gpt import Gpt
+from ptfast.models.layers import drop_path, rate_of_block
 from ptfast.models.resnet_cifar import ResNetCifar
 
 

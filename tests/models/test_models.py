@@ -12,9 +12,9 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.protocols import DataInfo
-from ptfast.models.attention import attention
 from ptfast.models.build_model import build_model
 from ptfast.models.gpt import Gpt
+from ptfast.models.layers import attention
 from ptfast.models.mlp import Mlp
 from ptfast.models.resnet9 import ResNet9
 from ptfast.models.resnet_cifar import ResNetCifar

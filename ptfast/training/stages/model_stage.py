@@ -26,8 +26,7 @@ from ptfast.data.build_data import Data
 from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.models import Model
-from ptfast.models.build_model import build_model
-from ptfast.models.data_fit import mismatch, remedy
+from ptfast.models.build_model import build_model, mismatch, remedy
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.parameters.groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask

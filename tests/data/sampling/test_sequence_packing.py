@@ -21,8 +21,8 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX, PackedTokens
 from ptfast.data.sources.ragged_text import Documents, PackedSequences, pack_lengths
 from ptfast.data.sources.text_dataset import TextFile
-from ptfast.models.attention import attention, within_sequences
 from ptfast.models.gpt import Gpt
+from ptfast.models.layers import attention, within_sequences
 
 __all__ = ["Armed"]
 DRAWN = np.clip(np.random.default_rng(0).lognormal(2, 0.8, 60), 2, 32).astype(np.int64)

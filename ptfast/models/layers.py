@@ -1,12 +1,10 @@
-"""Attention as the models of sequences compute it, by the kernel that is quickest where they run."""
+"""Layers that models share: attention by the quickest kernel, transformer blocks, stochastic depth."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from ptfast.models.drop_path import drop_path
 
 MAX_PLAIN_LENGTH = 256
 """Longest sequence for which plain matrix products beat the fused attention kernel on a CPU."""
@@ -70,8 +68,7 @@ class Block(nn.Module):
         width: size of a token's vector.
         dropout: of both branches, and of attention where that is causal.
         drop_path: probability that a sample skips the block in training.
-        causal: a token attends to those before it alone, and no layer has a bias; else to all that a mask
-            leaves.
+        causal: a token attends only to earlier ones, and no layer has a bias.
     """
 
     def __init__(
@@ -103,3 +100,30 @@ class Block(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         x = attention(query, key, value, mask=mask, causal=self.causal, dropout=dropout)
         return x.transpose(1, 2).reshape(batch, length, width)
+
+
+def drop_path(x: Tensor, rate: float) -> Tensor:
+    """The output of a residual branch, zero for samples drawn at random and larger for the rest.
+
+    Samples train networks of differing depth, which shortens the path of gradients and regularises;
+    evaluation uses all of it. The draws are torch's own, as dropout's are.
+
+    Args:
+        x: (batch, ...), of a branch before it is added to its input.
+        rate: probability that a sample's branch is zero, in [0, 1); the rest is divided by 1 - rate, so that
+            the mean stays.
+
+    Cost: one product of the size of `x`; no arithmetic is skipped.
+    Source: Huang, Sun, Liu, Sedra, Weinberger 2016, arXiv:1603.09382, who draw once for a batch; drawn for
+        each sample as by timm's DropPath and torchvision's StochasticDepth in mode `row`.
+    """
+    kept = x.new_empty((x.shape[0], *[1] * (x.dim() - 1))).bernoulli_(1 - rate)
+    return x * kept.div_(1 - rate)
+
+
+def rate_of_block(index: int, depth: int, rate: float) -> float:
+    """The rate of block `index` (from 0) of `depth`: rising in equal parts to `rate` at the last block.
+
+    Early blocks make features that all later ones use, and are dropped the least (section 4 of the paper).
+    """
+    return rate * (index + 1) / depth
