@@ -33,9 +33,8 @@ class Added:
     """The metrics of a task, and others beside them.
 
     Args:
-        own: of the task.
-        added: by the key of the config, metrics and collections of metrics.
-        labels: whether targets are labels, which metrics take as whole numbers alone.
+        added: metrics and collections of metrics, by the key of the config.
+        labels: whether targets are 0/1 labels, which metrics take only as whole numbers.
     """
 
     def __init__(self, own: Metrics, added: Mapping[str, Any], *, labels: bool = False) -> None:
@@ -147,10 +146,7 @@ def is_number(value: Any) -> bool:
 
 
 def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Task:
-    """Give `task` the metrics of the config beside its own.
-
-    Keywords `num_classes`, `num_labels`, `task` and `ignore_index` that the config does not set are filled
-    from the data.
+    """Give `task` the metrics of the config beside its own, with unset keywords filled from the data.
 
     Raises:
         ConfigError: C017 for one that cannot be constructed.
@@ -199,8 +195,7 @@ class _OfFunction(Ratios):
 def ratio_of(function: Callable[..., Any]) -> Callable[[Tensor, Tensor], Parts]:
     """What a batch adds to the ratio that `function` of outputs and targets stands for.
 
-    That is what it gives, if those are two sums; of a value for each sample their sum; a mean counts as often
-    as the batch has samples.
+    The function may give both sums, a value for each sample, or their mean.
     """
 
     def parts(outputs: Tensor, targets: Tensor) -> Parts:

@@ -7,10 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo, Metrics
 from ptfast.tasks.ratios import Ratios, accuracy, top5_accuracy
-from ptfast.tasks.supervised import LossFunction, SupervisedTask
+from ptfast.tasks.supervised import LossFunction, SupervisedTask, names_of_classes
 
 
 class Classification(SupervisedTask):
@@ -24,12 +23,12 @@ class Classification(SupervisedTask):
 
     metric = "accuracy"
     mode = "max"
+    needs_classes = True
 
     def __init__(
         self, info: DataInfo, loss: LossFunction | None = None, label_smoothing: float = 0.0
     ) -> None:
         super().__init__(info, loss)
-        self.num_classes = known_classes(info)
         self.counts_samples = not info.ignores_labels
         self.label_smoothing = label_smoothing
 
@@ -66,19 +65,3 @@ class Classification(SupervisedTask):
             top = dict(zip(names, row, strict=True))
             records.append({"class": names[0], "probability": row[0], "top": top})
         return records
-
-
-def known_classes(info: DataInfo) -> int:
-    """The number of classes.
-
-    Raises:
-        DataError: D004 when the data does not say it.
-    """
-    if not info.num_classes:
-        raise DataError("D004", "the data does not say how many classes there are", key="data")
-    return info.num_classes
-
-
-def names_of_classes(info: DataInfo) -> tuple[str, ...]:
-    """The classes' names, or their numbers where they have none."""
-    return info.class_names or tuple(str(index) for index in range(known_classes(info)))

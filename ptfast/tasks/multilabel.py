@@ -7,10 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.protocols import DataInfo, Metrics
-from ptfast.tasks.classification import known_classes, names_of_classes
+from ptfast.core.protocols import Metrics
 from ptfast.tasks.ratios import Ratios, label_accuracy, label_f1
-from ptfast.tasks.supervised import LossFunction, SupervisedTask, full_precision
+from ptfast.tasks.supervised import SupervisedTask, full_precision, names_of_classes
 
 
 class MultiLabel(SupervisedTask):
@@ -23,10 +22,7 @@ class MultiLabel(SupervisedTask):
 
     metric = "f1"
     mode = "max"
-
-    def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
-        super().__init__(info, loss)
-        self.num_classes = known_classes(info)
+    needs_classes = True
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         outputs = full_precision(outputs)

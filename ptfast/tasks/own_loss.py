@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
-from ptfast.tasks.classification import names_of_classes
 from ptfast.tasks.ratios import Ratios, accuracy
+from ptfast.tasks.supervised import names_of_classes
 
 
 class OwnLoss:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,37 +12,57 @@ from torch import Tensor
 from ptfast.core import devices
 from ptfast.core.protocols import IGNORE_INDEX
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Parts = tuple[Tensor, Tensor | int]
 """A batch's part of the dividend and of the divisor of a ratio."""
 
 
-class Ratios:
+class DeviceSums:
+    """Sums of one evaluation that stay on the device, so that no batch makes the host wait.
+
+    They are exact for whole numbers up to 2**53.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        self._shape, self._device = shape, torch.device("cpu")
+        self._kept: Tensor | None = None
+
+    def to(self, device: Any) -> Self:
+        """Keep the sums on `device`; to be called before the first batch."""
+        self._device = torch.device(device)
+        return self
+
+    @property
+    def sums(self) -> Tensor:
+        """Those of this rank so far."""
+        if self._kept is None:
+            dtype = devices.sum_dtype(self._device)
+            self._kept = torch.zeros(self._shape, dtype=dtype, device=self._device)
+        return self._kept
+
+    def over_ranks(self) -> Tensor:
+        """Those of all ranks; waits for them."""
+        sums = self.sums.clone()
+        if sums.numel() and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums)
+        return sums
+
+
+class Ratios(DeviceSums):
     """Metrics of one evaluation, each the sum of something divided by the sum of something else.
 
-    The sums stay on the device, so that no batch makes the host wait, and are exact for whole numbers up to
-    2**53. torchmetrics can do the same and more, at the price of two to four seconds of imports in a run;
-    metrics of it may be returned by a task in place of these.
+    torchmetrics can do the same and more, at the price of two to four seconds of imports; a task may return
+    its metrics in place of these.
 
     Args:
         ratios: by name, what outputs and targets of a batch add to a ratio.
     """
 
     def __init__(self, **ratios: Callable[[Tensor, Tensor], Parts]) -> None:
+        super().__init__(len(ratios), 2)
         self._ratios = ratios
-        self._device = torch.device("cpu")
-        self._kept: Tensor | None = None
-
-    def to(self, device: Any) -> Ratios:
-        """Keep the sums on `device`; to be called before the first batch."""
-        self._device = torch.device(device)
-        return self
-
-    @property
-    def _sums(self) -> Tensor:
-        if self._kept is None:
-            dtype = devices.sum_dtype(self._device)
-            self._kept = torch.zeros(len(self._ratios), 2, dtype=dtype, device=self._device)
-        return self._kept
 
     def keys(self) -> tuple[str, ...]:
         """The names of the figures."""
@@ -50,16 +70,13 @@ class Ratios:
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch."""
-        for sums, parts_of in zip(self._sums, self._ratios.values(), strict=True):
+        for sums, parts_of in zip(self.sums, self._ratios.values(), strict=True):
             for place, part in zip(sums, parts_of(outputs, targets), strict=True):
                 place += part
 
     def compute(self) -> dict[str, Tensor]:
         """The figures over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
-        sums = self._sums.clone()
-        if self._ratios and torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(sums)
-        dividends, divisors = sums.unbind(1)
+        dividends, divisors = self.over_ranks().unbind(1)
         values = torch.where(divisors > 0, dividends / divisors, 0.0)
         return dict(zip(self._ratios, values, strict=True))
 

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core import devices
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
-from ptfast.tasks.classification import known_classes, names_of_classes
-from ptfast.tasks.supervised import LossFunction, SupervisedTask
+from ptfast.tasks.ratios import DeviceSums
+from ptfast.tasks.supervised import LossFunction, SupervisedTask, names_of_classes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,12 +37,13 @@ class SemanticSegmentation(SupervisedTask):
     metric = "mean_iou"
     mode = "max"
     counts_samples = False
+    needs_classes = True
 
     def __init__(
         self, info: DataInfo, loss: LossFunction | None = None, ignore_index: int = IGNORE_INDEX
     ) -> None:
         super().__init__(info, loss)
-        self.num_classes, self.ignore_index = known_classes(info), ignore_index
+        self.ignore_index = ignore_index
 
     def aligned(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _logits(outputs), targets.reshape(len(targets), *targets.shape[-2:]).long()
@@ -108,55 +108,35 @@ def mask_picture(mask: Any) -> Image:
     return picture
 
 
-class Overlaps:
+class Overlaps(DeviceSums):
     """Mean intersection over union and pixel accuracy of one evaluation, out of one table of counts.
 
-    The table, of masks by predictions, stays on the device; its last column is of classes that the data has
-    not. Counts are exact up to 2**53 pixels. A class that is in no mask and no prediction has no part in the
-    mean.
-
-    Args:
-        ignore_index: the label of pixels that do not count.
+    The table is of masks by predictions; its last column is of classes that the data has not. A class that is
+    in no mask and no prediction has no part in the mean.
 
     Source: Everingham et al. 2010, the PASCAL VOC challenge, section 4.1, for the intersection over union.
     """
 
     def __init__(self, num_classes: int, ignore_index: int) -> None:
+        # One place more: for what does not count, so that no batch has to be cut by its values.
+        super().__init__(num_classes * (num_classes + 1) + 1)
         self._num_classes, self._ignore_index = num_classes, ignore_index
-        self._device = torch.device("cpu")
-        self._kept: Tensor | None = None
-
-    def to(self, device: Any) -> Overlaps:
-        """Keep the table on `device`; to be called before the first batch."""
-        self._device = torch.device(device)
-        return self
 
     def keys(self) -> tuple[str, ...]:
         """The names of the figures."""
         return "mean_iou", "pixel_accuracy"
 
-    @property
-    def _table(self) -> Tensor:
-        if self._kept is None:
-            dtype = devices.sum_dtype(self._device)
-            # One place more: for what does not count, so that no batch has to be cut by its values.
-            size = self._num_classes * (self._num_classes + 1) + 1
-            self._kept = torch.zeros(size, dtype=dtype, device=self._device)
-        return self._kept
-
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch of logits (batch, num_classes, height, width) and masks (batch, height, width)."""
+        table = self.sums
         predicted = outputs.argmax(1).clamp(max=self._num_classes)
         places = targets * (self._num_classes + 1) + predicted
-        places = places.where(targets != self._ignore_index, len(self._table) - 1).flatten()
-        self._table.scatter_add_(0, places, self._table.new_ones(()).expand_as(places))
+        places = places.where(targets != self._ignore_index, len(table) - 1).flatten()
+        table.scatter_add_(0, places, table.new_ones(()).expand_as(places))
 
     def compute(self) -> dict[str, Tensor]:
         """The figures over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
-        table = self._table.clone()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(table)
-        table = table[:-1].view(self._num_classes, self._num_classes + 1)
+        table = self.over_ranks()[:-1].view(self._num_classes, self._num_classes + 1)
         right = table.diagonal()
         union = table.sum(0)[:-1] + table.sum(1) - right
         overlap = torch.where(union > 0, right / union, 0.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ptfast.core.errors import ConfigError, described, name_of
+from ptfast.core.errors import ConfigError, DataError, described, name_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
 from ptfast.tasks.ratios import Ratios
 
@@ -36,28 +36,31 @@ class SupervisedTask:
     """True: every sample counts as one item, so that nothing needs counting in a step."""
     takes_mixed = True
     """True: the targets of a training batch may be `Mixed`."""
+    needs_classes = False
+    """True: the data has to say how many classes there are, which then is `num_classes`."""
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         self.info, self.own_loss = info, loss
+        if self.needs_classes:
+            self.num_classes = known_classes(info)
         if loss is not None:
-            mean_loss = adapt_mean_loss(loss)
-            self.loss_sum = lambda outputs, targets: mean_loss(
-                *self.aligned(outputs, targets), self.num_items(targets)
-            )
-            self.evaluation_loss_sum = self.loss_sum
-            self.sample_losses = functools.partial(SupervisedTask.sample_losses, self)
-            if type(loss).__module__ == "torch.nn.modules.loss" and getattr(loss, "reduction", "") == "mean":
-                losses = losses_of_mean(loss)
-                self.sample_losses = lambda outputs, targets: losses(
+
+            def of_items(function: Callable[..., Tensor]) -> Any:
+                return lambda outputs, targets: function(
                     *self.aligned(outputs, targets), self.num_items(targets)
                 )
 
+            self.loss_sum = self.evaluation_loss_sum = of_items(adapt_mean_loss(loss))
+            self.sample_losses = functools.partial(SupervisedTask.sample_losses, self)
+            if type(loss).__module__ == "torch.nn.modules.loss" and getattr(loss, "reduction", "") == "mean":
+                self.sample_losses = of_items(losses_of_mean(loss))
+
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        # The losses that a class above gives are not those of a sum of one's own.
+        # A subclass with a `loss_sum` of its own does not inherit the sample losses of another sum.
         if "loss_sum" in vars(cls) and "sample_losses" not in vars(cls):
             cls.sample_losses = SupervisedTask.sample_losses
-        # Nor need it take the same outputs.
+        # Nor does it inherit what outputs another loss takes.
         says = {"fitting_outputs", "misfit"} & set(vars(cls))
         if not says and {"loss_sum", "loss", "evaluate"} & set(vars(cls)):
             cls.misfit = None  # type: ignore[assignment] - nothing can be said
@@ -97,7 +100,7 @@ class SupervisedTask:
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of each sample, (batch,), 0 where none of its targets counts: what mixed samples weigh.
 
-        Where a task does not say it, it is `loss_sum` of each sample by itself, of all of them at once.
+        By default `loss_sum` of each sample by itself, vectorised.
 
         Raises:
             ConfigError: C011 for a loss that cannot be taken so.
@@ -163,6 +166,18 @@ class SupervisedTask:
         raise NotImplementedError
 
 
+def known_classes(info: DataInfo) -> int:
+    """The number of classes; D004 when the data does not say it."""
+    if not info.num_classes:
+        raise DataError("D004", "the data does not say how many classes there are", key="data")
+    return info.num_classes
+
+
+def names_of_classes(info: DataInfo) -> tuple[str, ...]:
+    """The classes' names, or their numbers where they have none."""
+    return info.class_names or tuple(map(str, range(known_classes(info))))
+
+
 def full_precision(outputs: Tensor) -> Tensor:
     """Outputs of autocast in float32, in which losses and targets are exact enough; float64 stays."""
     return outputs if outputs.element_size() == 8 else outputs.float()
@@ -171,9 +186,6 @@ def full_precision(outputs: Tensor) -> Tensor:
 def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tensor], Tensor]:
     """A loss that averages over a micro-batch, as one that sums: micro-batches of any size then add up right.
 
-    Args:
-        loss: function of outputs and targets; returns the mean as a 0-d tensor, or one loss per item.
-
     Returns:
         A function of outputs, targets and the number of items they hold. Of no items the sum is 0, where a
         mean would be NaN.
@@ -181,7 +193,6 @@ def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tenso
     Raises:
         ConfigError: C017 for a loss that takes something else, and later for one that gives something else.
     """
-
     with contextlib.suppress(ValueError):  # of what has no signature
         try:
             inspect.signature(loss).bind(None, None)
@@ -206,12 +217,9 @@ def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tenso
 
 
 def losses_of_mean(loss: Any) -> Callable[[Tensor, Tensor, int | Tensor], Tensor]:
-    """Each sample's part of the mean that one of torch's losses is, times the number of items: (batch,).
+    """Each sample's part of the mean of one of torch's losses, times the number of items: (batch,).
 
-    A class's weight is part of what the sum is divided by, too, so that the mean of a sample alone hides it.
-
-    Args:
-        loss: a module of `torch.nn` with `reduction="mean"`.
+    Class weights also enter the divisor of the mean, so the mean of a sample alone would hide them.
     """
     each: Any = copy.copy(loss)
     each.reduction = "none"

@@ -7,10 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
-from ptfast.tasks.classification import known_classes, names_of_classes
+from ptfast.core.protocols import IGNORE_INDEX, Metrics
 from ptfast.tasks.ratios import Ratios, accuracy
-from ptfast.tasks.supervised import LossFunction, SupervisedTask
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
 class TokenClassification(SupervisedTask):
@@ -25,12 +24,9 @@ class TokenClassification(SupervisedTask):
 
     metric = "accuracy"
     mode = "max"
+    needs_classes = True
     counts_samples = False
     takes_mixed = False
-
-    def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
-        super().__init__(info, loss)
-        self.num_classes = known_classes(info)
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.flatten(0, -2), targets.flatten()

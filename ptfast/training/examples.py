@@ -16,8 +16,8 @@ from torch import Tensor
 from ptfast.core.errors import shorten
 from ptfast.data.decoding.text_tokenizer import tokenizer_of
 from ptfast.run import Run
-from ptfast.tasks.classification import names_of_classes
 from ptfast.tasks.semantic_segmentation import mask_picture
+from ptfast.tasks.supervised import names_of_classes
 from ptfast.training.evaluate import averaged_over_views
 
 if TYPE_CHECKING:
