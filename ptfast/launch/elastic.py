@@ -1,9 +1,10 @@
-"""torchrun's elastic launcher: several processes of one module, and what it knows of those that failed."""
+"""torchrun's elastic launcher, and what several machines must share: versions, command, run directory."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import logging
 import os
 import signal
@@ -12,10 +13,14 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ptfast.config.files.frozen import redact
+from ptfast.core import run_directory
 from ptfast.core.distributed import THREADS_VARIABLE
-from ptfast.core.errors import ParallelError
+from ptfast.core.errors import MachineError, ParallelError
 
 if TYPE_CHECKING:
     from ptfast.launch.agent import Ended
@@ -37,9 +42,7 @@ def on_several_machines(num_ranks: int, num_nodes: int, rdzv: str | None, timeou
     """torchrun's options for this machine's ranks; what is not given is left to its variables (`PET_*`).
 
     Args:
-        num_ranks: on this machine.
-        num_nodes: machines; 1 is not given.
-        rdzv: HOST:PORT where they meet.
+        rdzv: HOST:PORT where the machines meet.
         timeout_s: how long they wait for one another there.
     """
     waits = ",".join(f"{name}={int(timeout_s)}" for name in ("timeout", "join_timeout", "read_timeout"))
@@ -54,10 +57,7 @@ def on_several_machines(num_ranks: int, num_nodes: int, rdzv: str | None, timeou
 
 
 def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -> Ended:
-    """Run `python -m MODULE ARGUMENTS...` as ranks, until all of this machine have ended.
-
-    Args:
-        options: of torchrun.
+    """Run `python -m MODULE ARGUMENTS...` as ranks under torchrun, until all of this machine have ended.
 
     Raises:
         ParallelError: P002 where the machines do not find each other, P001 where they lose each other.
@@ -101,9 +101,6 @@ def _find_place(launch: Any, address: tuple[Any, ...] | None) -> None:
     """Tell torchrun, and gloo, by which address the others reach this machine: its name may mislead.
 
     Two machines may share a name, which many give to their loopback, too.
-
-    Args:
-        address: of the place where the machines meet; None where that is known by this machine's name.
     """
     if address is None or ipaddress.ip_address(address[0]).is_loopback:
         return
@@ -145,15 +142,9 @@ def _interface(address: str) -> str | None:
 
 
 def _await(endpoint: str, timeout_s: float) -> tuple[Any, ...] | None:
-    """Wait until somebody answers where the machines meet, which this machine may have to be itself.
+    """The address where the machines meet, once somebody answers there; None for this machine's own name.
 
     torch waits, too, but writes pages of warnings about it.
-
-    Returns:
-        The address of that place; None where it is known by this machine's name.
-
-    Raises:
-        ParallelError: P002.
     """
     host, _, port = endpoint.rpartition(":")
     if host in (socket.gethostname(), socket.getfqdn()):
@@ -178,3 +169,76 @@ def _await(endpoint: str, timeout_s: float) -> tuple[Any, ...] | None:
 def _not_met(endpoint: str, what: str) -> ParallelError:
     hint = "Start the same command on each; parallel.timeout says how long they wait for one another"
     return ParallelError("P002", what, key=endpoint, suggestion=hint)
+
+
+VISIBLE_S = 60
+"""How long a new file may stay invisible to other machines: NFS keeps what it knows of a folder so long."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A rank's machine, as it tells the first rank."""
+
+    host: str
+    versions: dict[str, str | None]
+    words: list[str]
+    """The command line, without secrets."""
+
+    @classmethod
+    def this(cls, words: Sequence[str]) -> Node:
+        return cls(socket.gethostname(), run_directory.versions(), redact(words))
+
+    def json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def check_nodes(texts: Sequence[str]) -> None:
+    """Refuse ranks that were started with other versions or another command than the first (P002).
+
+    Args:
+        texts: `Node.json` of each rank.
+    """
+    nodes = [Node(**json.loads(text)) for text in texts]
+    for rank, node in enumerate(nodes):
+        first = nodes[0]
+        for name, version in node.versions.items():
+            if version != first.versions[name]:
+                what = f"has {name} {version}, and rank 0 on {first.host} has {first.versions[name]}"
+                raise _other(rank, node, what, "Install the same versions on all machines")
+        if sorted(node.words) != sorted(first.words):
+            own, of_first = (
+                " ".join(word for word in one.words if word not in other.words) or "less"
+                for one, other in ((node, first), (first, node))
+            )
+            what = f"was started with {own}, and rank 0 on {first.host} with {of_first}"
+            raise _other(rank, node, what, "Start the same command on all machines")
+
+
+def _other(rank: int, node: Node, what: str, hint: str) -> ParallelError:
+    return ParallelError("P002", what, key=f"rank {rank} on {node.host}", suggestion=hint)
+
+
+def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
+    """Return this machine's name if `folder` is not the one that the first rank has begun a run in, else "".
+
+    Args:
+        started: when, as the folder's `environment.json` says it.
+    """
+    end = time.monotonic() + timeout_s
+    while run_directory.read_json(folder / run_directory.ENVIRONMENT).get("started") != started:
+        if time.monotonic() > end:
+            return socket.gethostname()
+        time.sleep(0.1)
+    return ""
+
+
+def check_shared(folder: Path, unseen: Sequence[str]) -> None:
+    """Refuse a run directory that is not one folder on all machines (E001).
+
+    Args:
+        unseen: what `can_reach` returns on each rank.
+    """
+    if hosts := sorted(filter(None, set(unseen))):
+        what = f"{', '.join(hosts)} cannot see what {socket.gethostname()} writes there"
+        hint = "Set run.root or run.dir to a folder that all machines share"
+        raise MachineError("E001", what, key=str(folder), suggestion=hint)

@@ -48,9 +48,16 @@ from ptfast.core.errors import (
     render,
 )
 from ptfast.core.machine import die_with_parent
-from ptfast.launch.elastic import on_several_machines, on_this_machine, run_elastic
+from ptfast.launch.elastic import (
+    Node,
+    can_reach,
+    check_nodes,
+    check_shared,
+    on_several_machines,
+    on_this_machine,
+    run_elastic,
+)
 from ptfast.launch.resume import Place, find_place
-from ptfast.launch.several_nodes import Node, can_reach, check_nodes, check_shared
 
 if TYPE_CHECKING:
     from ptfast.launch.agent import Ended
@@ -63,10 +70,7 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
     """Train what `config` says and return the exit code.
 
     Args:
-        words: the command line that says so, with which each of several machines starts its ranks.
-
-    Raises:
-        PtfastError: whatever stops the run before or during training.
+        words: the command line, with which each of several machines starts its ranks.
     """
     if config.parallel.nnodes > 1 or nodes_from_environment():
         return _launch_node(config, words)
@@ -82,7 +86,7 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
         return EXIT_OK
     with _prepared(place, composed):
         if launched:
-            return launch_ranks(place, num_ranks, composed)
+            return _launch_ranks(place, num_ranks, composed)
         from ptfast.launch import rank_main
 
         return rank_main.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder)
@@ -93,7 +97,6 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]],
 
     Args:
         read_config: called by the first rank alone.
-        words: the command line.
 
     Returns:
         The exit code of a rank that trains alone; one of several ends here.
@@ -151,7 +154,7 @@ def _start_rank(
 
 @contextlib.contextmanager
 def _telling_exit_code(ranks: Ranks, place: str) -> Iterator[None]:
-    """Tell the other ranks, which wait for a word at `place`, of what goes wrong inside."""
+    """Tell the other ranks, which wait at `place`, the exit code of an error inside."""
     try:
         yield
     except Exception as error:
@@ -178,10 +181,7 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 
 @contextlib.contextmanager
 def _prepared(place: Place, composed: Composed) -> Iterator[None]:
-    """The run directory made, held and furnished with everything that is known before training.
-
-    A directory made for a run that could not begin is removed again.
-    """
+    """Make, lock and fill the run directory; one made for a run that could not begin is removed again."""
     made = run_directory.create_folder(place.folder)
     exit_code = None
     # Only who holds the directory may remove it: two starts may have been given the same.
@@ -222,11 +222,7 @@ def _say_finished(place: Place) -> None:
 
 
 def resolve_num_ranks(config: Config) -> int:
-    """Ranks of a run on this machine alone: `parallel.nproc`, or as torchrun's variable says, or one per GPU.
-
-    Raises:
-        ConfigError: C011 for several machines.
-    """
+    """Ranks of a run on this machine: `parallel.nproc`, or as torchrun's variable says, or one per GPU."""
     if config.parallel.nnodes > 1:
         what, hint = "only this machine can be measured", "Leave it out"
         raise ConfigError("C011", what, key="parallel.nnodes", value=config.parallel.nnodes, suggestion=hint)
@@ -265,12 +261,7 @@ def _check_started(config: Config, ranks: Ranks) -> None:
 def _launch_node(config: Config, words: Sequence[str]) -> int:
     """Run this machine's ranks among those of several, each of which starts the same command.
 
-    The ranks read the command line as under a user's own torchrun: nothing but the place where they meet is
-    known before they do.
-
-    Raises:
-        ConfigError: C011 for one process on each, C016 where nobody says where they meet.
-        ParallelError: P001 when a rank of this machine was killed, P002 where the others do not come.
+    The ranks read the command line as under a user's own torchrun: only where they meet is known before.
     """
     parallel = config.parallel
     if parallel.strategy == "single":
@@ -294,12 +285,8 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
     return next((code for code in codes if code > 0), ParallelError.exit_code) if codes else EXIT_OK
 
 
-def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
-    """Run `num_ranks` workers under torchrun's elastic launcher and return the run's exit code.
-
-    Raises:
-        PtfastError: the first failure of a rank, said once.
-    """
+def _launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
+    """Run `num_ranks` workers under torchrun's elastic launcher and return the run's exit code."""
     state = str(place.state_folder) if place.state_folder is not None else ""
     start_s = time.time()
     arguments = [str(place.folder), state, str(os.getpid())]
@@ -308,14 +295,11 @@ def launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
 
 
 def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> int:
-    """The exit code of ranks that have ended.
-
-    Args:
-        start_s: when the ranks were started, in seconds since the epoch.
+    """The exit code of ranks that were started at `start_s`, seconds since the epoch, and have ended.
 
     Raises:
         ParallelError: P001 when a rank was killed or left without a word.
-        ReportedError: what a rank has said of its failure.
+        ReportedError: a rank's own failure.
     """
     from ptfast.launch.rank_main import EXIT_CODES
 
@@ -325,9 +309,11 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
         return EXIT_CODES[status]
     if (received := ended.received) is not None:
         # They were killed before they could write a summary; that is harmless if nothing was trained yet.
-        if _newer(folder / run_directory.RESOLVED, start_s) and not _newer(
-            folder / "saved" / "last", start_s
-        ):
+        built, saved = (
+            path.exists() and path.stat().st_mtime > start_s
+            for path in (folder / run_directory.RESOLVED, folder / "saved" / "last")
+        )
+        if built and not saved:
             what = f"the ranks were killed after {signal.Signals(received).name}, before they had saved"
             raise ParallelError("P001", what, key=str(folder))
         return EXIT_INTERRUPTED if received == signal.SIGINT else EXIT_PREEMPTED
@@ -337,7 +323,7 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
 
 
 def _raise_failure(folder: Path, composed: Composed, ended: Ended) -> None:
-    """Raise what a rank has said of its failure, or that it was killed or hangs."""
+    """Raise a rank's own failure, or that it was killed or hangs."""
     reported = reported_failure(folder, composed)
     # A rank that was killed is the cause of what the others say; one that hangs, of their losing it.
     error = killed_rank(ended, str(folder))
@@ -380,10 +366,6 @@ def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
         # Ranks read the frozen file: only here it is known where the user gave the key.
         line = render(composed.placed(PtfastError(**failure["parts"])))
     return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")))
-
-
-def _newer(path: Path, since_s: float) -> bool:
-    return path.exists() and path.stat().st_mtime > since_s
 
 
 def _note_failure(folder: Path, line: str, exit_code: int) -> None:

@@ -60,7 +60,7 @@ EXIT_CODES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank's part in a run has ended."""
+    """How a rank has ended."""
 
     status: str = "failed"
     exit_code: int = EXIT_BUG
@@ -74,9 +74,6 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
 
     Args:
         state_folder: the state to resume, whose files `find_place` has checked.
-
-    Raises:
-        PtfastError: whatever stops the run; `summary.json` names it.
     """
     clock = Clock(max(time.monotonic() - float(os.environ.get(STARTED_VARIABLE, time.monotonic())), 0.0))
     part = RankPart(config, folder, ranks, build_display(ranks.rank), clock)
@@ -200,11 +197,7 @@ class RankPart:
         return Outcome(signalled, signals.exit_code, line, together=False), None
 
     def close(self, outcome: Outcome) -> None:
-        """Stop what loads data, and on the first rank write what came of the run.
-
-        Raises:
-            MachineError: the figures or the summary could not be written.
-        """
+        """Stop what loads data; the first rank writes summary, figures and report."""
         if not outcome.together:
             self.display.warn(str(outcome.error_line))
         self.clock.to("closing" if self.run is not None else "start_up")

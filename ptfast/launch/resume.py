@@ -93,11 +93,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _check_lost(folder: Path) -> None:
-    """Refuse to begin anew over a run whose config or saved states somebody has removed.
-
-    Raises:
-        SavedStateError: S004.
-    """
+    """Refuse to begin anew over a run whose config or saved states somebody has removed (S004)."""
     from ptfast.core.saved_state import list_states
 
     if states := list_states(folder / "saved"):
@@ -115,11 +111,7 @@ def _check_lost(folder: Path) -> None:
 def _continue(
     source: Path, tree: Tree, config: Config, state_folder: Path, facts: Tree, folder: Path
 ) -> Place:
-    """Resume in `folder` from a state of the run in `source`, if the config allows it.
-
-    Args:
-        facts: the JSON part of the state.
-    """
+    """Resume in `folder` from a state of the run in `source`, with its `facts`, if the config allows it."""
     before = read_yaml(source / run_directory.CONFIG).data
     # What data holds is compared when it has been read, if the state says what that was.
     changed = changed_keys(before, tree, moves=bool(facts["info"]["extra"].get("contents")))
@@ -128,7 +120,7 @@ def _continue(
         what = f"the config has changed since: {', '.join(changed)}"
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
     step = int(facts["progress"]["step"])
-    # What a run has come to is lost with its last state: the one before is resumed.
+    # A finished run whose last state is lost resumes from the one before.
     reached = step >= run_directory.read_json(source / run_directory.SUMMARY).get("steps", 0)
     if folder.resolve() == source.resolve() and reached and _is_over(source, before, tree):
         return Place(folder, state_folder, finished=True)
@@ -149,11 +141,7 @@ def _same_length(before: Tree, tree: Tree) -> bool:
 
 
 def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, config: Config) -> None:
-    """Refuse a length that the saved run cannot take, before anything of it is touched.
-
-    Raises:
-        SavedStateError: S003.
-    """
+    """Refuse a length that the saved run cannot take, before anything of it is touched (S003)."""
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.saved_state import check_length
     from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
@@ -186,24 +174,14 @@ def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
             before = read_yaml(folder / run_directory.CONFIG).data
         except PtfastError:
             continue
-        if (
-            _same_length(before, tree)
-            and not changed_keys(before, tree)
-            and not _is_over(folder, before, tree)
-        ):
+        same = _same_length(before, tree) and not changed_keys(before, tree)
+        if same and not _is_over(folder, before, tree):
             return folder
     return None
 
 
 def _newest_intact(folder: Path) -> tuple[Path, Tree]:
-    """The newest state that is whole, with its JSON part: a damaged one is reported and passed over.
-
-    Args:
-        folder: of a run that has saved.
-
-    Raises:
-        SavedStateError: S001 when none is.
-    """
+    """The newest intact state of a run that has saved, with its facts; damaged ones are reported."""
     from ptfast.core.saved_state import list_states, read_facts
 
     states = list_states(folder / "saved")

@@ -14,8 +14,7 @@ from running import records, same_bits, train, weights
 
 from ptfast.core.errors import MachineError, ParallelError
 from ptfast.core.run_directory import write_json
-from ptfast.launch.elastic import on_several_machines, run_elastic
-from ptfast.launch.several_nodes import Node, can_reach, check_nodes, check_shared
+from ptfast.launch.elastic import Node, can_reach, check_nodes, check_shared, on_several_machines, run_elastic
 
 HERE = Node("n1", {"torch": "2.9.0", "python": "3.12.1"}, ["optimizer.lr=0.1", "epochs=2"])
 
