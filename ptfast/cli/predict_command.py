@@ -46,11 +46,8 @@ def predict_files(
 ) -> int:
     """Write one record per input: where it came from, and what the task predicts; in words on a terminal.
 
-    Inputs are read as in training: the same size, statistics and vocabulary, which the state carries.
-
     Args:
         paths: image files or folders of them, `.npy`/`.npz` arrays, or text files with one input a line.
-        out: file to write; standard output if not given.
         masks: folder to write predicted masks to, whose files then stand in the records.
 
     Raises:

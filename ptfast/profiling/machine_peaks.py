@@ -67,28 +67,32 @@ def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> 
     """
     start = time.perf_counter()
     rates = {name: _products_per_s(name, device) for name in dict.fromkeys(formats)}
-    transfer = _quickest(device, *_transfer(device)) if device.type == "cuda" else None
+    before = known_peaks(device) or Peaks({}, 0.0, float("inf"))
+    names = sorted(rates.keys() | before.flops_per_s.keys())
+    transfers = [before.transfer_bytes_per_s] if before.transfer_bytes_per_s is not None else []
+    if device.type == "cuda":
+        host = torch.zeros(_STREAMED_BYTES, dtype=torch.uint8, pin_memory=True)
+        transfers.append(_bytes_per_s(host, torch.empty_like(host, device=device)))
+    data = torch.zeros(_BYTES.get(device.type, _STREAMED_BYTES), dtype=torch.uint8, device=device)
+    number, calls = torch.ones(1, device=device), 200
+
+    def add() -> None:
+        for _ in range(calls):
+            torch.add(number, number)
+
     peaks = Peaks(
-        flops_per_s=rates,
-        bytes_per_s=1 / _quickest(device, *_copy(device)),
-        op_s=_quickest(device, *_small(device)),
-        transfer_bytes_per_s=None if transfer is None else 1 / transfer,
+        {name: max(rates.get(name, 0.0), before.flops_per_s.get(name, 0.0)) for name in names},
+        bytes_per_s=max(2 * _bytes_per_s(data, torch.zeros_like(data)), before.bytes_per_s),
+        op_s=min(_quickest(device, add) / calls, before.op_s),
+        transfer_bytes_per_s=max(transfers, default=None),
     )
-    if (before := known_peaks(device)) is not None:
-        peaks = _best(peaks, before)
-    _remember(device, peaks)
-    return Peaks(**{**asdict(peaks), "seconds": time.perf_counter() - start})
-
-
-def _best(new: Peaks, old: Peaks) -> Peaks:
-    names = new.flops_per_s.keys() | old.flops_per_s.keys()
-    transfers = [rate for rate in (new.transfer_bytes_per_s, old.transfer_bytes_per_s) if rate is not None]
-    return Peaks(
-        {name: max(new.flops_per_s.get(name, 0.0), old.flops_per_s.get(name, 0.0)) for name in sorted(names)},
-        max(new.bytes_per_s, old.bytes_per_s),
-        min(new.op_s, old.op_s),
-        max(transfers, default=None),
-    )
+    found = {name: value for name, value in asdict(peaks).items() if name != "seconds"}
+    of = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    # What cannot be remembered is measured again.
+    with contextlib.suppress(OSError, MachineError):
+        (path := _path(device)).parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"of": of, **found})
+    return Peaks(**found, seconds=time.perf_counter() - start)
 
 
 def device_name(device: torch.device) -> str:
@@ -108,7 +112,7 @@ def _products_per_s(name: str, device: torch.device) -> float:
     before = torch.get_float32_matmul_precision()
     try:
         _set_matmul(_SETTINGS.get(name, "highest") if dtype == torch.float32 else before)
-        return 1 / _quickest(device, lambda: torch.mm(left, right), 2 * size**3)
+        return 2 * size**3 / _quickest(device, lambda: torch.mm(left, right))
     finally:
         _set_matmul(before)
 
@@ -120,31 +124,12 @@ def _set_matmul(setting: str) -> None:
         torch.set_float32_matmul_precision(setting)
 
 
-def _copy(device: torch.device) -> tuple[Callable[[], Any], float]:
-    size = _BYTES.get(device.type, _STREAMED_BYTES)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    return lambda: target.copy_(source), 2 * size
+def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
+    return len(source) / _quickest(target.device, lambda: target.copy_(source, non_blocking=True))
 
 
-def _small(device: torch.device) -> tuple[Callable[[], Any], float]:
-    number, calls = torch.ones(1, device=device), 200
-
-    def add() -> None:
-        for _ in range(calls):
-            torch.add(number, number)
-
-    return add, calls
-
-
-def _transfer(device: torch.device) -> tuple[Callable[[], Any], float]:
-    source = torch.zeros(_STREAMED_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device)
-    return lambda: target.copy_(source, non_blocking=True), _STREAMED_BYTES
-
-
-def _quickest(device: torch.device, call: Callable[[], Any], amount: float) -> float:
-    """Seconds for one of `amount`, in the quickest try after the first."""
+def _quickest(device: torch.device, call: Callable[[], Any]) -> float:
+    """Seconds of the quickest call after the first."""
     best, end = float("inf"), None
     while end is None or best == float("inf") or time.perf_counter() < end:
         start = time.perf_counter()
@@ -156,18 +141,9 @@ def _quickest(device: torch.device, call: Callable[[], Any], amount: float) -> f
             end = now + TRY_S
         else:
             best = min(best, now - start)
-    return best / amount
+    return best
 
 
 def _path(device: torch.device) -> Path:
     key = f"{device_name(device)} {torch.get_num_threads()} {torch.__version__}"
     return cache_folder() / f"peaks-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
-def _remember(device: torch.device, peaks: Peaks) -> None:
-    found = {name: value for name, value in asdict(peaks).items() if name != "seconds"}
-    of = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    # What cannot be remembered is measured again.
-    with contextlib.suppress(OSError, MachineError):
-        (path := _path(device)).parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"of": of, **found})

@@ -92,15 +92,15 @@ class Operators(TorchDispatchMode):
         return outputs
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        key: Any = (func, _shaped(args), tuple((name, _shaped(value)) for name, value in kwargs.items()))
-        plain = key
+        call = func, _shaped(args), tuple((name, _shaped(value)) for name, value in kwargs.items())
+        key: Hashable = call
         try:
             known = self.found.get(key)
         except TypeError:
             # An argument that is no plain value, such as a generator of random numbers.
             key, known = object(), None
         if known is None:
-            known = self.found[key] = Operator(*plain, _shaped(outputs))
+            known = self.found[key] = Operator(*call, _shaped(outputs))
         known.count += 1
 
 

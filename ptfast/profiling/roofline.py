@@ -183,7 +183,7 @@ def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
     run.clock.to("measuring")
     try:
         work = count_work(run, counted)
-        cost = {"counting_s": seconds["measuring"]}
+        cost: dict[str, Any] = {"counting_s": seconds["measuring"]}
         peaks = known_peaks(run.device, work.flops)
         pays = may_measure and train_s >= PAYS_AFTER * COST_S
         if peaks is not None and pays and weigh(work, peaks, seconds, steps).mfu > 1:
@@ -198,11 +198,8 @@ def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
             line = f"{flop(total / step_s)}/s; {why}"
             facts = {"step_s": step_s, "flops_per_step": total, "flops_per_s": total / step_s, "line": line}
             return facts | cost
-        return (
-            _describe(weigh(work, peaks, seconds, steps))
-            | cost
-            | {"padding_share": run.resolved.padding_share}
-        )
+        cost["padding_share"] = run.resolved.padding_share
+        return _describe(weigh(work, peaks, seconds, steps)) | cost
     finally:
         run.clock.to("closing")
 

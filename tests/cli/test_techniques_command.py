@@ -109,7 +109,7 @@ def test_a_terminal_gets_families_as_headings(
     monkeypatch.setattr("sys.stdout", stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-    listing_commands.show("transfers")
+    assert run(["techniques", "transfers"]) == 0
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= width * 2  # colours take characters, too
     assert any("transfers" in line and "exact" not in line for line in lines)
@@ -125,7 +125,7 @@ def test_a_narrow_terminal_breaks_no_switch(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("sys.stdout", stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    listing_commands.show()
+    assert run(["techniques"]) == 0
     shown = stream.getvalue()
     assert all(word in shown for technique in CATALOGUE for on in technique.on for word in on.split())
 
@@ -180,9 +180,9 @@ def test_models_and_data_are_named() -> None:
 def test_it_loads_no_torch_where_there_is_no_gpu(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from ptfast.cli import listing_commands\nfrom ptfast.config import applicability\n"
+        "from ptfast.cli.command_line import run\nfrom ptfast.config import applicability\n"
         f"applicability.ThisMachine.__init__.__defaults__ = (Path({str(tmp_path)!r}),)\n"
-        "listing_commands.show()\nassert 'torch' not in sys.modules"
+        "assert run(['techniques']) == 0\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=60

@@ -45,16 +45,13 @@ def test_the_operations_of_products_convolutions_and_attention_are_those_of_thei
     assert counted_flops(lambda: F.scaled_dot_product_attention(heads, heads, heads)) == products
 
 
-def test_operators_are_told_apart_by_shape_and_views_move_nothing() -> None:
+def test_operators_are_told_apart_by_shape() -> None:
     with Operators() as operators:
         for size in (2, 2, 3):
             torch.ones(size).add(1).view(-1)
-    found = {(o.name, o.results[0].shape): o.count for o in operators}
+    found = {(o.name, o.outputs.shape): o.count for o in operators}
     assert found["add", (2,)] == 2
     assert found["add", (3,)] == 1
-    moved = {o.name: o.num_bytes for o in operators if o.results[0].shape == (2,)}
-    assert moved["view"] == 0
-    assert moved["add"] == 2 * 4 * 2
 
 
 @pytest.mark.parametrize(
@@ -75,7 +72,9 @@ def test_a_counted_step_trains_to_the_same_bits(
     assert fit(counted) == "finished"
     found = counted.counter.counted
     assert found.steps == 1
-    assert {o.phase for o in found.operators} == {"forward", "backward", "optimizer"}
+    counted_names = {operator.name for operator in found.operators}
+    for part in (("relu", "_to_copy"), ("threshold_backward",), ("_fused", "_foreach")):
+        assert any(name.startswith(part) for name in counted_names), part
     assert found.kept_bytes > 0
     assert found.batch_bytes >= 32 * 64 * 4
 
@@ -89,11 +88,8 @@ def test_a_counted_step_trains_to_the_same_bits(
 
 def test_peaks_are_measured_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTFAST_CACHE", str(tmp_path))
-    calls: list[float] = []
     # A made-up second for everything: rates are then the amounts themselves.
-    monkeypatch.setattr(
-        machine_peaks, "_quickest", lambda device, call, amount: calls.append(amount) or 1 / amount
-    )
+    monkeypatch.setattr(machine_peaks, "_quickest", lambda device, call: 1.0)
     assert known_peaks(CPU) is None
     found = measured_peaks(CPU, ["fp32"])
     assert found.flops_per_s["fp32"] == 2 * 512**3
@@ -105,7 +101,7 @@ def test_peaks_are_measured_once_and_found_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     assert known_peaks(CPU) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(machine_peaks, "_quickest", lambda device, call, amount: 2 / amount)
+    monkeypatch.setattr(machine_peaks, "_quickest", lambda device, call: 2.0)
     assert measured_peaks(CPU, ["fp16"]).flops_per_s == {**found.flops_per_s, "fp16": 512**3}
     (file,) = tmp_path.glob("peaks-*.json")
     file.write_text("{")

@@ -98,12 +98,9 @@ class RunFiles:
 def training_times(records: Sequence[Record]) -> dict[int, float]:
     """Seconds of training up to each step that was logged, 0 among them, by the speed of each segment.
 
-    Evaluations, saving and starting up are left out; the first steps, which warm up and are not timed, count
-    as the others.
+    Evaluations, saving and starting up are left out; untimed first steps count as the others.
     """
-    windows = [
-        record for record in records if record.get("split") == "train" and is_finite(record.get("step"))
-    ]
+    windows = [r for r in records if r.get("split") == "train" and is_finite(r.get("step"))]
     known_s = [record["step_s"] for record in windows if is_finite(record.get("step_s"))]
     typical_s = statistics.median(known_s) if known_s else 0.0
     seconds: dict[int, float] = {0: 0.0}
@@ -115,21 +112,17 @@ def training_times(records: Sequence[Record]) -> dict[int, float]:
 
 def read_run(run_dir: Path) -> RunFiles:
     """Read what there is of a run."""
+    config_text = ""
+    with contextlib.suppress(OSError):
+        config_text = (run_dir / CONFIG).read_text(encoding="utf-8", errors="replace")
     return RunFiles(
         run_dir=run_dir,
         records=read_records(run_dir / METRICS_FILE),
         summary=read_json(run_dir / SUMMARY),
         environment=read_json(run_dir / ENVIRONMENT),
         examples=read_json(run_dir / EXAMPLES),
-        config_text=_read_text(run_dir / CONFIG),
+        config_text=config_text,
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
