@@ -343,11 +343,7 @@ def _load_options(chosen: Sequence[str]) -> tuple[dict[Any, Any], TracingLoader]
 
 @functools.lru_cache(maxsize=64)
 def _load_shipped(chosen: tuple[str, ...], folder: str) -> tuple[dict[Any, Any], TracingLoader]:
-    """As `_load_options`, remembered.
-
-    Args:
-        folder: that of the shipped options as messages name it, which depends on the working folder.
-    """
+    """As `_load_options`, remembered."""
     return _load_options(chosen)
 
 

@@ -156,12 +156,7 @@ def _check_folder(point: Composed) -> None:
 def _direction(
     loader: TracingLoader, overrides: list[str], point: Composed, intervals: Sequence[Argument]
 ) -> list[str]:
-    """The override with the direction in which the sweep's metric is better, unless the user gives one.
-
-    Raises:
-        ConfigError: C014 where neither `sweep.mode` nor the metric's name gives it, or where the sweeper
-            knows no intervals.
-    """
+    """The override with the direction in which the sweep's metric is better, unless the user gives one."""
     key = "hydra.sweeper.direction"
     sweeper = loader.load_configuration(PRIMARY, overrides, RunMode.MULTIRUN).hydra.sweeper
     if intervals and str(sweeper._target_).endswith(".BasicSweeper"):

@@ -137,11 +137,7 @@ def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
 def _seal(
     draft: Path, step: int, facts: dict[str, Any], version: int, digests: Mapping[str, str] | None = None
 ) -> Path:
-    """Complete a draft by its facts and its manifest, and make it the state of its step and the last one.
-
-    Args:
-        digests: of files that have been hashed and flushed already.
-    """
+    """Complete a draft by its facts and its manifest, and make it the state of its step and the last one."""
     saved, digests = draft.parent, dict(digests or {})
     (draft / "state.json").write_text(json.dumps(facts, indent=1))
     own = [path for path in sorted(draft.iterdir()) if path.name not in digests]
@@ -285,11 +281,7 @@ def read_state(folder: Path, *, check: bool = True) -> State:
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """A file of tensors and plain values, onto the CPU.
-
-    Raises:
-        SavedStateError: S001 when it cannot be read or holds a pickled object.
-    """
+    """A file of tensors and plain values, onto the CPU."""
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:

@@ -114,9 +114,6 @@ def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | No
     Args:
         labels: first dimension samples.
         name, numbers: as for `check_range`.
-
-    Raises:
-        DataError: D004 for labels that name no class each.
     """
     hint = "Use task=auto for what they are for, or number the classes from 0"
     if labels.dim() == 2 and labels.shape[1] == 1:
@@ -146,9 +143,6 @@ def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
     Args:
         labels: of some samples or of all, first dimension samples; no tokens.
         target_kind: as `DataInfo.target_kind`.
-
-    Raises:
-        DataError: D004 for labels of a shape that fits no task.
     """
     if target_kind == "mask":
         return "semantic_segmentation", "whole numbers for each pixel"

@@ -324,9 +324,6 @@ def into_memory(source: MapSource, holder: Holder | None = None, chunk: int = 10
 
     Args:
         holder: of images and their targets; other samples each process holds for itself.
-
-    Raises:
-        DataError: D008 if they differ in shape.
     """
     size = len(source)
     parts = [np.arange(i, min(i + chunk, size)) for i in range(0, size, chunk)]

@@ -48,9 +48,6 @@ def with_masks(splits: Splits, ignore_index: int) -> Splits:
 
     Args:
         ignore_index: the label of pixels that do not count.
-
-    Raises:
-        DataError: D004 for labels that are no classes, or of which nobody says how many there are.
     """
     info = replace(splits.info, ignore_index=ignore_index)
     if info.num_classes is None:

@@ -70,10 +70,6 @@ def as_known(known: DataInfo, found: DataInfo) -> DataInfo:
     Args:
         known: the data that the model was trained on.
         found: the other data.
-
-    Raises:
-        DataError: D003 for classes of other names or in another order, D004 for classes or tokens that the
-            model does not know or labels of another task, D005 for inputs of another shape.
     """
     if (known.kind, known.task) != (found.kind, found.task):
         raise _misfit("D004", f"is {found.kind} data for {found.task}", f"{known.kind} data for {known.task}")

@@ -78,11 +78,7 @@ class LayerBatch:
         return True
 
     def load_grads(self) -> None:
-        """Take the gradients that the layers have now.
-
-        Raises:
-            ConfigError: C011 for a sparse one.
-        """
+        """Take the gradients that the layers have now."""
         grads = [_grad_of(*pair) for pair in zip(self.layers, self._weights, strict=True)]
         for piece, cut in zip(self.pieces, self._cut(grads), strict=True):
             piece[1] = cut

@@ -170,9 +170,6 @@ def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
 
     All are multiplied in one operation, where a GPU otherwise waits for a launch per matrix.
 
-    Returns:
-        In bf16, with a first dimension of matrices.
-
     Source: Jordan et al. 2024, the Newton-Schulz iteration with their coefficients.
     """
     rows, columns = matrices[0].shape
@@ -237,9 +234,6 @@ def hidden_matrices(
         model: their model.
         rest_names: patterns of further names for the rest; case counts.
         ends: give Muon the first and the last matrix too.
-
-    Raises:
-        ValueError: for a pattern that matches no name.
     """
     for pattern in rest_names:
         if not any(fnmatchcase(name, pattern) for name, _ in named):

@@ -147,12 +147,7 @@ def _build_callbacks(config: Config) -> list[Callback]:
 
 
 def _settings(context: BuildContext, callbacks: list[Callback], freezing: Freezing | None) -> Settings:
-    """The config's settings of the loop, durations as steps.
-
-    Raises:
-        ConfigError: C005 for a figure to follow that no evaluation will give; C011 for a duration that this
-            data cannot be counted in.
-    """
+    """The config's settings of the loop, durations as steps."""
     config, plan, task, stop = context.config, context.plan, context.task, context.config.stop
     has_val = context.splits.val is not None
     metric = stop.metric or (task.metric if has_val else "loss")
@@ -187,11 +182,7 @@ def _settings(context: BuildContext, callbacks: list[Callback], freezing: Freezi
 
 
 def _finish(run: Run, context: BuildContext, changed: str) -> None:
-    """Attach what watches the steps, restore the rest of the saved state, and write what `auto` became.
-
-    Args:
-        changed: how held-out data differs from that of the saved run.
-    """
+    """Attach what watches the steps, restore the rest of the saved state, and write what `auto` became."""
     if context.config.backend.cudnn_benchmark == "auto" and run.resolved.cudnn_benchmark:
         run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
     if context.state is not None:
@@ -206,11 +197,7 @@ def _finish(run: Run, context: BuildContext, changed: str) -> None:
 
 
 def _check_own_steps(run: Run, gradients: Gradients) -> None:
-    """Refuse named optimizers that nobody steps, and what the loop does with gradients that it does not see.
-
-    Raises:
-        ConfigError: C011, or C005 for a name without parameters.
-    """
+    """Refuse named optimizers that nobody steps, and switches that need gradients the loop does not see."""
     groups, task = run.optimizer.param_groups, name_of(run.task)
     named = [group[OPTIMIZER_NAME] for group in groups if OPTIMIZER_NAME in group]
     if not takes_own_steps(run.task):

@@ -86,9 +86,6 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
 
     Args:
         targets: `keep` says that those which may be places in an image are none.
-
-    Raises:
-        ConfigError: C011.
     """
     what = None
     if not (flip or shift):
@@ -160,11 +157,7 @@ class FullSize(nn.Module):
 
 
 def check_full_size(last: str, task: Any) -> None:
-    """Refuse stand-ins where the model itself sums up the loss of a batch.
-
-    Raises:
-        ConfigError: C011.
-    """
+    """Refuse stand-ins where the model itself sums up the loss of a batch."""
     if last == "pad" and type(task).__name__ == "OwnLoss":
         raise ConfigError("C011", "a model that returns its own loss would count the padding", **_KEY)
 

@@ -58,9 +58,6 @@ class OutputCheck:
         task: with a `misfit`.
         data: the batch.
         where: a word on when this is.
-
-    Raises:
-        ConfigError: C017 for outputs that do not fit, on calling it.
     """
 
     def __init__(self, forward: Any, model: Any, task: Any, data: Any, where: str) -> None:

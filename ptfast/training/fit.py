@@ -173,11 +173,7 @@ def _report(run: Run, trainer: Trainer, segment: Segment, steps_of_process: int)
 
 
 def _save(run: Run, is_best: bool, *, settles: bool) -> None:
-    """Save the state of now.
-
-    Args:
-        settles: bring the averages up to date before; else that is done when the run is resumed.
-    """
+    """Save the state of now."""
     run.clock.to("saving")
     if run.ema is not None and settles:
         with run.uncompiled(), suppress(Stopped):
@@ -260,11 +256,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
 
 
 def evaluate_and_rank(run: Run) -> bool:
-    """Evaluate `val`, or take the training loss where nothing is held out; True if it is the best so far.
-
-    Raises:
-        ConfigError: C005 when the figure that `best` should follow does not exist.
-    """
+    """Evaluate `val`, or take the training loss where nothing is held out; True if it is the best so far."""
     progress, settings = run.progress, run.settings
     if "val" in run.eval_loaders:
         figures = evaluate_split(run, "val")

@@ -23,9 +23,6 @@ def seed_everything(seed: int) -> None:
 def build_seeder(device: torch.device) -> Seeder:
     """Build the function that reseeds the generators that dropout on `device` draws from.
 
-    Returns:
-        `seed_micro_batch(seed, step, micro_batch)`, to be called before each forward pass in training.
-
     Cost: about 1.5 us on the CPU; `torch.manual_seed`, which visits every backend, takes 60 times that.
     """
     seed_cpu = torch.default_generator.manual_seed

@@ -26,9 +26,6 @@ def save_training(run: Run, is_best: bool) -> None:
     """Write the state of now, as the best so far or not, and keep the newest ones that the settings ask for.
 
     Called on every rank; the first writes, or each its part where weights are shared out.
-
-    Raises:
-        NumericsError: N001 when the weights are not finite; the state before stays as it is.
     """
     if not (run.ranks.is_first or run.saves_together):
         return
@@ -80,11 +77,7 @@ def _check_finite(model: dict[str, Tensor], run: Run) -> None:
 
 
 def restore_model(model: nn.Module, state: State) -> None:
-    """Put a saved state's weights into `model`, of each that is shared out among the ranks this rank's part.
-
-    Raises:
-        SavedStateError: S002 when they are of another model.
-    """
+    """Put a saved state's weights into `model`; of sharded ones, this rank's part."""
     # The versions of modules, which torch leaves beside the names, have to stay.
     own, weights = model.state_dict(), copy(state.model)
     try:
@@ -103,9 +96,6 @@ def restore_training(run: Run, state: State, steps_before: int) -> None:
 
     Args:
         steps_before: that the run was to have when the state was saved; 0 where nobody knows.
-
-    Raises:
-        SavedStateError: S002 when the state is of another model, S003 when its length rules this run out.
     """
     with _naming_misfits():
         _restore_parts(run, state)

@@ -188,9 +188,6 @@ class Trainer:
         """Let a task with a method `step` run forward, backward and its optimizers in any order it likes.
 
         It returns the sum of the losses to log, and their count.
-
-        Raises:
-            ConfigError: C017 where it returns anything else.
         """
         run = self.run
         run.clock.to("forward")

@@ -56,10 +56,6 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
     Args:
         together: whether what is done with a batch takes all ranks.
 
-    Raises:
-        Stopped: a signal has come.
-        Preempted: a signal has come, and other ranks are not in this wait.
-
     Cost: 0.4 us a batch.
     """
     several, asked = together and run.ranks.distributed, run.status.stop_signal

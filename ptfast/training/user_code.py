@@ -169,12 +169,7 @@ def _method(part: UserPart, code: CodeType) -> str:
 
 
 def callback_states(run: Run) -> list[Any]:
-    """The states that callbacks want to have saved, each of which can be read again.
-
-    Raises:
-        ConfigError: C017 for anything but tensors and plain values, and for tensors of which other ranks have
-            parts: this one writes alone.
-    """
+    """The states that callbacks want to have saved, each of which can be read again."""
     states: list[Any] = []
     callbacks: list[Any] = run.callbacks
     for index, callback in enumerate(callbacks):
@@ -196,11 +191,7 @@ def _unsavable(value: Any) -> Any:
 
 
 def check_figures(figures: dict[str, Any], run: Run) -> dict[str, float]:
-    """Figures that callbacks have added to, as plain numbers.
-
-    Raises:
-        ConfigError: C017 for what is no number.
-    """
+    """Figures that callbacks have added to, as plain numbers."""
     for name, value in figures.items():
         if not isinstance(name, str) or not is_number(value):
             part = next(part for part in parts_of(run) if hasattr(part.made, "on_evaluation"))

@@ -66,11 +66,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
 
 
 def check_grammar(key: str, text: str, place: str) -> None:
-    """Refuse a value whose `${...}` is no interpolation.
-
-    Raises:
-        ConfigError: C008.
-    """
+    """Refuse a value whose `${...}` is no interpolation."""
     try:
         parse(text)
     except GrammarParseError as error:

@@ -56,9 +56,6 @@ def check_target(
         fixed: keys of the section that are not the target's, for suggestions.
         locate: how import paths are resolved; `Trust.locate` for a config from elsewhere.
         prefix: the key that messages start with, by default the section.
-
-    Returns:
-        The target with its values coerced, and what is wrong with it.
     """
     prefix = section if prefix is None else prefix
     try:

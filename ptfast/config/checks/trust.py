@@ -102,9 +102,6 @@ def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bo
 
     Somebody else's file could otherwise have a variable's value sent to a host of its choice. What the user
     typed may do both.
-
-    Raises:
-        ConfigError: C009 for each such key.
     """
     found: list[ConfigError] = []
     for key, value in flatten(tree).items():

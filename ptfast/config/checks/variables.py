@@ -25,12 +25,6 @@ def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
     Args:
         tree: the whole config, with its interpolations.
         places: where each key was given.
-
-    Returns:
-        A warning for each group of the user's own whose option no key refers to.
-
-    Raises:
-        ConfigError: C002.
     """
     sections = variable_sections()
     typed = [key for key, place in places.items() if place == COMMAND_LINE]

@@ -19,10 +19,6 @@ def lineage(group: str, file: Path) -> list[YamlFile]:
 
     Args:
         group: of the option, or `recipe`.
-
-    Raises:
-        ConfigError: C003 for a recipe that does not exist, C007 for files that inherit each other, or that
-            cannot be read.
     """
     return list(_lineage(group, file, ()))
 
@@ -38,9 +34,6 @@ def base_file(group: str, entry: str, content: YamlFile, place: str | None = Non
 
     A recipe's path is taken from the folder of the file that names it. None stands for an option that is not
     in the folders searched, of which Hydra may know more.
-
-    Raises:
-        ConfigError: C003 for a recipe that does not exist.
     """
     if group != paths.RECIPES:
         return paths.options(group).get(entry)

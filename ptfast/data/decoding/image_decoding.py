@@ -61,11 +61,7 @@ class Decoder:
         return {**self.__dict__, "_decode_jpeg": None}
 
     def __call__(self, path: str) -> Decoded:
-        """Decode one file.
-
-        Raises:
-            DataError: D005 naming the file and what is wrong with it.
-        """
+        """Decode one file."""
         try:
             return self.decode(read_file(path), path)
         except DataError as error:
@@ -111,11 +107,7 @@ class Decoder:
 
 
 def size_of(path: str) -> tuple[int, int]:
-    """Height and width of an image by what the beginning of its file says.
-
-    Raises:
-        DataError: D005 if it cannot be read, or is no image.
-    """
+    """Height and width of an image by what the beginning of its file says."""
     in_tar = path if isinstance(path, InTar) else None
     try:
         shape = jpeg_shape(in_tar.read(_HEADER_BYTES) if in_tar is not None else _header(path))
@@ -133,11 +125,7 @@ def _header(path: str) -> bytes:
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of an image file.
-
-    Raises:
-        DataError: D005 if it cannot be read.
-    """
+    """The bytes of an image file."""
     try:
         return path.read() if isinstance(path, InTar) else Path(path).read_bytes()
     except OSError as error:
@@ -151,12 +139,6 @@ def decode_all(
 
     Args:
         holder: of the tensor; ranks that hold it together lend their threads to the one that decodes.
-
-    Returns:
-        The images, and how many were not 8-bit RGB and have been converted.
-
-    Raises:
-        DataError: D005 for a file that cannot be decoded, or sizes that differ.
     """
     first, holder = decoder(paths[0]).pixels, holder or Holder()
 
@@ -277,9 +259,6 @@ def in_threads(count: int, work: Callable[[int], Result]) -> list[Result]:
     """`work(0)` to `work(count - 1)`, by as many threads as torch has here.
 
     Decoding and resizing run outside of the interpreter, so that threads of one process do them side by side.
-
-    Raises:
-        Exception: what `work` raised for the first place of those at which it did.
     """
     results: list[Any] = [None] * count
     errors: dict[int, Exception] = {}

@@ -66,11 +66,7 @@ class NvJpegFiles(ImageFiles):
 
 
 def decode_on_device(buffers: list[Tensor], device: torch.device) -> list[Tensor]:
-    """JPEG files, uint8 (bytes,) on the host, as uint8 (3, height, width) on a CUDA device.
-
-    Raises:
-        RuntimeError: for a file that cannot be decoded there; nothing of its batch comes back.
-    """
+    """JPEG files, uint8 (bytes,) on the host, as uint8 (3, height, width) on a CUDA device."""
     import torchvision.io  # noqa: F401 - registers the operator
 
     return torch.ops.image.decode_jpegs_cuda(buffers, AS_RGB, device)

@@ -68,11 +68,7 @@ class Vocabulary:
         return ("" if self.kind == "characters" else " ").join(self.entries[i] for i in ids)
 
     def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids of the tokens of `texts`, one after another, and how many each has.
-
-        Raises:
-            DataError: as `encode`.
-        """
+        """The ids of the tokens of `texts`, one after another, and how many each has."""
         if self.kind != "characters":
             return _joined([self.encode(text) for text in texts])
         # A look-up in a table by code point takes a twentieth of one in a dictionary by character.

@@ -27,11 +27,7 @@ class Collate:
         self.name = name_of(self._function)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The batch.
-
-        Raises:
-            DataError: D008 for what the function raises, and for a batch without a tensor.
-        """
+        """The batch."""
         try:
             batch = self._function(samples)
         except RAISED as error:

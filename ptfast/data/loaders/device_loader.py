@@ -117,13 +117,6 @@ def _weights(start: Tensor, end: Tensor, length: int, size: int) -> Tensor:
     Bilinear and antialiased: a triangle around the centre, as wide as two of the coarser pixels. Weights are
     those that torch resizes bytes by on a CPU, multiples of a power of 2 in 15 bits: with 8 bits of a pixel,
     sums of float32 are exact.
-
-    Args:
-        start, end: int64 (batch,).
-        length: of the whole line.
-
-    Returns:
-        float32 (batch, size, length), rows of which add up to about 1.
     """
     start, end = start[:, None, None], end[:, None, None]
     scale = (end - start).double() / size
@@ -270,12 +263,7 @@ class DeviceBatches(ChunkedBatches):
 def build_device_batches(
     sampler: Sampler, prepare: Prepare, source: MapSource, augment: Augment, device: torch.device
 ) -> DeviceBatches:
-    """The batches of `source` once it is on `device`.
-
-    Raises:
-        ConfigError: C011 for samples that are no tensors of one shape, or images stored in several sizes.
-        MachineError: E005 where the device has no room for them.
-    """
+    """The batches of `source` once it is on `device`."""
     hint = "Use dataloader=memory, which copies batches step by step"
     sizes = source.sizes
     if isinstance(source, HeldImages):

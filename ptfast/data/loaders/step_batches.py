@@ -171,11 +171,7 @@ class RawBatches:
 
 
 class AugmentedStream:
-    """Augments batches of a stream, whose samples are known by their numbers.
-
-    Raises:
-        ConfigError: C011 for crops that would be cut before images have come to one size.
-    """
+    """Augments batches of a stream, whose samples are known by their numbers."""
 
     def __init__(self, augment: Augment, seed: int) -> None:
         if augment.resized_crop is not None:

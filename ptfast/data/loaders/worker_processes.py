@@ -72,9 +72,6 @@ class WorkerPool:
         start_method: of processes; None for the platform's own.
         threads: of each process.
         among: processes that there are with those of other pools; None for its own.
-
-    Raises:
-        DataError: D008 if processes are not forked and `batches` cannot be pickled.
     """
 
     def __init__(

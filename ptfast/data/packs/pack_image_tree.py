@@ -74,11 +74,7 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
 
 
 def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> Manifest:
-    """`manifest` with what has been written.
-
-    Raises:
-        DataError: D003 for a class of which no image could be read.
-    """
+    """`manifest` with what has been written."""
     splits, statistics = {}, None
     for name, split in written.items():
         rows = np.fromfile(folder / f"{name}.index", ROW)
@@ -101,11 +97,7 @@ def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> 
 
 
 def convert_images(job: _Job, *, size: int | None, jpeg: bool, skip_corrupt: bool) -> Piece:
-    """Read, check and shrink the images of a job.
-
-    Raises:
-        DataError: D005 naming the file that cannot be read, unless those are skipped.
-    """
+    """Read, check and shrink the images of a job."""
     decoder = Decoder()
     data: list[bytes | memoryview] = []
     rows: list[tuple[Any, ...]] = []

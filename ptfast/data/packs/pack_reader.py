@@ -158,9 +158,6 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
 
     Args:
         key: the config key that led here, for messages.
-
-    Raises:
-        DataError: D007 for an unfinished or damaged pack, or one of another format.
     """
     try:
         content = (folder / MANIFEST).read_bytes()

@@ -106,11 +106,7 @@ class PackedImages(MapSource):
         return Held(TensorSource(images, self.targets, images=True), 0)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
-        """Count, sums and sums of squares of the pixels of samples, per channel, which packing has added up.
-
-        Returns:
-            None where images are brought to another size as they are fetched, which changes these.
-        """
+        """Count, sums and sums of squares of the pixels of samples, per channel, as packing summed them."""
         rows = self._rows
         size = self.image_size
         if size is not None and bool(((rows["height"] != size) | (rows["width"] != size)).any()):
@@ -157,12 +153,7 @@ class PackedImages(MapSource):
 
 
 def load_packed_images(folder: Path, manifest: Manifest, image_size: int | None) -> Splits:
-    """The splits of a pack of images, as `ImageFolder` gives those of a folder.
-
-    Raises:
-        DataError: D001 for a pack of something else, D005 for images of several sizes that are brought to
-            none.
-    """
+    """The splits of a pack of images, as `ImageFolder` gives those of a folder."""
     if manifest.kind == "tokens":
         hint = f"Use data=text_file data.path={folder}"
         raise DataError("D001", "is a pack of text", key="data.root", value=folder, suggestion=hint)

@@ -164,11 +164,7 @@ def _classes(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
 
 
 def _cut_by_tokens(longest: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    """Where batches of at most `budget` tokens begin and end.
-
-    Args:
-        longest: tokens that each sample is padded to at most, rising.
-    """
+    """Where batches of at most `budget` tokens begin and end."""
     cuts = [0]
     while cuts[-1] < len(longest):
         start = cuts[-1]

@@ -41,12 +41,7 @@ def micro_batch_bounds(num_samples: int, micro_batches: int) -> list[tuple[int, 
 
 
 def held_out(size: int, val: Duration) -> int:
-    """How many of `size` samples `data.val` holds out.
-
-    Raises:
-        ConfigError: C005 for a unit that says nothing about samples.
-        DataError: D006 if nothing is left to train on.
-    """
+    """How many of `size` samples `data.val` holds out."""
     if val.value == 0:
         return 0
     if val.unit == "percent":

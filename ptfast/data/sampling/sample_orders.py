@@ -104,9 +104,6 @@ def checked_weights(dataset: Any, kept: Indices | None = None) -> Weights | None
 
     Args:
         kept: the samples that are trained on; None for all.
-
-    Raises:
-        DataError: D008 for weights that are not one for each sample, negative, not finite, or all zero.
     """
     stated = getattr(dataset, "weights", None)
     if stated is None:

@@ -128,11 +128,7 @@ class Arrays:
 
 
 def read_npz(path: Path, key: str = "data.path") -> dict[str, NDArray]:
-    """The arrays of an `.npz`, none of them pickled.
-
-    Raises:
-        DataError: D001 if there is no such file, D005 if it cannot be read.
-    """
+    """The arrays of an `.npz`, none of them pickled."""
     _check_file(path, key)
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -143,11 +139,7 @@ def read_npz(path: Path, key: str = "data.path") -> dict[str, NDArray]:
 
 
 def read_npy(path: Path, key: str = "data.path") -> NDArray:
-    """The array of an `.npy`, not pickled.
-
-    Raises:
-        DataError: D001 if there is no such file, D005 if it cannot be read.
-    """
+    """The array of an `.npy`, not pickled."""
     _check_file(path, key)
     try:
         array = np.load(path, allow_pickle=False)
@@ -159,11 +151,7 @@ def read_npy(path: Path, key: str = "data.path") -> NDArray:
 
 
 def as_inputs(array: NDArray, where: str) -> tuple[Tensor, bool]:
-    """Inputs as a loader takes them, and whether they are images: uint8 channels last, or float32 vectors.
-
-    Raises:
-        DataError: D005 for an array that is neither.
-    """
+    """Inputs as a loader takes them, and whether they are images: uint8 channels last, or float32 vectors."""
     if array.dtype.kind not in "buif" or array.ndim == 0:
         raise DataError("D005", f"{array.dtype} cannot be an input", key=where)
     if array.dtype == np.uint8 and array.ndim in (3, 4):

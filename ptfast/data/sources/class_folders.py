@@ -22,9 +22,6 @@ def list_tree(
     Args:
         key: that led here, for messages.
         passed: receives what is passed over, as by `image_files`.
-
-    Raises:
-        DataError: D001 to D003 when there is no such tree.
     """
     folders = _subfolders(root, key)
     by_split = {split: [root / name for name in names if name in folders] for split, names in SPLITS.items()}

@@ -230,14 +230,7 @@ def _is_pair(sample: Any) -> bool:
 
 
 def _is_opaque(batch: Any, collate: Collate, task: str) -> bool:
-    """Return True if only the user's task knows what a batch is.
-
-    Args:
-        batch: of one sample; where it is torch's, the sample may stand for it.
-
-    Raises:
-        DataError: D004 where the task is one of ours, which takes inputs and targets.
-    """
+    """Return True if only the user's task knows what a batch is."""
     if task not in TASKS and task != "auto":
         return collate.is_own or not _is_pair(batch)
     if _is_pair(batch) or task == "hf":
@@ -283,11 +276,7 @@ def _is_tokens(sample: Tensor) -> bool:
 
 
 def _stated_classes(dataset: Any) -> int | None:
-    """The attribute `num_classes` of a user's data set, if it has one.
-
-    Raises:
-        DataError: D004 for one that is no whole number of at least 1.
-    """
+    """The attribute `num_classes` of a user's data set, if it has one."""
     stated = getattr(dataset, "num_classes", None)
     if stated is None:
         return None

@@ -27,10 +27,6 @@ def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = 
         md5: checksum of the archive, in hexadecimal digits.
         hint: what to do without a network, for the error.
         download: False to take only what lies there.
-
-    Raises:
-        DataError: D007 if it cannot be downloaded or its checksum is wrong.
-        MachineError: E001 if `folder` cannot be written.
     """
     target = folder / url.rsplit("/", 1)[1]
     with locked_folder(folder, hint):
@@ -110,9 +106,6 @@ def locked_folder(
     Args:
         hint: what to do about a folder that cannot be made, for the error.
         pause: called between one attempt and the next while another process holds it.
-
-    Raises:
-        MachineError: E001 if `folder` cannot be made.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

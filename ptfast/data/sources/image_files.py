@@ -224,11 +224,7 @@ class HeldImages(MapSource):
         return [self._pixels[i] for i in indices]
 
     def in_one_size(self) -> TensorSource:
-        """The same as one tensor.
-
-        Raises:
-            ConfigError: C011 for images that are stored in several sizes.
-        """
+        """The same as one tensor."""
         shapes = {pixels.shape for pixels in self._pixels}
         if len(shapes) > 1:
             what = f"images lie on the device in one size, and these have {len(shapes):,}"

@@ -117,11 +117,7 @@ class MaskedImages(MapSource):
 
 
 def read_mask(file: str) -> Pixels:
-    """The class number of each pixel, uint8 (height, width): grey values, or entries of a palette.
-
-    Raises:
-        DataError: D005 for a file that cannot be read, or is of colours.
-    """
+    """The class number of each pixel, uint8 (height, width): grey values, or entries of a palette."""
     from PIL import Image
 
     try:

@@ -220,9 +220,6 @@ def pack_lengths(lengths: Lengths, capacity: int) -> tuple[Lengths, Lengths]:
     Args:
         lengths: tokens of each document, 1 to `capacity`.
 
-    Returns:
-        The lengths of the documents, window after window, and how many documents each window has.
-
     Cost: a loop over the lengths that occur and the fillings that come about, not over documents.
     """
     remaining = np.bincount(lengths, minlength=capacity + 1)

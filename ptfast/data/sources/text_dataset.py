@@ -280,11 +280,7 @@ class RandomWindows(Windows):
 
 
 def sort_labels(labels: list[str]) -> tuple[str, ...]:
-    """The classes among `labels`, by number if all are numbers, else by name.
-
-    Raises:
-        DataError: D003 if there is one class only.
-    """
+    """The classes among `labels`, by number if all are numbers, else by name."""
     names = set(labels)
     if len(names) == 1:
         what = f"every training label is {labels[0]}, so there is nothing to classify"
@@ -296,11 +292,7 @@ def sort_labels(labels: list[str]) -> tuple[str, ...]:
 
 
 def number_labels(labels: list[str], names: tuple[str, ...], split: str) -> Tensor:
-    """Class numbers of `labels`.
-
-    Raises:
-        DataError: D004 for a label that the training split does not have.
-    """
+    """Class numbers of `labels`."""
     numbers = {name: i for i, name in enumerate(names)}
     try:
         return torch.tensor([numbers[label] for label in labels])
@@ -328,10 +320,6 @@ def read_packed_text(
     Args:
         tokenizer, documents: as the config has them; they must be those of the pack.
         known: of a model that has a vocabulary already.
-
-    Raises:
-        ConfigError: C011 where the pack was made otherwise.
-        DataError: D001 for a pack of images, D004 for one whose vocabulary is not the model's.
     """
     text = manifest.text
     if text is None:

@@ -77,9 +77,6 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
         path: `.csv`, with commas, semicolons or tabs and quotes; anything else has tabs, and quotes that are
             part of a text.
         text, label: columns by their names in the first line; those that are not given are found.
-
-    Raises:
-        DataError: D001, D002 or D005, naming the line, or the columns of which several could be meant.
     """
     rows, delimiter = _rows(path)
     header = _header([fields for _, fields in rows], text, label)
@@ -116,11 +113,7 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
 
 
 def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[int, str]]:
-    """The texts of a file with the number of each line: of `columns` where its first line names these.
-
-    Raises:
-        DataError: as `read_table`.
-    """
+    """The texts of a file with the number of each line: of `columns` where its first line names these."""
     if columns and path.suffix.lower() in SUFFIXES:
         (_, first), *rows = _rows(path)[0]
         names = [field.strip() for field in first]

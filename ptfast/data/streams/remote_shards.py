@@ -78,11 +78,6 @@ def open_shards(places: Sequence[str]) -> list[tuple[Path, Shard]]:
 
     Args:
         places: paths, and URLs of HTTP, or of any protocol that fsspec has a package for.
-
-    Raises:
-        DataError: D001 for a URL at which there is nothing to be had, D007 for a download that fails; and as
-            `index_shard`.
-        MachineError: E001 or E002 where the cache folder cannot hold them, E004 for a missing package.
     """
     if not any(map(is_url, places)):
         return [(Path(place), index_shard(Path(place))) for place in places]

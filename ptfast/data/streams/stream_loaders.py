@@ -57,12 +57,7 @@ class ReaderLayout(NamedTuple):
 
 
 def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions) -> ReaderLayout:
-    """Which processes read `source`.
-
-    Raises:
-        ConfigError: C011 for a kind of loader other than `plain` and `workers`, and for more readers than the
-            data set has shards.
-    """
+    """Which processes read `source`."""
     check_kind(loading.kind)
     num_ranks = sharding.num_ranks
     workers = count_workers(loading.workers) if loading.kind == "workers" else 0
@@ -93,12 +88,6 @@ def build_stream_batches(
     """The training batches of iterable data, on one rank.
 
     Where readers have parts of their own, `last` of the plan, `keep` or `drop`, is about the end of a pass.
-
-    Raises:
-        ConfigError: C011 for a loader that iterable data cannot have, and where readers have parts of their
-            own, for batches that grow or are padded.
-        DataError: D008 if processes are not forked and the data set cannot be pickled, and for one that is
-            another on each rank without saying so.
     """
     _check_ranks(source, sharding.num_ranks)
     layout, plan = share_out(source, sharding, loading), sharding.plan

@@ -221,9 +221,6 @@ def check_same(digests: Sequence[int], name: str, step: int) -> None:
     Args:
         digests: of the samples of a step, by rank.
         name: of the data set's class.
-
-    Raises:
-        DataError: D008.
     """
     if len(set(digests)) <= 1:
         return
@@ -238,9 +235,6 @@ def check_parted(digests: Sequence[int], name: str) -> None:
     Args:
         digests: of what each reader has read so far.
         name: of the data set's class.
-
-    Raises:
-        DataError: D008.
     """
     if len(digests) <= 1 or len(set(digests)) > 1 or not digests[0]:
         return

@@ -86,11 +86,7 @@ class Mix:
         return Draw(partners, shares.astype(np.float32), cuts, boxes)
 
     def __call__(self, data: Any, step: int, micro_batch: int) -> tuple[Tensor, Mixed]:
-        """Mixed `(inputs, targets)`; inputs keep shape, type and memory format.
-
-        Raises:
-            ConfigError: C011 for inputs that are no floating point numbers.
-        """
+        """Mixed `(inputs, targets)`; inputs keep shape, type and memory format."""
         inputs, targets = data
         if not inputs.is_floating_point():
             what = f"inputs of type {inputs.dtype} cannot be mixed"
@@ -124,11 +120,7 @@ class Mix:
         return Mixed(torch.where(inside, partners, targets), partners, shares.where(~cuts, 1.0))
 
     def _weights(self, draw: Draw, shape: torch.Size, channels: int) -> Iterator[NDArray[np.float32]]:
-        """Weights of the partners, in columns, then in rows: their product would be as large as a channel.
-
-        Args:
-            channels: that lie side by side in each column, 0 for none.
-        """
+        """Weights of the partners, in columns, then in rows: their product would be as large as a channel."""
         least = np.where(draw.cuts, np.float32(1), 1 - draw.shares)
         if not self.cutmix:
             yield least.reshape(-1, *[1] * ((3 if channels else len(shape)) - 1))

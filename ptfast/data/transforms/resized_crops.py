@@ -45,10 +45,6 @@ def draw_boxes(
         scale: least and largest part of the area.
         ratio: least and largest width of a box over its height; its logarithm is drawn evenly.
 
-    Returns:
-        (images, 4). Edges lie between pixels of the original. Where ten boxes in a row do not fit into an
-        image, the largest box in its middle within `ratio`.
-
     Cost: 2 us for an image.
     Source: Szegedy et al. 2014, arXiv:1409.4842; torchvision's RandomResizedCrop.
     """

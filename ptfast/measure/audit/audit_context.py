@@ -110,9 +110,6 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
     """Build the run of `config` in `folder` and train it for some steps to see what they do.
 
     The first step warms up; some are timed as they are, and some traced. One batch is evaluated.
-
-    Raises:
-        PtfastError: whatever would stop the run in its first steps.
     """
     ranks = Ranks()
     device = resolve_device(config.device, ranks)

@@ -102,12 +102,7 @@ class Audit:
         return {**facts, **self.trials, "notes": self.notes, "findings": found}
 
     def examine(self, config: Config, folder: Path, display: Display, budget_s: float) -> None:
-        """Run all checks on some steps of the run of `config`, and measure what they found in this process.
-
-        Raises:
-            MachineError: E002 where memory runs out.
-            PtfastError: whatever would stop the run.
-        """
+        """Run all checks on some steps of a run of `config`, and measure their findings in this process."""
         folder.mkdir()
         try:
             with audit_context(config, folder, display) as context:

@@ -83,9 +83,6 @@ def code_place() -> str | None:
     """Return the line of a user, a library or a model of ours that asks for what is at work, as `file.py:12`.
 
     torch and Python's own library only carry out what such a line asks for.
-
-    Returns:
-        None where the rest of this package asks for it.
     """
     frame = sys._getframe(1)
     while frame is not None and _is_framework(frame.f_code.co_filename):

@@ -54,11 +54,7 @@ def price_here(
 def price_by_override(
     findings: list[Finding], arguments: Sequence[str], budget_s: float, on_trial: OnTrial = _silent
 ) -> dict[str, Any]:
-    """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt.
-
-    Raises:
-        ReportedError: whatever stops the run.
-    """
+    """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt."""
     tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
     pairs = [Pair(findings[n].check, list(arguments), merge(arguments, findings[n].overrides)) for n in tried]
     with (

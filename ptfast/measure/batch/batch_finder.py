@@ -106,11 +106,7 @@ def find_batch(
 
 
 def check_batch_search(config: Config, noise_flag: str | None) -> None:
-    """Refuse a config that has no size to search for, or no gradient noise where a flag asks for it.
-
-    Raises:
-        ConfigError: C011.
-    """
+    """Refuse a config that has no size to search for, or no gradient noise where a flag asks for it."""
     if config.batching.batch_tokens is not None:
         what = "batches of so many tokens have no size to search for"
         hint = "Use batching=buckets"
@@ -172,11 +168,7 @@ def _write(
     chosen: int,
     lr_ratio: float | None,
 ) -> None:
-    """A recipe of the size, with the rate that goes with it and the checkpointing that it was found with.
-
-    Args:
-        lr_ratio: of SGD's rate to the config's, where the noise gives it.
-    """
+    """A recipe of the size, with the rate that goes with it and the checkpointing that it was found with."""
     config = search.config
     rate, how = scaled_rate(config, chosen, lr_ratio)
     comment = [f"Batch of {chosen} for {label(config)}, found by ptfast find batch", *how]

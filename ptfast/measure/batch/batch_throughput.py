@@ -36,9 +36,6 @@ def memory_to_spare(device: torch.device) -> Iterator[None]:
     Held is what counts against the limit there is: memory of the GPU, or addresses of this process where
     `ulimit` limits those. Pages of a machine or a container count when they are written, so that there the
     most that was taken is looked at afterwards.
-
-    Raises:
-        MemoryError: where nothing limits the process and it has taken nearly all that was free.
     """
     limit, name = memory_limit(device.type)
     spare = int(SPARE * limit)
@@ -69,9 +66,6 @@ def time_batches(
         seconds: that the measurement of a size takes, warm-up and building left out.
         checkpointing: mode in place of the config's.
         rehearsed: evaluate, save and train on, too, with some memory held back all the while.
-
-    Raises:
-        PtfastError: whatever stops a run in its first steps, other than a lack of memory.
     """
     config = trial.config
     changes: dict[str, Any] = {"curriculum": Curriculum()}
@@ -131,10 +125,6 @@ def time_steps(
     Args:
         round_steps: a window is a multiple of so many steps, whose times differ in a way that recurs.
         look: called when all is measured and workers are still there; adds to what is returned.
-
-    Returns:
-        `samples_per_s` over all ranks with the `rates` of the windows, their `low` and `high`, `step_s`, and
-        the share of the time that ranks spent `waiting` for their next batch.
     """
     trainer, progress, clock = Trainer(run), run.progress, run.clock
     run.settings.total_steps = ENDLESS

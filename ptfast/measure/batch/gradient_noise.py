@@ -42,9 +42,6 @@ def train_for_noise(
         batch_size, micro_batches: that every step takes, over all ranks.
         num_steps: optimizer steps, or up to the end of the data or of the run.
         checkpointing: mode in place of the config's.
-
-    Raises:
-        PtfastError: whatever stops a run in its first steps, other than a lack of memory.
     """
     config = trial.config
     changed: dict[str, Any] = {

@@ -65,9 +65,6 @@ def judge(claim: Claim, low: float, high: float) -> Finding:
 
     Args:
         low, high: 95 % interval of the ratio.
-
-    Returns:
-        `confirmed` if all of the interval lies in the range, `refuted` if none does, else `cannot tell`.
     """
     if claim.least <= low and high <= claim.most:
         return "confirmed"

@@ -61,11 +61,7 @@ class Pair:
 def measure_pairs(
     laboratory: Laboratory, pairs: Sequence[Pair], on_pair: Callable[[Pair], None] = lambda pair: None
 ) -> None:
-    """Measure a block of each pair, then another of each, for as long as the laboratory's budget lasts.
-
-    Raises:
-        ReportedError: what stops the first config of a pair.
-    """
+    """Measure a block of each pair, then another of each, for as long as the laboratory's budget lasts."""
     while open_pairs := [pair for pair in pairs if not pair.why]:
         for pair in open_pairs:
             if laboratory.left_s < laboratory.block_s:

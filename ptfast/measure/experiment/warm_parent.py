@@ -226,11 +226,7 @@ def _train_on_request(
     seed: int,
     rank_of: tuple[int, int, int] | None,
 ) -> None:
-    """A trial's process: builds the run when it is told to warm up, then trains turn after turn.
-
-    Args:
-        rank_of: rank, number of ranks, and the port where they meet; None for a trial of one process.
-    """
+    """A trial's process: builds the run when it is told to warm up, then trains turn after turn."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Forks share the layout of their parent's memory: each begins its own elsewhere.

@@ -190,12 +190,7 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
 
 
 def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], str]:
-    """Train one step at each rate, up to where the loss diverges, and leave the run as it was.
-
-    Returns:
-        The rates, and the mean item loss of each step, before the step changed anything, over all ranks; and
-        why it ended. Steps that fp16 leaves out are none: the rate is held over them.
-    """
+    """Train one step at each rate, up to where the loss diverges, and leave the run as it was."""
     first = _first_step(run, len(lrs))
     taken: list[float] = []
     losses: list[float] = []
@@ -260,9 +255,6 @@ def run_trials(
         run: as built, on every rank; left as it was.
         lowest, highest: rates that are not to be passed.
         num_steps: of a trial.
-
-    Returns:
-        The mean loss of the last quarter of the steps, by rate; infinite where the loss diverged.
 
     Cost: 3 to 6 trials of `num_steps` optimizer steps.
     """

@@ -73,9 +73,6 @@ def read_finish(folder: Path, target: RaceTarget, arm: int, seed: int, ended: st
     """When the run in a folder has reached the target.
 
     Time is that of training: evaluations, saving and starting up are left out.
-
-    Raises:
-        ConfigError: C005 where the run has evaluated, and there is no such figure.
     """
     lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
     train_s = training_times(lines)

@@ -43,12 +43,6 @@ def measure_once(
         num_ranks: that measure together; None for a single process.
         what: to measure, a key of `trial_rank.MEASUREMENTS` or the import path of such a function.
         on_result: called with each result as it comes in.
-
-    Returns:
-        All results, and the signal that ended the process, if one did.
-
-    Raises:
-        PtfastError, ReportedError: what stopped it, other than a lack of memory.
     """
     folder.mkdir()
     check_no_secrets(composed)

@@ -64,9 +64,6 @@ def clip_to_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     Args:
         parameters: those whose gradients are rescaled in place; ones without a gradient are passed over.
         max_norm: longest allowed norm.
-
-    Returns:
-        The norm before rescaling: 0-d, on the device.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = global_norm(grads)

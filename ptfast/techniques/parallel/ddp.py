@@ -30,9 +30,6 @@ def apply_compression(
         mode: `bf16` and `fp16` send half the bytes of float32; `powersgd` sends two thin matrices for each.
         rank: how thin: columns of PowerSGD's matrices.
         start_steps: steps before PowerSGD begins, at least 2.
-
-    Returns:
-        What is remembered from step to step, for whoever saves it; None where nothing is.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

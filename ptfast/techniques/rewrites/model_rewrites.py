@@ -70,9 +70,6 @@ def apply_channels_last(model: nn.Module) -> nn.Module:
     Convolution kernels read all channels of a pixel together, so the default layout is converted back and
     forth around each of them. Gains 1.1 to 1.5 times on most convolutional nets; those with many grouped
     convolutions can lose.
-
-    Returns:
-        The same module. Shapes, names and values do not change.
     """
     return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
@@ -290,9 +287,6 @@ def apply_chunked_head(model: nn.Module, task: Any) -> None:
 
     Args:
         model: whose output is that of its layer `head`.
-
-    Raises:
-        ConfigError: C011 where there is no such layer, or the loss takes logits alone.
 
     Source: Wijmans et al. 2024, arXiv:2411.09009.
     """

@@ -140,9 +140,6 @@ def build_shape(target: Target, lr: float) -> Shape:
 class FunctionOfStep(Shape):
     """`factor(step)` of the user's, called once for every step of the run, counted from 0.
 
-    Raises:
-        ConfigError: C017 where it raises, or gives no finite number of at least 0.
-
     Cost: one call a step, before training.
     """
 
@@ -178,9 +175,6 @@ class TorchScheduler(Shape):
 
     Its rates become factors on the base rate, with which every group moves in proportion, and so does what
     it sets in absolute figures, such as `eta_min`. Its steps are those of the run, warm-up included.
-
-    Raises:
-        ConfigError: C017 where its constructor or one of its steps raises.
 
     Cost: some 10 microseconds a step of the run, before training.
     """

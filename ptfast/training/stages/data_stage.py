@@ -89,11 +89,7 @@ def _collate(config: Config) -> Collate | None:
 
 
 def load_splits(context: BuildContext) -> str:
-    """Load the splits of a run; return in what those held out differ from those of the state that it resumes.
-
-    Raises:
-        SavedStateError: S003 when the data of training has changed.
-    """
+    """Load the splits of a run; return how the held-out ones differ from those of the resumed state."""
     info = read_info(context.state.facts["info"]) if context.state is not None else None
     if context.data is None:
         with context.display.status("loading the data"):
@@ -185,11 +181,7 @@ def full_size(context: BuildContext) -> int | None:
 
 
 def few_samples(data: Data, loading: ReaderOptions, num_samples: int = 2) -> Any:
-    """Training samples, evenly spaced, as a task takes them, for a look at them before training.
-
-    Raises:
-        TypeError: the data is iterable; looking at it would use it up.
-    """
+    """Training samples, evenly spaced, as a task takes them, for a look at them before training."""
     if isinstance(data.train, IterableSource):
         raise TypeError("iterable data has no length")
     places = np.linspace(0, len(data.train) - 1, min(num_samples, len(data.train)))

@@ -103,9 +103,6 @@ def set_up_machine(
     Args:
         before: as in `BuildContext`.
         trains: False leaves cuDNN's search for kernels off, which a single evaluation does not repay.
-
-    Raises:
-        MachineError: E005 for what this machine cannot run.
     """
     if trains and before.num_ranks != ranks.num_ranks:
         # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.
@@ -142,11 +139,7 @@ def set_up_machine(
 
 
 def _cut_batch(context: BuildContext) -> None:
-    """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would give now.
-
-    Raises:
-        ConfigError: C010 or C011 for parts that cannot be, or that the ranks or the precision rule out.
-    """
+    """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would give now."""
     config, ranks, known = context.config, context.ranks, context.before.micro_batches
     if known % ranks.num_ranks:
         what = f"the saved run has so many, which {ranks.num_ranks} ranks cannot share evenly"

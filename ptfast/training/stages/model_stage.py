@@ -69,9 +69,6 @@ def check_fits(context: BuildContext) -> None:
 
     What fails on the meta device is tried on two samples before it is refused: not every model runs there.
     What is not found here, in the time for it, fails in the first step with the same words.
-
-    Raises:
-        ConfigError: C017.
     """
     config, target, model, task = context.config, context.config.model.target, context.model, context.task
     data = context.splits
@@ -100,11 +97,7 @@ def check_fits(context: BuildContext) -> None:
 
 @contextlib.contextmanager
 def _finding_room(target: Target, device: str) -> Iterator[None]:
-    """Have weights that no memory can hold be an error of the largest size that the model is given.
-
-    Raises:
-        MachineError: E002.
-    """
+    """Have weights that no memory can hold be an error of the largest size that the model is given."""
     try:
         yield
     except Exception as error:
@@ -123,11 +116,7 @@ def _finding_room(target: Target, device: str) -> Iterator[None]:
 
 
 def _check_size(target: Target, info: DataInfo) -> None:
-    """Refuse weights larger than the free memory: a system that lends more than it has kills who fills it.
-
-    Raises:
-        MemoryError: one of ptfast's own models is that large.
-    """
+    """Refuse weights larger than the free memory: a system that lends more than it has kills who fills it."""
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     if not ours or max(map(_largest, target.kwargs.values()), default=0) < LARGE:
         return
@@ -147,11 +136,7 @@ def _largest(value: Any) -> int:
 
 @contextlib.contextmanager
 def _fetching(section: Model) -> Iterator[None]:
-    """Have weights that cannot be downloaded inside be an error of the key that asks for them.
-
-    Raises:
-        MachineError: E005.
-    """
+    """Have weights that cannot be downloaded inside be an error of the key that asks for them."""
     try:
         yield
     except Exception as error:
@@ -210,9 +195,6 @@ def _init_from_data(model: Any, context: BuildContext, data: Data) -> None:
     """Have a model that wants to (`init_from_data`) compute its first weights from training inputs.
 
     The first rank does so, and the others take its weights.
-
-    Raises:
-        ConfigError: C011 for a stream, of which samples would be used up.
     """
     if not hasattr(model, "init_from_data"):
         return

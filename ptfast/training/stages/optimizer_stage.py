@@ -50,9 +50,6 @@ def add_average(context: BuildContext) -> None:
     """The average that is evaluated in place of the weights, if any.
 
     An optimizer with methods `eval` and `train` keeps an average of its own.
-
-    Raises:
-        ConfigError: C011 when SWA would find no weights to average.
     """
     section, model, plan, optimizer = context.config.ema, context.model, context.plan, context.optimizer
     if section.decay is not None:
@@ -90,11 +87,7 @@ def add_average(context: BuildContext) -> None:
 
 
 def _build_statistics_loader(context: BuildContext) -> EvalLoader | None:
-    """Some thousand training samples in a random order, as many on each rank, as they are evaluated.
-
-    Returns:
-        None where there are too few samples, or iterable data, of which none may be taken.
-    """
+    """Some thousand training samples in a random order, as many on each rank, as they are evaluated."""
     data, ranks, batch_size = context.splits, context.ranks, evaluated_at_once(context)
     if isinstance(data.train, IterableSource):
         return None

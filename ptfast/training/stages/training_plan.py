@@ -77,10 +77,6 @@ def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int)
     Args:
         model: as built, on the CPU; where images are to grow it is tried on small ones.
         micro_batches: of a step, over all ranks.
-
-    Raises:
-        ConfigError: C011 for what this data or model cannot have, C016 when only epochs are given and the
-            data has no length.
     """
     check_takes(model, data)
     curriculum, info, last = config.curriculum, data.info, config.dataloader.last
@@ -130,11 +126,7 @@ def _naming(key: str, duration: Duration) -> Iterator[None]:
 
 
 def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> None:
-    """Refuse an epoch whose last micro-batch is one sample, where BatchNorm would take its statistics.
-
-    Raises:
-        DataError: D006.
-    """
+    """Refuse an epoch whose last micro-batch is one sample, where BatchNorm would take its statistics."""
     normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if normed and plan.size is not None and smallest_micro_batch(plan.all_sizes(), micro_batches) == 1:
         what = (
@@ -149,9 +141,6 @@ def arrange(data: Data, batching: Batching, seed: int) -> Data:
 
     Args:
         seed: of the order in which documents are packed.
-
-    Raises:
-        ConfigError: C011 where documents are to be packed and the data has none.
     """
     if batching.pack:
         return _packed(data, seed)
@@ -188,9 +177,6 @@ def build_length_plan(
 
     Args:
         batch_size, last, seed: as for `LengthPlan`.
-
-    Raises:
-        ConfigError: C011 for data without sequences, or one that is longer than a step's tokens.
     """
     lengths, limit = data.train.lengths(), data.info.context_length
     if not batching.buckets:
@@ -215,11 +201,7 @@ def build_length_plan(
 
 
 def check_takes(model: nn.Module, data: Data) -> None:
-    """Refuse sequences longer than the model says that it takes, and packed ones where it takes none.
-
-    Raises:
-        ConfigError: C011.
-    """
+    """Refuse sequences longer than the model says that it takes, and packed ones where it takes none."""
     info = data.info
     if isinstance(data.train, PackedSequences) and not getattr(model, "takes_packed", False):
         what = f"{type(model).__name__} would attend across documents"

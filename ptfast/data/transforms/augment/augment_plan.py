@@ -192,11 +192,7 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
 
 
 def _with_targets(augment: Augment, info: DataInfo) -> Augment:
-    """`augment` as it treats the targets of this data.
-
-    Raises:
-        ConfigError: C011 for targets that would have to move with their images, nobody knows how.
-    """
+    """`augment` as it treats the targets of this data."""
     if augment.targets == "keep" or info.target_kind == "whole":
         return augment
     hint = "Use augment=none, or augment.targets=keep if targets are not coordinates"

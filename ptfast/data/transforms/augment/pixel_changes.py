@@ -28,10 +28,6 @@ def bends(
     Args:
         angle: in radians. `scale`: of lengths. `shift_y`, `shift_x`: in pixels. All (batch,).
         shape: (height, width) of the images.
-
-    Returns:
-        float32 (batch, 6): factors of x and of y and a constant, for x and for y; they lead from pixels
-        counted from the centre to the coordinates of `grid_sample`.
     """
     height, width = shape
     cosine, sine = np.cos(angle) / scale, np.sin(angle) / scale
