@@ -108,10 +108,8 @@ def main() -> None:
     from ptfast.config.read import read_config
     from ptfast.core.durations import Duration
     from ptfast.measure.audit.audit_context import audit_context
-    from ptfast.measure.audit.audit_run import run_checks
-    from ptfast.measure.audit.prices import price_here
-    from ptfast.measure.experiment.laboratory import Laboratory
-    from ptfast.measure.experiment.pairs import Pair, judge_pairs, measure_pairs
+    from ptfast.measure.audit.audit_run import price_here, run_checks
+    from ptfast.measure.experiment.laboratory import Laboratory, Pair, judge_pairs, measure_pairs
     from ptfast.report.terminal.display import Display, table
 
     parser = argparse.ArgumentParser(description=__doc__)

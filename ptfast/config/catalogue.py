@@ -11,8 +11,8 @@ from typing import Any
 
 from ptfast import models, optim
 from ptfast.core.errors import ConfigError
-from ptfast.core.sections.key_rules import Rule, Unused
 from ptfast.core.sections.nearest_name import did_you_mean
+from ptfast.core.sections.section import Rule, Unused
 from ptfast.core.sections.technique import PROMISES, Kind, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.optim.parameters import parameter_records

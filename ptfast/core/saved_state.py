@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
 from ptfast.core.errors import SavedStateError, cannot_write
 from ptfast.core.resolved import Progress, Resolved
-from ptfast.core.tensors.shard_files import pack, unpack, write_tensors
+from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
 FORMAT = 1
 SHARDED_FORMAT = 2

@@ -13,16 +13,15 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.data_fingerprint import Contents
-from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits
+from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, as_known
 from ptfast.data.label_checks import as_classes, check_labels, not_finite, unfit_samples
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.masks import with_masks
-from ptfast.data.sampling.order import Indices, split_indices
 from ptfast.data.sampling.sample_orders import checked_weights
-from ptfast.data.saved_info import as_known
+from ptfast.data.sampling.sampler import Indices, split_indices
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.normalize import Statistics, statistics
 

@@ -14,7 +14,7 @@ from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.label_checks import as_classes, check_range, signed
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, crop_all
 
 

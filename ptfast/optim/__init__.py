@@ -11,8 +11,7 @@ from pydantic import Field
 from ptfast.core.durations import Duration
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
-from ptfast.core.sections.key_rules import Place, Unused
-from ptfast.core.sections.section import Count, Section, TargetSection
+from ptfast.core.sections.section import Count, Place, Section, TargetSection, Unused
 from ptfast.core.sections.targets import Target, keywords
 from ptfast.core.sections.technique import Technique
 from ptfast.techniques.ema import Ema

@@ -8,7 +8,7 @@ from typing import Any
 
 from ptfast import data, models, optim, tasks
 from ptfast.core.protocols import TASKS
-from ptfast.core.sections.key_rules import call_with
+from ptfast.core.sections.section import call_with
 from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.run import Run
 from ptfast.techniques import (

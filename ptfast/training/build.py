@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ptfast.config.schema import Config
@@ -19,6 +22,7 @@ from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import State, read_state
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
+from ptfast.data.sampling.counter_draws import GOLDEN, finalise
 from ptfast.models.build_model import remedy
 from ptfast.optim.parameters.groups import Freezing
 from ptfast.profiling.operator_counting import StepCounter
@@ -27,7 +31,6 @@ from ptfast.run import Cadence, Run, Settings
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
-from ptfast.training.seeding import build_seeder, seed_everything
 from ptfast.training.stages.data_stage import build_loaders, choose_task, full_size, load_splits
 from ptfast.training.stages.machine_stage import BuildContext, set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, check_fits, place_model, shape_model
@@ -36,6 +39,57 @@ from ptfast.training.stages.training_plan import build_plan, check_last_batch
 from ptfast.training.state import restore_model, restore_training
 from ptfast.training.step import OPTIMIZER_NAME
 from ptfast.training.user_code import constructing
+
+Seeder = Callable[[int, int, int], None]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, for building a model. Takes about 0.1 ms."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    torch.manual_seed(seed)
+
+
+def build_seeder(device: torch.device) -> Seeder:
+    """Build the function that reseeds the generators that dropout on `device` draws from.
+
+    Cost: about 1.5 us on the CPU; `torch.manual_seed`, which visits every backend, takes 60 times that.
+    """
+    seed_cpu = torch.default_generator.manual_seed
+    on_device = _device_generator(device)
+    if on_device is None:
+
+        def seed_one(seed: int, step: int, micro_batch: int) -> None:
+            seed_cpu(mix(seed, step, micro_batch))
+
+        return seed_one
+    seed_device = on_device.manual_seed
+
+    def seed_both(seed: int, step: int, micro_batch: int) -> None:
+        mixed = mix(seed, step, micro_batch)
+        seed_cpu(mixed)
+        seed_device(mixed)
+
+    return seed_both
+
+
+def mix(seed: int, step: int, micro_batch: int) -> int:
+    """64 well-mixed bits of three counters (by SplitMix64).
+
+    Every bit matters in the low half too: torch's CPU generator reads only that.
+    """
+    return finalise(seed * GOLDEN + step * 0xD1B5_4A32_D192_ED03 + micro_batch * 0x8CB9_2BA7_2F3D_8DD7)
+
+
+def _device_generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return None
+
 
 CURVE_POINTS = 100
 """Log lines of a run, where `log_every` is `auto`."""

@@ -19,8 +19,8 @@ from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.build_data import Data
+from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.loading import open_side_stream
-from ptfast.data.saved_info import check_same_data, read_info
 from ptfast.report.terminal.display import Display as NoDisplay
 from ptfast.report.terminal.display import is_terminal, standard_output, terminal_display
 from ptfast.tasks.added_metrics import MetricTable, as_lists

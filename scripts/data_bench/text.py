@@ -93,7 +93,7 @@ def training(run: Any, lengths: np.ndarray, num_steps: int) -> Callable[[], int]
 
     def order(epoch: int) -> np.ndarray:
         from ptfast.data.sampling.length_buckets import LengthPlan
-        from ptfast.data.sampling.order import permutation
+        from ptfast.data.sampling.sampler import permutation
 
         by_length = isinstance(plan, LengthPlan)
         return plan.order(epoch) if by_length else permutation(run.settings.seed, epoch, len(lengths))

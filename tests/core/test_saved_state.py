@@ -29,7 +29,7 @@ from ptfast.core.saved_state import (
     write_shards,
     write_state,
 )
-from ptfast.core.tensors.shard_files import pack, unpack, write_tensors
+from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
 
 def a_state(value: float = 1.0, step: int = 3) -> State:

@@ -21,7 +21,7 @@ from ptfast.core.errors import ConfigError, DataError, SavedStateError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.build_data import build_data
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.saved_info import as_known, check_same_data, read_info
+from ptfast.data.dataset import as_known, check_same_data, read_info
 from ptfast.data.sources.arrays import Arrays
 from ptfast.data.sources.imagefolder import ImageFolder
 from ptfast.data.sources.text_dataset import TextFile, TextTsv

@@ -19,11 +19,10 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core import devices
 from ptfast.measure.audit import audit_context as examination
-from ptfast.measure.audit import audit_run, data_checks, loop_checks, machine_checks, prices
+from ptfast.measure.audit import audit_run, data_checks, loop_checks
 from ptfast.measure.audit.audit_context import AuditContext, audit_context
-from ptfast.measure.audit.audit_run import run_checks
+from ptfast.measure.audit.audit_run import price_here, run_checks
 from ptfast.measure.audit.finding import Finding, Price
-from ptfast.measure.audit.prices import price_here
 from ptfast.report.terminal.display import Display
 
 NET = ("model=custom", "model._target_=planted.Net")
@@ -183,27 +182,27 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditContext]:
 
 
 def machine(context: AuditContext) -> list[str]:
-    return [check.__name__ for check in machine_checks.CHECKS if [*check(context)]]
+    return [check.__name__ for check in loop_checks.MACHINE_CHECKS if [*check(context)]]
 
 
 def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "usable_cores", lambda hyperthreads=False: torch.get_num_threads())
-    monkeypatch.setattr(machine_checks.devices, "lack_of_compiler", lambda device: None)
-    monkeypatch.setattr(machine_checks, "shared_memory", lambda: 2**40)
-    monkeypatch.setattr(machine_checks.devices, "lack_of_precision", lambda mode, device: None)
+    monkeypatch.setattr(loop_checks, "usable_cores", lambda hyperthreads=False: torch.get_num_threads())
+    monkeypatch.setattr(loop_checks.devices, "lack_of_compiler", lambda device: None)
+    monkeypatch.setattr(loop_checks, "shared_memory", lambda: 2**40)
+    monkeypatch.setattr(loop_checks.devices, "lack_of_precision", lambda mode, device: None)
     assert machine(context) == []
     with monkeypatch.context() as patch:
-        patch.setattr(machine_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
+        patch.setattr(loop_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
         assert machine(context) == ["threads_beside_cores"]
     with monkeypatch.context() as patch:
         patch.setattr(
-            machine_checks.devices,
+            loop_checks.devices,
             "lack_of_compiler",
             lambda device: devices.Unsupported("none", "Install g++"),
         )
         assert machine(context) == ["compiler_missing"]
     with monkeypatch.context() as patch:
-        patch.setattr(machine_checks, "shared_memory", lambda: 10)
+        patch.setattr(loop_checks, "shared_memory", lambda: 10)
         assert machine(context) == ["shared_memory_small"]
     assert machine(replace(context, device_type="cuda")) == ["tf32_off"]
     assert machine(replace(context, steps=replace(context.steps, throttled=True))) == ["clocks_throttled"]
@@ -213,7 +212,7 @@ def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytes
 def test_what_mends_a_finding_in_this_process_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prices, "STRETCH_S", 0.0)
+    monkeypatch.setattr(audit_run, "STRETCH_S", 0.0)
     config = read_config([*NET, *POINTS, *PLAIN, "model.defect=anomaly"])[1]
     with audit_context(config, tmp_path, Display()) as context:
         found = [*run_checks(context, ("loop",))]

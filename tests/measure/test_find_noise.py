@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.measure.batch import batch_search
-from ptfast.measure.batch.batch_search import BatchSearch
-from ptfast.measure.batch.batch_throughput import SPARE, memory_to_spare
+from ptfast.measure.batch.batch_search import SPARE, BatchSearch, memory_to_spare
 from ptfast.measure.batch.gradient_noise import NoiseTrainer, moments, noise_of
 from ptfast.measure.batch.noise_forecast import Critical, NoiseForecast, estimate, forecast_noise
 from ptfast.training.step import Trainer

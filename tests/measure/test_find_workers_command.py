@@ -15,7 +15,7 @@ from running import WITH_TESTS, build_run, train
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
-from ptfast.measure.batch.batch_throughput import time_steps
+from ptfast.measure.batch.batch_search import time_steps
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 

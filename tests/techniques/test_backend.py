@@ -32,8 +32,8 @@ from ptfast.techniques.backend.torch_settings import (
 )
 from ptfast.techniques.rewrites.model_rewrites import apply_channels_last, resolve_channels_last
 from ptfast.training import build
+from ptfast.training.build import build_seeder, mix, seed_everything
 from ptfast.training.fit import fit
-from ptfast.training.seeding import build_seeder, mix, seed_everything
 from ptfast.training.stages import machine_stage
 
 CPU = torch.device("cpu")

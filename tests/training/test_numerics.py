@@ -19,7 +19,7 @@ from toys import (
 from ptfast.core.durations import Duration
 from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import Callback
-from ptfast.data.sampling.order import split_indices
+from ptfast.data.sampling.sampler import split_indices
 from ptfast.optim.build_optimizer import start_momentum
 from ptfast.run import Run
 from ptfast.training.fit import fit

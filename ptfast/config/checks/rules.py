@@ -11,8 +11,7 @@ from ptfast.config.run_sections import RunOptions
 from ptfast.config.schema import Config
 from ptfast.core import devices
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, shown
-from ptfast.core.sections.key_rules import Place, Rule, Unused, call_with
-from ptfast.core.sections.section import Section
+from ptfast.core.sections.section import Place, Rule, Section, Unused, call_with
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel

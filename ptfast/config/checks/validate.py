@@ -15,9 +15,8 @@ from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
 from ptfast.core.errors import ConfigError, PtfastError, not_set, together
-from ptfast.core.sections.key_rules import Place
 from ptfast.core.sections.nearest_name import did_you_mean, nearest
-from ptfast.core.sections.section import GATHERED, Section
+from ptfast.core.sections.section import GATHERED, Place, Section
 from ptfast.core.sections.targets import Target, locate, parse_target, parse_value
 
 __all__ = ["check_batch", "validate"]

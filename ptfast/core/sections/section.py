@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import PtfastError
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import AT_LEAST_ONE, POSITIVE, InUnit, Range, coerce
 from ptfast.core.sections.targets import Target
 
@@ -50,3 +52,31 @@ class TargetSection(Section):
     """A section with `_target_`: the target's keywords and fixed keys side by side."""
 
     target: Target
+
+
+Rule = Callable[..., "PtfastError | Iterable[PtfastError] | None"]
+Place = Callable[[str], str]
+
+
+class Unused(NamedTuple):
+    """Keys that have an effect under one choice only."""
+
+    keys: tuple[str, ...]
+    used: Callable[..., bool]
+    """Return True if that choice was made."""
+    otherwise: str
+    """The choice made instead, after `means nothing`; `{SECTION.KEY}` stands for a value."""
+    remedy: str
+
+
+def call_with(function: Callable[..., Any], facts: Mapping[str, Any]) -> Any:
+    """Call `function` with those of `facts` that its parameters name."""
+    return function(**{name: facts[name] for name in signature(function).parameters})
+
+
+def longer_than_run(key: str, length: Duration, epochs: int | None, steps: int | None) -> PtfastError | None:
+    """Refuse a part of the run that is longer than all of it."""
+    total = {"steps": steps, "epochs": epochs}.get(length.unit)
+    if total is None or length.value <= total:
+        return None
+    return ConfigError("C011", f"longer than the run of {total} {length.unit}", key=key, value=length)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ptfast.core.errors import DataError, MachineError
 from ptfast.data.decoding.image_decoding import AS_RGB, MAX_PIXELS, jpeg_shape, read_file
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.resized_crops import Boxes, pixel_edges
 

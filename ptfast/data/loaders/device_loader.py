@@ -17,8 +17,7 @@ from ptfast.core.units import num_bytes
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.step_batches import ChunkedBatches
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sampling.order import Indices
-from ptfast.data.sampling.sampler import Sampler
+from ptfast.data.sampling.sampler import Indices, Sampler
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.transforms.augment.augment_plan import Augment
 from ptfast.data.transforms.augment.row_windows import cut_masks, planes

@@ -14,8 +14,7 @@ from ptfast.core.protocols import DataInfo, MicroBatch
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import BaseSource
-from ptfast.data.sampling.order import Indices
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import Indices, Share
 from ptfast.data.transforms.normalize import Normalizer
 
 

@@ -17,7 +17,7 @@ from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, in_threads
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
 from ptfast.data.packs.pack_reader import ROW, Manifest
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
 
 

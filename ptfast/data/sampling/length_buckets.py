@@ -11,7 +11,7 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.data.map_source import Padding
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.order import Indices, micro_batch_bounds, permutation
+from ptfast.data.sampling.sampler import Indices, micro_batch_bounds, permutation
 
 MOST_STEPS = 10_000
 """Steps whose padding is counted; more of an epoch are as they are."""

@@ -16,7 +16,7 @@ from ptfast.data.dataset import Data
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling import Sampling, counter_draws
 from ptfast.data.sampling.counter_draws import seeded
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Indices
 
 Weights = NDArray[np.float64]
 

@@ -25,7 +25,7 @@ from ptfast.data.map_source import MapSource, Padding, TensorSource
 from ptfast.data.masks import kind_of_target
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import seeded
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Indices
 from ptfast.data.streams.iterable import IterableSource
 
 _WITH_CLASSES = ("classification", "token_classification")

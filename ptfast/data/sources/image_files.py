@@ -24,7 +24,7 @@ from ptfast.data.decoding.image_decoding import (
 )
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, crop_all, resized_crop
 
 OnCorrupt = Literal["error", "skip"]

@@ -18,7 +18,7 @@ from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, in_threads, mixed_sizes
 from ptfast.data.map_source import MapSource
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sources.class_folders import SPLITS, image_files, passed_over
 
 Pair = tuple[str, str]

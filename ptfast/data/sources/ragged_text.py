@@ -16,7 +16,7 @@ from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import Tokenizer
 from ptfast.data.map_source import MapSource, Padding, as_tensor
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.order import Indices, permutation
+from ptfast.data.sampling.sampler import Indices, permutation
 
 Numbers = NDArray[np.integer]
 AS_THEY_COME = Padding()

@@ -28,7 +28,7 @@ from ptfast.data.decoding.text_tokenizer import (
 from ptfast.data.map_source import MapSource
 from ptfast.data.packs.pack_reader import Manifest, open_pack
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.order import Indices, held_out
+from ptfast.data.sampling.sampler import Indices, held_out
 from ptfast.data.sources.ragged_text import Documents, Numbers, labelled_texts
 from ptfast.data.sources.text_files import SUFFIXES, Table, read_table, read_text
 

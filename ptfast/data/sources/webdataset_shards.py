@@ -21,7 +21,7 @@ from ptfast.data.data_fingerprint import Contents, describe_part
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.order import Indices, permutation
+from ptfast.data.sampling.sampler import Indices, permutation
 from ptfast.data.sources.image_files import REMEDY, ImageFiles, OnCorrupt, set_shapes
 from ptfast.data.streams.remote_shards import is_url, open_shards
 from ptfast.data.streams.shard_index import Label, Shard

@@ -16,7 +16,7 @@ from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import DataError
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import OwnGenerators, seeded
-from ptfast.data.sampling.order import micro_batch_bounds
+from ptfast.data.sampling.sampler import micro_batch_bounds
 from ptfast.data.streams.iterable import IterableSource, Reader
 
 Augmented = Callable[[Any, int, list[int]], Any]

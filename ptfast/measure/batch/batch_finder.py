@@ -14,8 +14,7 @@ from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
 from ptfast.core.machine import memory_limit
 from ptfast.core.units import num_bytes
-from ptfast.measure.batch.batch_search import BatchSearch, multiple
-from ptfast.measure.batch.batch_throughput import LESS_MEMORY
+from ptfast.measure.batch.batch_search import LESS_MEMORY, BatchSearch, multiple
 from ptfast.measure.batch.noise_forecast import NUM_STEPS, forecast_noise
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
 from ptfast.report.terminal.display import say, standard_output, table

@@ -19,8 +19,7 @@ from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.sections.technique import Need
 from ptfast.core.units import clock
-from ptfast.measure.experiment.laboratory import Laboratory
-from ptfast.measure.experiment.pairs import NOT_REACHED, Pair, measure_pairs
+from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, measure_pairs
 from ptfast.measure.experiment.verdicts import ALPHA
 from ptfast.measure.found import RECEIPT, live_line
 from ptfast.report.terminal.display import say, table

@@ -8,8 +8,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, InUnit
-from ptfast.core.sections.key_rules import Unused, longer_than_run
-from ptfast.core.sections.section import Count, OrAuto, Section
+from ptfast.core.sections.section import Count, OrAuto, Section, Unused, longer_than_run
 from ptfast.core.sections.technique import Technique
 
 

@@ -17,6 +17,7 @@ from ptfast.core.errors import DataError, PtfastError, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, EvalLoader
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.data.build_data import Data, build_data
+from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loader_choice import Choice, choose
@@ -26,7 +27,6 @@ from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling
 from ptfast.data.sampling.sampler import Sharding
-from ptfast.data.saved_info import check_same_data, read_info
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix

@@ -21,8 +21,7 @@ from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import Vocabulary
 from ptfast.data.map_source import Padding, SubsetSource
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
-from ptfast.data.sampling.order import permutation
-from ptfast.data.sampling.sampler import Sampler, Sharding
+from ptfast.data.sampling.sampler import Sampler, Sharding, permutation
 from ptfast.data.sources.ragged_text import Documents, TextSource
 from ptfast.training.stages.data_stage import load_data
 from ptfast.training.stages.training_plan import has_many_lengths

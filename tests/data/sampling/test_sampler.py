@@ -9,8 +9,13 @@ import pytest
 
 from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.errors import DataError
-from ptfast.data.sampling.order import micro_batch_bounds, permutation
-from ptfast.data.sampling.sampler import Sampler, Sharding, smallest_micro_batch
+from ptfast.data.sampling.sampler import (
+    Sampler,
+    Sharding,
+    micro_batch_bounds,
+    permutation,
+    smallest_micro_batch,
+)
 
 
 def sampler(size: int, **changes: object) -> Sampler:

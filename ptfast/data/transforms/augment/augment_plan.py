@@ -13,7 +13,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.data import transforms
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.order import Indices
+from ptfast.data.sampling.sampler import Indices
 from ptfast.data.transforms.augment import pixel_changes
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, draw_boxes
 

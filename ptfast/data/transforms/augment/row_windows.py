@@ -10,8 +10,7 @@ from torch import Tensor
 from ptfast.data.label_checks import holds
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource
-from ptfast.data.sampling.order import Indices
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import Indices, Share
 from ptfast.data.transforms.augment.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import Sizes, box_edges
 
