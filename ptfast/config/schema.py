@@ -49,7 +49,7 @@ FREE_KEYS = (
         "sweep",
         "metrics",
     ),
-    *("saving", "logger", *catalogue.FREE_KEYS),
+    *("saving", "logger", *(key for family in catalogue.FAMILIES for key in family.free_keys)),
 )
 """Keys and sections that may change between a run and its continuation."""
 DATA_PLACES = tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ptfast.core.sections.section import TargetSection
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class Model(TargetSection):
@@ -41,4 +41,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("images",),
         trial=("model=resnet9", "model.width=4", "optimizer=sgd"),
     ),
+)
+
+FAMILY = Family(
+    panel=panel,
+    techniques=TECHNIQUES,
 )

@@ -13,7 +13,7 @@ from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
 from ptfast.core.sections.section import Count, Place, Section, TargetSection, Unused
 from ptfast.core.sections.targets import Target, keywords
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 from ptfast.techniques.ema import Ema
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel
@@ -173,25 +173,6 @@ def no_schedule_beside_schedule_free(
         what = "needs whole weights, and under parallel=fsdp each rank has only a part of each"
         key, hint = "optimizer", "Use parallel=ddp"
         yield ConfigError("C011", what, key=key, value=optimizer.target.path, suggestion=hint)
-
-
-RULES = (
-    no_schedule_beside_schedule_free,
-    one_way_of_clipping_groups,
-    momentum_of_nesterov,
-    momentum_to_cycle,
-    reference_of_scaling,
-    one_form_of_step,
-    shared_out_parameters,
-)
-UNUSED = (
-    Unused(
-        ("optimizer.reference_batch",),
-        lambda optimizer: optimizer.lr_scaling != "none",
-        "to optimizer.lr_scaling=none",
-        "optimizer.lr_scaling=linear",
-    ),
-)
 
 
 def panel(groups_note: str | None) -> dict[str, object]:
@@ -431,4 +412,26 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="You want to keep a rate tuned for AdamW: NovoGrad needs its own.",
         audit="AdamW where its state does not fit into the memory.",
     ),
+)
+
+FAMILY = Family(
+    rules=(
+        no_schedule_beside_schedule_free,
+        one_way_of_clipping_groups,
+        momentum_of_nesterov,
+        momentum_to_cycle,
+        reference_of_scaling,
+        one_form_of_step,
+        shared_out_parameters,
+    ),
+    unused=(
+        Unused(
+            ("optimizer.reference_batch",),
+            lambda optimizer: optimizer.lr_scaling != "none",
+            "to optimizer.lr_scaling=none",
+            "optimizer.lr_scaling=linear",
+        ),
+    ),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ptfast import data, models, optim, tasks
@@ -144,10 +144,14 @@ def device_name(run: Run) -> str:
     return torch.cuda.get_device_name(run.device)
 
 
+def _rows(*families: Any) -> list[Callable[..., dict[str, object]]]:
+    return [family.FAMILY.panel for family in families]
+
+
 PANELS = (
-    *(precision.panel, schedule.panel, _loader),
-    *(parallel.panel, checkpointing.panel, compile.panel, rewrites.panel, gradients.panel, optim.panel),
-    *(backend.panel, loaders.panel, ema.panel, _evaluation, sampling.panel, curriculum.panel, data.panel),
-    *(transforms.panel, tasks.panel, models.panel, decoding.panel, _resumed),
+    *(*_rows(precision, schedule), _loader),
+    *_rows(parallel, checkpointing, compile, rewrites, gradients, optim, backend, loaders, ema),
+    *(_evaluation, *_rows(sampling, curriculum), data.panel),
+    *(*_rows(transforms), tasks.panel, *_rows(models, decoding), _resumed),
 )
 """Functions that give the rows after the first ones, in their order; a row of None is left out."""

@@ -8,7 +8,7 @@ from ptfast.core import devices
 from ptfast.core.errors import MachineError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.section import Count, Section, Unused
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class Debug(Section):
@@ -36,24 +36,6 @@ def marks_for_a_gpu(debug: Debug, device: str) -> PtfastError | None:
     return MachineError("E005", what, key="debug", value="nvtx", suggestion=hint)
 
 
-FREE_KEYS = ("debug",)
-MACHINE_RULES = (marks_for_a_gpu,)
-UNUSED = (
-    Unused(
-        ("debug.wait", "debug.warmup", "debug.active"),
-        lambda debug: debug.mode in ("profiler", "memory"),
-        "to debug={debug.mode}",
-        "debug=profiler",
-    ),
-    Unused(
-        ("debug.torch_check",),
-        lambda debug: debug.mode == "gradcheck",
-        "to debug={debug.mode}",
-        "debug=gradcheck",
-    ),
-    Unused(("debug.operators",), lambda debug: debug.mode == "nvtx", "to debug={debug.mode}", "debug=nvtx"),
-)
-
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="debugging aids off",
@@ -67,4 +49,27 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="set_detect_anomaly(True), emit_nvtx, a profiler or gradcheck left in a training script.",
         about=("debug/anomaly", "debug/profiler", "debug/nvtx", "debug/gradcheck", "debug/memory"),
     ),
+)
+
+FAMILY = Family(
+    machine_rules=(marks_for_a_gpu,),
+    unused=(
+        Unused(
+            ("debug.wait", "debug.warmup", "debug.active"),
+            lambda debug: debug.mode in ("profiler", "memory"),
+            "to debug={debug.mode}",
+            "debug=profiler",
+        ),
+        Unused(
+            ("debug.torch_check",),
+            lambda debug: debug.mode == "gradcheck",
+            "to debug={debug.mode}",
+            "debug=gradcheck",
+        ),
+        Unused(
+            ("debug.operators",), lambda debug: debug.mode == "nvtx", "to debug={debug.mode}", "debug=nvtx"
+        ),
+    ),
+    free_keys=("debug",),
+    techniques=TECHNIQUES,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
@@ -85,4 +85,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         "(model.drop_path_rate in timm, model.stochastic_depth_prob in torchvision) at 0.",
         trial=("model=resnet_digits",),
     ),
+)
+
+FAMILY = Family(
+    techniques=TECHNIQUES,
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from config_trees import Tree, cannot_run, check, refused, typed
 
+from ptfast.config.catalogue import FAMILIES
 from ptfast.config.checks.rules import unused_keys
 from ptfast.config.checks.validate import check_batch
 from ptfast.core.distributed import WORLD
@@ -106,7 +108,8 @@ def test_keys_that_would_change_nothing(
 
 @pytest.mark.parametrize("kind", ["plain", "memory", "device", "packed"])
 def test_keys_of_workers_where_there_are_none(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptfast.config.checks.rules.RULES", ())
+    without_rules = [replace(family, rules=()) for family in FAMILIES]
+    monkeypatch.setattr("ptfast.config.checks.rules.FAMILIES", without_rules)
     keys: Tree = {"dataloader__workers": 4, "dataloader__prefetch": 3, "backend__worker_threads": 2}
     warnings = list(unused_keys(check(dataloader__kind=kind, **keys), typed))
     assert [warning.partition("=")[0].replace(".", "__") for warning in warnings] == list(keys)

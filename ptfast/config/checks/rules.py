@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from ptfast.config.catalogue import MACHINE_RULES, RULES, UNUSED
+from ptfast.config.catalogue import FAMILIES
 from ptfast.config.run_sections import RunOptions
 from ptfast.config.schema import Config
 from ptfast.core import devices
@@ -29,8 +29,10 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]
     config, problem = _one_length(config, place)
     facts = {**dict(config), "place": place}
     found = [problem] if problem else []
-    found += _problems((safe_names, *RULES, evenly_cut), facts)
-    return config, found or _problems((device_is_there, *MACHINE_RULES), facts)
+    rules = [rule for family in FAMILIES for rule in family.rules]
+    of_machine = [rule for family in FAMILIES for rule in family.machine_rules]
+    found += _problems((safe_names, *rules, evenly_cut), facts)
+    return config, found or _problems((device_is_there, *of_machine), facts)
 
 
 def _problems(rules: Iterable[Rule], facts: dict[str, Any]) -> list[PtfastError]:
@@ -64,7 +66,7 @@ def unused_keys(config: Config, place: Place) -> Iterator[str]:
     an option file stay, ready for its switch.
     """
     facts = dict(config)
-    for unused in (*UNUSED, *UNUSED_OF_RUN):
+    for unused in (*(each for family in FAMILIES for each in family.unused), *UNUSED_OF_RUN):
         if call_with(unused.used, facts):
             continue
         for key in unused.keys:

@@ -1,9 +1,12 @@
-"""The catalogue's record of one technique."""
+"""The catalogue's record of one technique, and of a family of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from ptfast.core.sections.section import Rule, Unused
 
 Kind = Literal["exact", "reordered", "reduced", "training"]
 Need = Literal[
@@ -82,3 +85,25 @@ class Technique:
         """The option files that it is about, such as `precision/amp`."""
         selected = (word.replace("=", "/") for word in self.on if "." not in word.partition("=")[0])
         return (*selected, *self.about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Everything that a part of the package states about its keys, beside their section.
+
+    It loads no torch. `ptfast.config.catalogue` collects the families; the code that acts is called by a
+    stage of `ptfast.training.build`.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    """Contradictions between keys."""
+    machine_rules: tuple[Rule, ...] = ()
+    """Requirements that this machine lacks; checked where nothing else is wrong."""
+    unused: tuple[Unused, ...] = ()
+    """Keys that another choice leaves without effect."""
+    free_keys: tuple[str, ...] = ()
+    """Keys that may change between a run and its continuation."""
+    panel: Callable[..., dict[str, object]] = dict
+    """Its rows of the panel; a row of None is left out."""
+    techniques: tuple[Technique, ...] = ()
+    """Its records, in the order of the table of techniques."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
+from ptfast.core.sections.technique import Family
 from ptfast.data import DataSection
 from ptfast.data.loaders import Dataloader
 from ptfast.data.transforms import AugmentSection
@@ -37,13 +38,16 @@ def gpu_for_nvjpeg(data: DataSection, device: str) -> PtfastError | None:
     return MachineError("E005", what, key="data.decoder", value="nvjpeg", suggestion=hint)
 
 
-RULES = (crops_for_nvjpeg,)
-MACHINE_RULES = (gpu_for_nvjpeg,)
-
-
 def panel(data: DataSection, skips_unreadable: bool) -> dict[str, object]:
     """Who decodes, and what becomes of files that cannot be read."""
     return {
         "decoding": "JPEG by the GPU, other files by the CPU" if _by_gpu(data) else None,
         "corrupt files": "skipped" if skips_unreadable else None,
     }
+
+
+FAMILY = Family(
+    rules=(crops_for_nvjpeg,),
+    machine_rules=(gpu_for_nvjpeg,),
+    panel=panel,
+)

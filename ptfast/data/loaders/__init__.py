@@ -13,7 +13,7 @@ from ptfast.core.machine import usable_cores
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import NOT_NEGATIVE
 from ptfast.core.sections.section import Count, OrAuto, Section, Unused
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 from ptfast.data import DataSection
 from ptfast.data.sampling import Sampling
 from ptfast.techniques.backend import Backend
@@ -104,19 +104,6 @@ def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[PtfastEr
         if isinstance(number, int) and number > max(FEW, FEW_PER_CORE * cores):
             what = f"this machine has {cores} cores"
             yield MachineError("E005", what, key=key, value=number, suggestion=f"Use {key}={fewer}")
-
-
-FREE_KEYS = tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead"))
-RULES = (data_of_a_pack, thread_beside_own_order)
-MACHINE_RULES = (memory_to_pin, thread_for_a_cpu, crowded_cores)
-UNUSED = (
-    Unused(
-        ("dataloader.workers", "dataloader.prefetch", "backend.worker_threads"),
-        lambda dataloader: dataloader.kind in ("auto", "workers"),
-        "to dataloader={dataloader.kind}",
-        "dataloader=workers",
-    ),
-)
 
 
 def panel(resolved: Resolved) -> dict[str, object]:
@@ -310,4 +297,20 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="The array is written to while the tensor is in use.",
         audit="torch.tensor(array) in a data set or in a collate function.",
     ),
+)
+
+FAMILY = Family(
+    rules=(data_of_a_pack, thread_beside_own_order),
+    machine_rules=(memory_to_pin, thread_for_a_cpu, crowded_cores),
+    unused=(
+        Unused(
+            ("dataloader.workers", "dataloader.prefetch", "backend.worker_threads"),
+            lambda dataloader: dataloader.kind in ("auto", "workers"),
+            "to dataloader={dataloader.kind}",
+            "dataloader=workers",
+        ),
+    ),
+    free_keys=tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead")),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

@@ -10,7 +10,7 @@ from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Count, Section, Unused
 from ptfast.core.sections.targets import Target
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 from ptfast.data import DataSection
 from ptfast.optim import Optimizer
 from ptfast.techniques.curriculum import Curriculum
@@ -71,29 +71,6 @@ def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iter
     if data.shuffle_buffer is not None:
         what = f"contradicts data.shuffle_buffer={data.shuffle_buffer}"
         yield ConfigError("C011", what, key="sampling", value=value, suggestion=f"{hint}, or the buffer null")
-
-
-RULES = (one_way_of_batching, one_order)
-UNUSED = (
-    Unused(
-        ("batching.multiple", "batching.padding"),
-        lambda batching: not batching.pack,
-        "to batching=pack, whose windows have one length",
-        "batching=longest",
-    ),
-    Unused(
-        ("batch_size",),
-        lambda batching: batching.batch_tokens is None,
-        "to training by batching.batch_tokens={batching.batch_tokens}",
-        "batching.batch_tokens for a step's tokens and eval.batch_size for evaluation, or batching=buckets",
-    ),
-    Unused(
-        ("dataloader.last",),
-        lambda batching: batching.batch_tokens is None,
-        "where batches are made up by their tokens",
-        "batching=buckets",
-    ),
-)
 
 
 def panel(resolved: Resolved) -> dict[str, object]:
@@ -203,4 +180,31 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="A tokenizer called in __getitem__, or at every start.",
         needs=("sequences",),
     ),
+)
+
+FAMILY = Family(
+    rules=(one_way_of_batching, one_order),
+    unused=(
+        Unused(
+            ("batching.multiple", "batching.padding"),
+            lambda batching: not batching.pack,
+            "to batching=pack, whose windows have one length",
+            "batching=longest",
+        ),
+        Unused(
+            ("batch_size",),
+            lambda batching: batching.batch_tokens is None,
+            "to training by batching.batch_tokens={batching.batch_tokens}",
+            "batching.batch_tokens for a step's tokens and eval.batch_size for evaluation, or "
+            "batching=buckets",
+        ),
+        Unused(
+            ("dataloader.last",),
+            lambda batching: batching.batch_tokens is None,
+            "where batches are made up by their tokens",
+            "batching=buckets",
+        ),
+    ),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE, Range
 from ptfast.core.sections.section import Part, Ratio, Section, Unused
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class AugmentSection(Section):
@@ -56,17 +56,6 @@ def one_way_of_cropping(augment: AugmentSection) -> PtfastError | None:
     what, hint = f"contradicts augment.crop_padding={augment.crop_padding}", "Set augment.crop_padding=0"
     value = list(augment.resized_crop)
     return ConfigError("C011", what, key="augment.resized_crop", value=value, suggestion=hint)
-
-
-RULES = (one_way_of_cropping,)
-UNUSED = (
-    Unused(
-        ("augment.resized_ratio",),
-        lambda augment: augment.resized_crop is not None,
-        "without augment.resized_crop",
-        "augment=resized_crop",
-    ),
-)
 
 
 def panel(augment: AugmentSection) -> dict[str, object]:
@@ -238,4 +227,18 @@ TECHNIQUES: tuple[Technique, ...] = (
         about=("augment/cutmix",),
         trial=("model=resnet_digits",),
     ),
+)
+
+FAMILY = Family(
+    rules=(one_way_of_cropping,),
+    unused=(
+        Unused(
+            ("augment.resized_ratio",),
+            lambda augment: augment.resized_crop is not None,
+            "without augment.resized_crop",
+            "augment=resized_crop",
+        ),
+    ),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

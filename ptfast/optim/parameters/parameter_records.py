@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 _groups = partial(Technique, family="parameter groups", kind="training")
 
@@ -132,4 +132,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Out-of-memory errors at the batch size that is wanted, or a smaller batch because of them.",
         trial=("model.hidden=[32]", "optimizer=sgd"),
     ),
+)
+
+FAMILY = Family(
+    techniques=TECHNIQUES,
 )

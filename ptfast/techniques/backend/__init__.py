@@ -5,7 +5,7 @@ from __future__ import annotations
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Count, OrAuto, Section
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class Backend(Section):
@@ -32,10 +32,6 @@ def repeatable_kernels(backend: Backend) -> PtfastError | None:
     what = "kernels chosen by timing differ from run to run, which backend.deterministic forbids"
     hint = "Use backend.cudnn_benchmark=auto"
     return ConfigError("C011", what, key="backend.cudnn_benchmark", value=True, suggestion=hint)
-
-
-RULES = (repeatable_kernels,)
-FREE_KEYS = ("backend.hold_memory",)
 
 
 def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
@@ -109,4 +105,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="A CPU's steps grow slower in the course of training, and torch.set_flush_denormal is off.",
         trial=("model=mlp", "model.hidden=[16]"),
     ),
+)
+
+FAMILY = Family(
+    rules=(repeatable_kernels,),
+    free_keys=("backend.hold_memory",),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

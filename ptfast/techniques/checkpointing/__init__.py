@@ -8,7 +8,7 @@ from typing import Literal
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Count, Section, Unused
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 from ptfast.techniques.compile import Compile
 
 
@@ -39,29 +39,6 @@ def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> Ptfas
             what, key = f"needed by checkpointing={mode}", f"checkpointing.{name}"
             return ConfigError("C016", what, key=key, suggestion=f"Set {key}={usual}")
     return None
-
-
-RULES = (what_the_mode_needs,)
-UNUSED = (
-    Unused(
-        ("checkpointing.every",),
-        lambda checkpointing: checkpointing.mode == "every_n",
-        "to checkpointing={checkpointing.mode}",
-        "checkpointing=every_n",
-    ),
-    Unused(
-        ("checkpointing.memory_budget",),
-        lambda checkpointing: checkpointing.mode == "budget",
-        "to checkpointing={checkpointing.mode}",
-        "checkpointing=budget",
-    ),
-    Unused(
-        ("checkpointing.blocks",),
-        lambda checkpointing: checkpointing.mode in ("full", "every_n", "selective"),
-        "to checkpointing={checkpointing.mode}",
-        "checkpointing=full",
-    ),
-)
 
 
 def panel(checkpointing: Checkpointing, resolved: Resolved) -> dict[str, object]:
@@ -143,4 +120,30 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("compiler",),
         trial=("compile=model", "model=resnet_digits", "model.width=4", "optimizer.lr=0.01"),
     ),
+)
+
+FAMILY = Family(
+    rules=(what_the_mode_needs,),
+    unused=(
+        Unused(
+            ("checkpointing.every",),
+            lambda checkpointing: checkpointing.mode == "every_n",
+            "to checkpointing={checkpointing.mode}",
+            "checkpointing=every_n",
+        ),
+        Unused(
+            ("checkpointing.memory_budget",),
+            lambda checkpointing: checkpointing.mode == "budget",
+            "to checkpointing={checkpointing.mode}",
+            "checkpointing=budget",
+        ),
+        Unused(
+            ("checkpointing.blocks",),
+            lambda checkpointing: checkpointing.mode in ("full", "every_n", "selective"),
+            "to checkpointing={checkpointing.mode}",
+            "checkpointing=full",
+        ),
+    ),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

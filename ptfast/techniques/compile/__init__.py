@@ -8,7 +8,7 @@ from typing import Literal
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.section import OrAuto, Section, Unused
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel
 
@@ -64,25 +64,6 @@ def compiler_problem(mode: str, device: str) -> PtfastError | None:
     """An E005 where a mode cannot compile for a device of that type."""
     graphs = devices.lack_of_cuda_graphs(device) if mode == "reduce_overhead" else None
     return devices.cannot_run(devices.lack_of_compiler(device) or graphs, "compile", mode)
-
-
-RULES = (graphs_without_accumulation, blocks_under_fsdp)
-MACHINE_RULES = (compiler,)
-FREE_KEYS = ("compile.keep",)
-UNUSED = (
-    Unused(
-        ("compile.blocks",),
-        lambda compile: compile.mode == "blocks",
-        "to compile={compile.mode}",
-        "compile=blocks",
-    ),
-    Unused(
-        ("compile.dynamic", "compile.keep"),
-        lambda compile: compile.mode != "none",
-        "without compiling",
-        "compile=model",
-    ),
-)
 
 
 def panel(compile: Compile, compiled: str | None) -> dict[str, object]:
@@ -178,4 +159,26 @@ TECHNIQUES: tuple[Technique, ...] = (
         trial=("compile=model", *_TRIAL),
         alternatives=None,
     ),
+)
+
+FAMILY = Family(
+    rules=(graphs_without_accumulation, blocks_under_fsdp),
+    machine_rules=(compiler,),
+    unused=(
+        Unused(
+            ("compile.blocks",),
+            lambda compile: compile.mode == "blocks",
+            "to compile={compile.mode}",
+            "compile=blocks",
+        ),
+        Unused(
+            ("compile.dynamic", "compile.keep"),
+            lambda compile: compile.mode != "none",
+            "without compiling",
+            "compile=model",
+        ),
+    ),
+    free_keys=("compile.keep",),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

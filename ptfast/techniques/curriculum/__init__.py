@@ -9,7 +9,7 @@ from ptfast.core.errors import PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, InUnit
 from ptfast.core.sections.section import Count, OrAuto, Section, Unused, longer_than_run
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class Curriculum(Section):
@@ -39,24 +39,6 @@ def growth_within_run(curriculum: Curriculum, epochs: int | None, steps: int | N
     if not _grows(curriculum):
         return None
     return longer_than_run("curriculum.over", curriculum.over, epochs, steps)
-
-
-RULES = (growth_within_run,)
-UNUSED = (
-    Unused(("curriculum.over",), _grows, "where nothing grows", "curriculum.batch_size_from=auto, say"),
-    Unused(
-        ("curriculum.image_size_multiple",),
-        lambda curriculum: curriculum.image_size_from is not None,
-        "where images do not grow",
-        "curriculum.image_size_from=auto",
-    ),
-    Unused(
-        ("curriculum.length_multiple",),
-        lambda curriculum: curriculum.length_from is not None,
-        "where sequences do not grow",
-        "curriculum.length_from=auto",
-    ),
-)
 
 
 def panel(resolved: Resolved) -> dict[str, object]:
@@ -128,4 +110,25 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Batches of thousands of samples from the first step on, and an early loss that falls no "
         "faster than with smaller ones.",
     ),
+)
+
+FAMILY = Family(
+    rules=(growth_within_run,),
+    unused=(
+        Unused(("curriculum.over",), _grows, "where nothing grows", "curriculum.batch_size_from=auto, say"),
+        Unused(
+            ("curriculum.image_size_multiple",),
+            lambda curriculum: curriculum.image_size_from is not None,
+            "where images do not grow",
+            "curriculum.image_size_from=auto",
+        ),
+        Unused(
+            ("curriculum.length_multiple",),
+            lambda curriculum: curriculum.length_from is not None,
+            "where sequences do not grow",
+            "curriculum.length_from=auto",
+        ),
+    ),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

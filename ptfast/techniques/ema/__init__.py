@@ -9,7 +9,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.section import Every, Section, Unused
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class Ema(Section):
@@ -29,17 +29,6 @@ def one_average(ema: Ema) -> PtfastError | None:
         return None
     what, hint = f"contradicts ema.decay={ema.decay:g}", "Set one of the two to null"
     return ConfigError("C011", what, key="ema.swa_start", value=ema.swa_start, suggestion=hint)
-
-
-RULES = (one_average,)
-UNUSED = (
-    Unused(
-        ("ema.swa_every",),
-        lambda ema: ema.swa_start is not None,
-        "without such an average",
-        "ema.swa_start=75%",
-    ),
-)
 
 
 def panel(average: str | None) -> dict[str, object]:
@@ -141,4 +130,18 @@ TECHNIQUES: tuple[Technique, ...] = (
         alternatives="average of the weights",
         trial=_RATE,
     ),
+)
+
+FAMILY = Family(
+    rules=(one_average,),
+    unused=(
+        Unused(
+            ("ema.swa_every",),
+            lambda ema: ema.swa_start is not None,
+            "without such an average",
+            "ema.swa_start=75%",
+        ),
+    ),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

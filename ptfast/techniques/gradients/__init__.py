@@ -8,7 +8,7 @@ from typing import Annotated
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import POSITIVE
 from ptfast.core.sections.section import Count, Section
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class Gradients(Section):
@@ -35,9 +35,6 @@ def one_way_of_clipping(gradients: Gradients) -> PtfastError | None:
     (first, limit), (name, value) = found[:2]
     what, hint = f"contradicts gradients.{first}={limit:g}", "Set one of the two to null"
     return ConfigError("C011", what, key=f"gradients.{name}", value=value, suggestion=hint)
-
-
-RULES = (one_way_of_clipping,)
 
 
 def panel(gradients: Gradients) -> dict[str, object]:
@@ -122,4 +119,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="You do not look at the norm.",
         audit=".item() on a gradient norm in every step.",
     ),
+)
+
+FAMILY = Family(
+    rules=(one_way_of_clipping,),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

@@ -13,7 +13,7 @@ from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, Range
 from ptfast.core.sections.section import Count, OrAuto, Section, Unused, WallTime
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 from ptfast.techniques.debug import Debug
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.precision import Precision
@@ -145,41 +145,6 @@ def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
     what = f"more ranks than GPUs, this machine has {num_gpus}"
     hint = f"Use at most parallel.nproc={num_gpus}"
     return ConfigError("C012", what, key="parallel.nproc", value=parallel.nproc, suggestion=hint)
-
-
-FREE_KEYS = (
-    *(f"parallel.{name}" for name in ("strategy", "nproc", "nnodes", "rdzv", "timeout", "blocks")),
-    *(f"parallel.{name}" for name in ("gradient_as_bucket_view", "bucket_mb", "static_graph")),
-    "parallel.unused_parameters",
-)
-RULES = (keys_of_the_strategy, readable_rendezvous, one_static_graph, finite_compression, whole_under_fsdp)
-MACHINE_RULES = (gpus_for_ranks,)
-UNUSED = (
-    Unused(
-        ("parallel.powersgd_rank", "parallel.powersgd_start"),
-        lambda parallel: parallel.compression == "powersgd",
-        "to parallel.compression={parallel.compression}",
-        "parallel.compression=powersgd",
-    ),
-    Unused(
-        ("parallel.bucket_mb", "parallel.gradient_as_bucket_view"),
-        lambda parallel: parallel.strategy == "ddp",
-        "to parallel={parallel.strategy}",
-        "parallel=ddp",
-    ),
-    Unused(
-        ("parallel.rdzv",),
-        lambda parallel: parallel.nnodes > 1 or bool(os.environ.get("PET_NNODES")),
-        "to parallel.nnodes=1",
-        "parallel.nnodes=2",
-    ),
-    Unused(
-        ("parallel.blocks",),
-        lambda parallel: parallel.strategy == "fsdp",
-        "to parallel={parallel.strategy}",
-        "parallel=fsdp",
-    ),
-)
 
 
 def check_ranks(parallel: Parallel, num_ranks: int, micro_batches: int, *, scales: bool) -> None:
@@ -359,4 +324,42 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("ranks", "batchnorm"),
         trial=(*_DDP, "optimizer.lr=0.01"),
     ),
+)
+
+FAMILY = Family(
+    rules=(keys_of_the_strategy, readable_rendezvous, one_static_graph, finite_compression, whole_under_fsdp),
+    machine_rules=(gpus_for_ranks,),
+    unused=(
+        Unused(
+            ("parallel.powersgd_rank", "parallel.powersgd_start"),
+            lambda parallel: parallel.compression == "powersgd",
+            "to parallel.compression={parallel.compression}",
+            "parallel.compression=powersgd",
+        ),
+        Unused(
+            ("parallel.bucket_mb", "parallel.gradient_as_bucket_view"),
+            lambda parallel: parallel.strategy == "ddp",
+            "to parallel={parallel.strategy}",
+            "parallel=ddp",
+        ),
+        Unused(
+            ("parallel.rdzv",),
+            lambda parallel: parallel.nnodes > 1 or bool(os.environ.get("PET_NNODES")),
+            "to parallel.nnodes=1",
+            "parallel.nnodes=2",
+        ),
+        Unused(
+            ("parallel.blocks",),
+            lambda parallel: parallel.strategy == "fsdp",
+            "to parallel={parallel.strategy}",
+            "parallel=fsdp",
+        ),
+    ),
+    free_keys=(
+        *(f"parallel.{name}" for name in ("strategy", "nproc", "nnodes", "rdzv", "timeout", "blocks")),
+        *(f"parallel.{name}" for name in ("gradient_as_bucket_view", "bucket_mb", "static_graph")),
+        "parallel.unused_parameters",
+    ),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

@@ -9,7 +9,7 @@ from ptfast.core import devices
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Section
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class Precision(Section):
@@ -46,10 +46,6 @@ def float8_products(precision: Precision, device: str) -> PtfastError | None:
     """Refuse float8 where the device does not multiply it."""
     lack = devices.lack_of_float8(devices.usable_type(device)) if precision.float8 else None
     return devices.cannot_run(lack, "precision.float8", True)
-
-
-RULES = (float8_under_bf16,)
-MACHINE_RULES = (number_format, float8_products)
 
 
 def panel(resolved: Resolved) -> dict[str, object]:
@@ -162,4 +158,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Large float32 Linear layers on a CPU at the setting `highest`.",
         trial=_SMALL,
     ),
+)
+
+FAMILY = Family(
+    rules=(float8_under_bf16,),
+    machine_rules=(number_format, float8_products),
+    panel=panel,
+    techniques=TECHNIQUES,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import OrAuto, Section
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class Rewrites(Section):
@@ -83,4 +83,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("sequences",),
         trial=("data=text_file", "data.path={text}", "model=gpt", "optimizer=sgd"),
     ),
+)
+
+FAMILY = Family(
+    panel=panel,
+    techniques=TECHNIQUES,
 )

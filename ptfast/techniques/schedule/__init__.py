@@ -10,7 +10,7 @@ from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.section import TargetSection, longer_than_run
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.technique import Family, Technique
 
 
 class Schedule(TargetSection):
@@ -36,9 +36,6 @@ def rising_milestones(schedule: Schedule) -> PtfastError | None:
     if numbers == sorted(numbers):
         return None
     return ConfigError("C011", "milestones must be in rising order", key="schedule.milestones", value=values)
-
-
-RULES = (warmup_within_run, rising_milestones)
 
 
 def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
@@ -175,4 +172,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="You want the same accuracy sooner: one cycle or linear decay need fewer steps.",
         audit="A constant rate.",
     ),
+)
+
+FAMILY = Family(
+    rules=(warmup_within_run, rising_milestones),
+    panel=panel,
+    techniques=TECHNIQUES,
 )
