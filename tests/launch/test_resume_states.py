@@ -180,10 +180,13 @@ def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_directory(tmp_pat
 import os, signal, sys
 from pathlib import Path
 from ptfast.core import run_directory
+forked, told = os.pipe()
 with run_directory.hold(Path(sys.argv[1])):
     if os.fork() == 0:
+        os.write(told, b".")
         sys.stdin.read()
         os._exit(0)
+    os.read(forked, 1)
     os.kill(os.getpid(), signal.SIGKILL)
 """
     command, environment = [sys.executable, "-c", code, str(tmp_path)], {**os.environ, **WITH_TESTS}
