@@ -100,10 +100,9 @@ def pick_lines(ablation: Ablation) -> Iterator[str]:
     if confirmed is None:
         yield "it was not confirmed: give a longer --budget"
         return
-    yield (
-        f"over plain: predicted {ablation.predicted:.2f}x, confirmed in fresh processes "
-        f"{described(confirmed.over_plain)}"
-    )
+    # Effects that do not multiply predict nothing.
+    predicted = "" if ablation.fits_poorly else f"predicted {ablation.predicted:.2f}x, "
+    yield f"over plain: {predicted}confirmed in fresh processes {described(confirmed.over_plain)}"
     yield f"over the config as given: {described(confirmed.over_given)}"
     if not ablation.best_is_pick:
         yield "the config as given is no slower, so best.yaml holds that"
