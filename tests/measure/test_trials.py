@@ -15,7 +15,7 @@ from ptfast.config.compose import Composed
 from ptfast.config.read import read_config
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import ReportedError
-from ptfast.measure.trials.trial_rank import TrialRank, measure_once
+from ptfast.measure.trial_rank import TrialRank, measure_once
 
 SMALL = ("model=mlp", "model.hidden=[8]", "device=cpu")
 

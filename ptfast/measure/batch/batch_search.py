@@ -22,7 +22,7 @@ from ptfast.core.machine import memory_limit, peak_memory_bytes
 from ptfast.core.units import grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.segments import ENDLESS, mean_over_ranks
-from ptfast.measure.trials.trial_rank import OnResult, TrialRank, measure_once
+from ptfast.measure.trial_rank import OnResult, TrialRank, measure_once
 from ptfast.report.terminal.display import build_display
 from ptfast.run import Run
 from ptfast.techniques.checkpointing import Checkpointing

@@ -15,7 +15,7 @@ from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.measure.batch.batch_search import with_mode
-from ptfast.measure.trials.trial_rank import TrialRank
+from ptfast.measure.trial_rank import TrialRank
 from ptfast.run import Run
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.gradients.clipping import global_norm

@@ -18,7 +18,7 @@ from ptfast.core.machine import machine_times, peak_memory_bytes, processor_time
 from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.technique import Need
 from ptfast.core.tensors.trees import tensors_in
-from ptfast.measure.trials.trial_rank import TrialRank
+from ptfast.measure.trial_rank import TrialRank
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.training.build import build

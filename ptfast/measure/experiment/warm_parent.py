@@ -36,7 +36,7 @@ from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.segments import Segments
-from ptfast.measure.trials.trial_rank import TrialRank, reason
+from ptfast.measure.trial_rank import TrialRank, reason
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_choice, load_data
 

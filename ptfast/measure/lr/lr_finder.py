@@ -19,7 +19,7 @@ from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelErro
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
 from ptfast.measure.lr.range_test import LOSS_DIVERGED, first_trial, smooth, suggestions
-from ptfast.measure.trials.trial_rank import TRIALS, TrialRank, measure_once, read_lines
+from ptfast.measure.trial_rank import TRIALS, TrialRank, measure_once, read_lines
 from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
 
 PICTURE = "lr.png"

@@ -1,4 +1,4 @@
-"""A rank of a measurement: `python -m ptfast.measure.trials.trial_rank RANKS WHAT KEYWORDS FOLDER PARENT`."""
+"""A rank of a measurement: `python -m ptfast.measure.trial_rank RANKS WHAT KEYWORDS FOLDER PARENT`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def main() -> None:
 def _launch(num_ranks: int, arguments: list[str]) -> None:
     """Run ranks of this module, and end as the first of them does that fails."""
     arguments = [*arguments, str(os.getpid())]
-    ended = run_elastic("ptfast.measure.trials.trial_rank", arguments, on_this_machine(num_ranks))
+    ended = run_elastic("ptfast.measure.trial_rank", arguments, on_this_machine(num_ranks))
     if (rank := ended.killed()) is not None:
         os.kill(os.getpid(), -ended.codes[rank])
     leave(max(next(iter(ended.codes.values()), EXIT_OK), EXIT_OK))
@@ -174,7 +174,7 @@ def measure_once(
     sys.stdout.flush()
     # In a session of its own, Ctrl-C reaches it through this process alone.
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "ptfast.measure.trials.trial_rank", *arguments], start_new_session=True
+        [sys.executable, "-u", "-m", "ptfast.measure.trial_rank", *arguments], start_new_session=True
     )
     results: list[dict[str, Any]] = []
     try:
