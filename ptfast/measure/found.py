@@ -6,12 +6,15 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.report.terminal.display import is_terminal, say, standard_output
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RECEIPT = "measure.json"
 """File of all figures of a command, in its folder."""
@@ -47,6 +50,13 @@ def write_recipe(file: Path, arguments: Sequence[str], found: dict[str, Any], co
     """Write a recipe of the arguments with what was found, and show how to train with it."""
     called = write_overlay(file, arguments, found, comment)
     say(f"wrote {file}; train with it: ptfast train +recipe={called}")
+
+
+def save_picture(picture: Figure, file: Path) -> None:
+    """Write a PNG, whole or not at all."""
+    partial = file.with_suffix(".partial")
+    picture.savefig(partial, dpi=120, format="png")
+    partial.replace(file)
 
 
 @contextlib.contextmanager

@@ -35,12 +35,11 @@ def test_a_plan_is_balanced_and_its_pairs_are_fold_overs() -> None:
         assert inverses == set(block)
 
 
-def test_what_needs_another_switch_or_is_forbidden_is_not_drawn() -> None:
-    factors = [Factor("a"), Factor("b", ("plain", "one", "two", "three")), Factor("c", needs=(0, 1))]
+def test_what_is_forbidden_is_not_drawn() -> None:
+    factors = [Factor("a"), Factor("b", ("plain", "one", "two", "three")), Factor("c")]
     blocks = list(itertools.islice(draw_blocks(factors, 0, lambda run: run[:2] != (1, 2)), 30))
     runs = [run for block in blocks for run in block]
     assert {run[1] for run in runs} == {0, 1, 2, 3}
-    assert all(run[0] == 1 for run in runs if run[2])
     assert not any(run[:2] == (1, 2) for run in runs)
 
 
@@ -97,7 +96,6 @@ def test_a_lost_run_and_a_wild_one_leave_the_rest_as_it_is() -> None:
     times[2][1], times[5][0] = math.nan, times[5][0] + 1.0
     fitted = fit(factors, blocks, times)
     assert fitted.weights[4 * 5] < 0.2
-    assert fitted.robust[0] == pytest.approx(0.2, abs=0.05)
     assert fitted.effects[0] is not None
     assert fitted.effects[0].dof == 3 * 10 - 1 - 4
 

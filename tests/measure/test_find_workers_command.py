@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import WITH_TESTS, build_run, train
+from running import WITH_TESTS, train
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
-from ptfast.measure.batch.batch_search import time_steps
+from ptfast.core.distributed import Ranks
+from ptfast.measure.experiment.segments import Segments
+from ptfast.measure.trial_rank import TrialRank
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 
@@ -24,15 +26,16 @@ POINTS = (*SMALL, "data=custom", "data._target_=toys.SlowPoints", "batch_size=4"
 
 
 def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:
-    run = build_run(tmp_path / "slow", *POINTS, "data.read_s=0.01", "dataloader=plain")
-    slow = time_steps(run, 0.1, look=lambda: {"seen": True})
-    assert slow["seen"]
-    assert (
-        slow["low"] == min(slow["rates"]) <= slow["samples_per_s"] <= max(slow["rates"]) == slow["high"] < 100
-    )
+    def figures(name: str, *words: str) -> dict[str, Any]:
+        (tmp_path / name).mkdir()
+        segments = Segments(TrialRank(read_config([*words, "device=cpu"])[1], tmp_path / name, Ranks()))
+        segments.warm_up(0.1)
+        return segments.train(0.1)
+
+    slow = figures("slow", *POINTS, "data.read_s=0.01", "dataloader=plain")
+    assert slow["samples_per_s"] < 100
     assert slow["waiting"] > 0.7
-    fast = time_steps(build_run(tmp_path / "fast", "model=mlp", "model.hidden=[256,256]"), 0.1)
-    assert fast["waiting"] < 0.5
+    assert figures("fast", "model=mlp", "model.hidden=[256,256]")["waiting"] < 0.5
 
 
 def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:

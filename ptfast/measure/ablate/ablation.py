@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from ptfast.config.catalogue import CATALOGUE, Technique
@@ -13,11 +15,10 @@ from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.core.errors import PtfastError
 from ptfast.core.machine import usable_cores
-from ptfast.measure.ablate.findings import Confirmed, Worth
 from ptfast.measure.experiment.effects import SPARE_DOF, Fit, fit
-from ptfast.measure.experiment.laboratory import Laboratory, Measured
+from ptfast.measure.experiment.laboratory import Laboratory, Measured, times_of
 from ptfast.measure.experiment.plan import Block, Factor, Run, columns, draw_blocks
-from ptfast.measure.experiment.verdicts import Effect, judge
+from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
 
 PLAIN = ("preset=plain",)
 CONFIRM, APART = 0.3, 0.3
@@ -34,6 +35,68 @@ start processes, compile, or change what a step is by so much that the others do
 NOT_REACHED = "not reached"
 NOTHING = "it changes nothing here"
 SEED = 0
+PER_STEP = ("reduced", "training")
+"""Classes of which a faster step is not yet the same loss sooner."""
+
+
+@dataclass
+class Worth:
+    """What was found of one technique.
+
+    Args:
+        effect: on the speed, with the others around it; None where it was not measured.
+        expected: log ratio to expect, less what it owes to luck.
+        why: why it was not measured.
+        memory_bytes: change of the peak.
+        loss_drift: change of the mean loss over the first steps, as a part.
+        is_apart: measured beside the pick, not in the plan.
+    """
+
+    technique: Technique
+    effect: Effect | None = None
+    expected: float = 0.0
+    verdict: Verdict = "cannot tell"
+    why: str = ""
+    memory_bytes: float | None = None
+    loss_drift: float | None = None
+    is_apart: bool = False
+    log_ratios: list[float] = field(default_factory=list)
+    """Of runs beside the pick, block by block."""
+
+    @property
+    def words(self) -> str:
+        """The verdict in words; of what changes the result, on the step alone."""
+        per_step = self.verdict == "faster" and self.technique.kind in PER_STEP
+        return f"{self.verdict} per step" if per_step else self.verdict
+
+    def note(self, measured: Measured, base: Measured | None) -> None:
+        """Note why a run with it has failed, or by how much its first losses differ from those of `base`."""
+        self.why = measured.why
+        loss, of_base = measured.facts.get("loss"), base and base.facts.get("loss")
+        if loss is not None and of_base:
+            self.loss_drift = loss / of_base - 1
+            if not math.isfinite(loss):
+                self.why = "it diverges"
+
+    def receipt(self) -> dict[str, Any]:
+        """Its figures as plain values."""
+        effect = self.effect and self.effect.receipt()
+        return vars(self) | {"technique": self.technique.name, "effect": effect}
+
+
+@dataclass
+class Confirmed:
+    """The pick, run again in fresh processes."""
+
+    over_plain: Effect
+    over_given: Effect
+    process_sd: float
+    """Deviation of processes of one config, as a logarithm."""
+
+    def receipt(self) -> dict[str, Any]:
+        """Its figures as plain values."""
+        effects = {"over_plain": self.over_plain.receipt(), "over_given": self.over_given.receipt()}
+        return vars(self) | effects
 
 
 class Ablation:
@@ -63,7 +126,7 @@ class Ablation:
         """Seconds to build a trial and to train its first steps."""
         self._members: list[list[Worth]] = []
         """The techniques of each factor, those of level 1 first."""
-        self._allowed: dict[Run, bool] = {}
+        self._memory: list[list[float]] = []
 
     def begin(self) -> Measured:
         """Build plain and the config as given, as one trial each, whose errors are the user's.
@@ -117,9 +180,9 @@ class Ablation:
         num_blocks = -(-len(self.apart) // 3)
         block_s = 4 * (self.look_s + self.laboratory.turn_s * self.laboratory.passes)
         apart_s = min(APART * start_s, 2 * num_blocks * block_s)
-        self.measure_plan(CONFIRM * start_s + apart_s)
-        self.measure_apart(CONFIRM * start_s)
-        self.confirm()
+        self._measure_plan(CONFIRM * start_s + apart_s)
+        self._measure_apart(CONFIRM * start_s)
+        self._confirm()
         self._judge()
 
     def conclude(self) -> None:
@@ -130,7 +193,6 @@ class Ablation:
     def receipt(self) -> dict[str, Any]:
         """Every run, its figures and how far it is trusted, as plain values."""
         fitted, confirmed, laboratory = self.fitted, self.confirmed, self.laboratory
-        weights = iter(fitted.weights if fitted is not None else ())
         environment = (self.plain.facts if self.plain else {}).get("environment", {})
         return {
             "environment": environment | {"usable_cores": usable_cores()},
@@ -141,11 +203,11 @@ class Ablation:
             "seed": SEED,
             "factors": [asdict(factor) for factor in self.factors],
             "plan": [[list(run) for run in block] for block in self.blocks],
-            "weights": list(weights),
+            "weights": fitted.weights if fitted is not None else [],
             "process_sd": self.process_sd,
             "findings": [finding.receipt() for finding in self.findings],
             "pick": [technique.name for technique in self.picked],
-            "pairs": [(_names(first), _names(second), more) for first, second, more in self.pairs],
+            "pairs": [(*([each.name for each in term] for term in pair), more) for *pair, more in self.pairs],
             "predicted_speedup": self.predicted,
             "confirmed": None if confirmed is None else confirmed.receipt(),
             "best": self.pick_words if self.best_is_pick else [],
@@ -157,7 +219,7 @@ class Ablation:
         """What is measured beside the pick."""
         return [finding for finding in self.findings if finding.is_apart]
 
-    def measure_plan(self, reserve_s: float) -> None:
+    def _measure_plan(self, reserve_s: float) -> None:
         """Measure blocks of the plan until `reserve_s` are left, and estimate every effect.
 
         Less is left where it takes more blocks to tell all effects apart.
@@ -165,29 +227,27 @@ class Ablation:
         if not self.factors:
             return
         laboratory, enough = self.laboratory, math.ceil((len(columns(self.factors)) + SPARE_DOF) / 3)
-        for block in draw_blocks(self.factors, SEED, is_allowed=self._is_allowed):
+        is_allowed = cache(lambda run: _tree_or_none(self._words(self._techniques(run))) is not None)
+        for block in draw_blocks(self.factors, SEED, is_allowed):
             least_s = reserve_s if len(self.blocks) >= enough else LEAST_BLOCKS * laboratory.block_s
             if len(self.blocks) >= LEAST_BLOCKS and laboratory.left_s - laboratory.block_s < least_s:
                 break
             found = self.laboratory.measure([self._words(self._techniques(run)) for run in block])
             self.blocks.append(block)
-            self.times.append([math.nan if each.time is None else each.time for each in found])
-            memory = [each.facts.get("peak_memory_bytes", math.nan) for each in found]
-            self._memory.append([float(value) for value in memory])
+            self.times.append(times_of(found))
+            self._memory.append([float(each.facts.get("peak_memory_bytes", math.nan)) for each in found])
             self._on_stage(
                 f"block {len(self.blocks)}: {4 * len(self.blocks)} runs of {len(self.factors)} factors"
             )
         self._estimate()
 
-    def measure_apart(self, reserve_s: float) -> None:
+    def _measure_apart(self, reserve_s: float) -> None:
         """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain."""
-        rounds = [each for each in self.apart if self._is_valid([*self.picked, each.technique])]
+        rounds = [each for each in self.apart if _tree_or_none(self._words([*self.picked, each.technique]))]
         while rounds and self.laboratory.left_s - 1.2 * self.laboratory.block_s > reserve_s:
             chunk, rounds = rounds[:3], rounds[3:] + rounds[:3]
-            words = [
-                self._words([*self.picked, *([each.technique] if each else [])]) for each in (None, *chunk)
-            ]
-            found = self.laboratory.measure(words)
+            beside = [[], *([each.technique] for each in chunk)]
+            found = self.laboratory.measure([self._words([*self.picked, *each]) for each in beside])
             base = found[0].time
             for finding, measured in zip(chunk, found[1:], strict=True):
                 finding.note(measured, found[0])
@@ -206,7 +266,7 @@ class Ablation:
             self.picked = [*kept, best.technique]
             best.expected = best.effect.log_ratio
 
-    def confirm(self) -> None:
+    def _confirm(self) -> None:
         """Run the pick again in fresh processes, against plain and the config as given.
 
         Where some of it is not sure to gain, what is sure runs beside it, and is the pick if that is quicker.
@@ -221,8 +281,9 @@ class Ablation:
         times: list[list[float]] = []
         while len(blocks) < LEAST_BLOCKS or self.laboratory.left_s > self.laboratory.block_s:
             found = self.laboratory.measure([words[level] for level in order])
-            blocks.append(((order[0],), (order[1],), (order[2],), (order[3],)))
-            times.append([math.nan if each.time is None else each.time for each in found])
+            first, *rest = order
+            blocks.append(((first,), (rest[0],), (rest[1],), (rest[2],)))
+            times.append(times_of(found))
             order = (order[1], order[2], order[3], order[0])
             self._on_stage(f"confirming: block {len(blocks)}")
             if len(blocks) >= LEAST_BLOCKS and not all(map(math.isfinite, times[-1])):
@@ -315,7 +376,6 @@ class Ablation:
 
     def _group(self) -> None:
         """The factors of the plan: a switch each, or the alternatives of a group."""
-        self._members, self._memory = [], list[list[float]]()
         groups: dict[str, list[Worth]] = {}
         for finding in self.findings:
             if finding.why or finding.is_apart:
@@ -332,15 +392,6 @@ class Ablation:
         return [
             members[level - 1].technique for members, level in zip(self._members, run, strict=True) if level
         ]
-
-    def _is_allowed(self, run: Run) -> bool:
-        """Return True if a combination makes a config that is valid."""
-        if run not in self._allowed:
-            self._allowed[run] = self._is_valid(self._techniques(run))
-        return self._allowed[run]
-
-    def _is_valid(self, techniques: Sequence[Technique]) -> bool:
-        return _tree_or_none(self._words(techniques)) is not None
 
     def _words(self, techniques: Sequence[Technique]) -> list[str]:
         words = merge(self.arguments, PLAIN)
@@ -389,11 +440,6 @@ def _tree(words: Sequence[str]) -> dict[str, object]:
 
 
 def _tree_or_none(words: Sequence[str]) -> dict[str, object] | None:
-    try:
+    with contextlib.suppress(PtfastError):
         return _tree(words)
-    except PtfastError:
-        return None
-
-
-def _names(techniques: Sequence[Technique]) -> list[str]:
-    return [technique.name for technique in techniques]
+    return None

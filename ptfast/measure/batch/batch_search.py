@@ -7,9 +7,9 @@ import mmap
 import signal
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,19 @@ from ptfast.core.errors import DataError
 from ptfast.core.machine import memory_limit, peak_memory_bytes
 from ptfast.core.units import grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.experiment.segments import ENDLESS, mean_over_ranks
+from ptfast.measure.experiment.segments import Segments
 from ptfast.measure.trial_rank import OnResult, TrialRank, measure_once
 from ptfast.report.terminal.display import build_display
-from ptfast.run import Run
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.training.fit import try_out
-from ptfast.training.step import Trainer
 
 TIE = 0.02
 """Sizes whose rates differ by less are as quick."""
 FINALISTS, ROUNDS = 3, 3
 """The best so many are measured so many times, in turns."""
+WINDOWS = 5
+"""Segments that are timed, of which the median counts: a neighbour's burst spoils one of them."""
 LOSES = 0.9
 """Part of the best throughput below which a size has lost; after two in a row no larger one is tried."""
 
@@ -240,17 +240,11 @@ def time_batches(
         changes["checkpointing"] = with_mode(config.checkpointing, checkpointing)
     for size in sizes:
         result: dict[str, Any] = {"size": size, "rehearsed": rehearsed}
+        # What grows is measured at its full size, at which it has to fit.
+        changed = config.model_copy(update={"batch_size": size, **changes})
         try:
-            # What grows is measured at its full size, at which it has to fit.
-            changed = config.model_copy(update={"batch_size": size, **changes})
-            with trial.building(changed, result) as run:
-                _check_size(size, run.info.num_train)
-                with memory_to_spare(run.device) if rehearsed else contextlib.nullcontext():
-                    result |= _time(run, seconds)
-                    if rehearsed:
-                        try_out(run)
-                        _time(run, 0.0)
-            del run  # its memory is the next one's
+            with trial.reporting_lack_of_memory(result):
+                result |= _time(replace(trial, config=changed), seconds, rehearsed)
         except DataError as error:
             if error.code != "D006":
                 raise
@@ -259,68 +253,39 @@ def time_batches(
         trial.report(result)
 
 
-def with_mode(section: Checkpointing, mode: str) -> Checkpointing:
-    """The section with another mode, as the option of that name has it."""
-    every = section.every or 2 if mode == "every_n" else None
-    return section.model_copy(update={"mode": mode, "every": every, "memory_budget": None})
-
-
-def _check_size(size: int, num_train: int | None) -> None:
-    if num_train is not None and size > num_train:
-        raise DataError("D006", f"more than an epoch of {num_train:,} samples", key="batch_size", value=size)
-
-
-def _time(run: Run, seconds: float) -> dict[str, Any]:
-    if run.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(run.device)
-    figures = time_steps(run, seconds)
-    return figures | {
-        "memory_bytes": peak_memory_bytes(run.device.type),
-        "micro_batches": run.settings.micro_batches,
-    }
-
-
-WINDOWS = 5
-"""Segments that are timed, of which the median counts: a neighbour's burst spoils one of them."""
-
-
-def time_steps(
-    run: Run, seconds: float, round_steps: int = 1, look: Callable[[], dict[str, Any]] = dict
-) -> dict[str, Any]:
-    """Train for about `seconds`, and measure the throughput.
-
-    Args:
-        round_steps: a window is a multiple of so many steps, whose times differ in a way that recurs.
-        look: called when all is measured and workers are still there; adds to what is returned.
-    """
-    trainer, progress, clock = Trainer(run), run.progress, run.clock
-    run.settings.total_steps = ENDLESS
-    batches = trainer.warm_up(clock.waiting(run.train_loader.steps(progress.step, ENDLESS)))
-
-    def take(num_steps: int) -> tuple[int, float]:
-        samples, start = progress.samples, time.perf_counter()
-        trainer.train(batches, progress.step + num_steps)
-        trainer.window.read()
-        return progress.samples - samples, time.perf_counter() - start
-
-    # The first step waits for kernels and processes to be made ready, and finds batches ready after that. A
-    # window begins in the middle of a round: at its edge, batches that come late would count in another one.
-    take(1 + round_steps // 2)
-    window_s, num_steps = seconds / WINDOWS, round_steps
-    while (took_s := mean_over_ranks(take(num_steps)[1], run)) < window_s / 2:
-        num_steps *= 2
-    window_steps = round_steps * max(1, round(window_s / took_s * num_steps / round_steps))
-    waited_s = -clock.ledger()["data"]
-    windows = [take(window_steps) for _ in range(WINDOWS)]
-    waited_s += clock.ledger()["data"]
-    rates = [samples / took_s for samples, took_s in windows]
-    total_s = sum(took_s for _, took_s in windows)
+def _time(trial: TrialRank, seconds: float, rehearsed: bool) -> dict[str, Any]:
+    """The figures of one size; its memory is free again afterwards."""
+    segments, size = Segments(trial), trial.config.batch_size
+    run = segments.run
+    try:
+        if run.info.num_train is not None and size > run.info.num_train:
+            what = f"more than an epoch of {run.info.num_train:,} samples"
+            raise DataError("D006", what, key="batch_size", value=size)
+        if run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(run.device)
+        with memory_to_spare(run.device) if rehearsed else contextlib.nullcontext():
+            segments.warm_up(seconds / 2)
+            first_peak = peak_memory_bytes(run.device.type)
+            windows = [segments.train(seconds / WINDOWS) for _ in range(WINDOWS)]
+            if rehearsed:
+                try_out(run)
+                segments.train(0.0)
+    finally:
+        run.close()
+    rates = [window["samples_per_s"] for window in windows]
     return {
         "samples_per_s": statistics.median(rates),
         "rates": rates,
         "low": min(rates),
         "high": max(rates),
-        "step_s": statistics.median(took_s for _, took_s in windows) / window_steps,
-        "waiting": mean_over_ranks(waited_s / total_s, run),
-        **look(),
+        "step_s": statistics.median(window["step_s"] for window in windows),
+        "waiting": statistics.fmean(window["waiting"] for window in windows),
+        "memory_bytes": max(first_peak, *(window["peak_memory_bytes"] for window in windows)),
+        "micro_batches": run.settings.micro_batches,
     }
+
+
+def with_mode(section: Checkpointing, mode: str) -> Checkpointing:
+    """The section with another mode, as the option of that name has it."""
+    every = section.every or 2 if mode == "every_n" else None
+    return section.model_copy(update={"mode": mode, "every": every, "memory_budget": None})

@@ -24,13 +24,10 @@ Floats = NDArray[np.float64]
 SPARE_DOF = 6
 """Degrees of freedom that must be left for the error, or each effect is estimated by itself."""
 HUBER_K = 1.345
-_ITERATIONS = 10
 LARGEST = 2
 """Factors of the largest effects, beside which each other one may do more or less than alone."""
 ENTERS = 0.1
 """Chance that an effect is taken for clear where none is."""
-
-
 Term = tuple[int, ...]
 """Columns of one factor: a level, or any of several."""
 
@@ -45,7 +42,6 @@ class Fit:
         shrunk: log ratios to expect, less what large estimates owe to luck.
         residual_sd: between processes of one block, as a logarithm.
         weights: of each run, block by block: below 1 where Huber's fit trusts it less.
-        robust: log ratios by Huber's fit.
         pairs: columns of two factors, any of the first beside any of the second, and by how much more than
             each alone both together are faster.
     """
@@ -54,7 +50,6 @@ class Fit:
     shrunk: list[float]
     residual_sd: float
     weights: list[float]
-    robust: list[float]
     pairs: list[tuple[Term, Term, float]]
 
 
@@ -65,10 +60,11 @@ def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
         times: of each round, the logarithm of the time of every process.
     """
     values = np.asarray(times, np.float64)
-    rounds, processes = np.indices(values.shape)
-    design = np.hstack([_dummies(rounds.ravel())[:, 1:], _dummies(processes.ravel())])
+    num_rounds, processes = values.shape
+    of_rounds = np.repeat(np.eye(num_rounds), processes, axis=0)[:, 1:]
+    design = np.hstack([of_rounds, np.tile(np.eye(processes), (num_rounds, 1))])
     found, _ = _huber(design, values.ravel())
-    return [float(mean) for mean in found[len(values) - 1 :] + found[: len(values) - 1].sum() / len(values)]
+    return [float(mean) for mean in found[num_rounds - 1 :] + found[: num_rounds - 1].sum() / num_rounds]
 
 
 def fit(
@@ -108,18 +104,16 @@ def fit(
             all_columns = np.hstack([full, beside])
     chosen, slopes, errors, degrees, sd = _step_by_step(all_columns, values, num_blocks, chosen, most)
     used = [*range(full.shape[1]), *(each for each in chosen if each >= full.shape[1])]
-    robust, weights = _huber(all_columns[:, used], values) if full.size else (slopes, np.ones(len(values)))
+    known = np.ones(there.shape)
+    if full.size:
+        known[there] = _huber(all_columns[:, used], values)[1]
     pairs = [(*couples[each - full.shape[1]], -float(slopes[each])) for each in used[full.shape[1] :]]
     effects: list[Effect | None] = [None] * len(seen)
     for index, place in enumerate(np.flatnonzero(seen)):
         effects[place] = Effect(
             -float(slopes[index]), float(errors[index]), max(degrees - (index not in chosen), 1)
         )
-    by_huber = np.zeros(len(seen))
-    by_huber[seen] = -robust[: full.shape[1]]
-    known = np.ones(values.shape if not there.size else there.shape)
-    known[there] = weights
-    return Fit(effects, shrink(effects), sd, known.ravel().tolist(), by_huber.tolist(), pairs)
+    return Fit(effects, shrink(effects), sd, known.ravel().tolist(), pairs)
 
 
 def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]:
@@ -187,10 +181,7 @@ def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats)
 def _step_by_step(
     rows: Floats, values: Floats, num_blocks: int, chosen: list[int], most: int
 ) -> tuple[list[int], Floats, Floats, float, float]:
-    """Columns that are estimated together, those given and up to `most` clear ones, each other beside them.
-
-    What is not clear counts as noise of the others.
-    """
+    """Estimate columns together, those given and up to `most` clear ones, each other beside them."""
     while True:
         slopes, errors, dof, sd = _beside(rows, values, num_blocks, chosen)
         if len(chosen) >= min(most, len(slopes)):
@@ -224,10 +215,10 @@ def _beside(
 
 
 def _huber(design: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Slopes by Huber's estimate, and how far each value is trusted, 1 where fully."""
+    """Slopes by Huber's estimate, and the weight of each value, 1 where it is fully trusted."""
     weights = np.ones(len(values))
     slopes, residual = _least_squares(design, values)
-    for _ in range(_ITERATIONS):
+    for _ in range(10):
         scale = 1.4826 * float(np.median(np.abs(residual)))
         if scale <= 1e-12:
             break
@@ -244,7 +235,3 @@ def _huber(design: Floats, values: Floats) -> tuple[Floats, Floats]:
 def _least_squares(design: Floats, values: Floats) -> tuple[Floats, Floats]:
     slopes: Floats = np.asarray(np.linalg.lstsq(design, values, rcond=None)[0], np.float64)
     return slopes, values - design @ slopes
-
-
-def _dummies(codes: NDArray[np.int64]) -> Floats:
-    return (codes[:, None] == np.arange(codes.max() + 1)).astype(np.float64)

@@ -55,6 +55,11 @@ class Measured:
         return {"words": redact(self.words), "time": self.time, "why": self.why, **facts}
 
 
+def times_of(block: Sequence[Measured]) -> list[float]:
+    """The times of a block; `nan` for a trial that gave none."""
+    return [math.nan if each.time is None else each.time for each in block]
+
+
 class Laboratory:
     """Measures blocks of trials within a budget.
 
@@ -182,7 +187,7 @@ class Pair:
     @property
     def times(self) -> list[list[float]]:
         """Logarithms of the time of a sample, block by block."""
-        return [[math.nan if each.time is None else each.time for each in block] for block in self.blocks]
+        return [times_of(block) for block in self.blocks]
 
     def effect(self) -> Effect | None:
         """What the second gains, by the blocks of this pair alone."""

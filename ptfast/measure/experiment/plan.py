@@ -30,12 +30,10 @@ class Factor:
 
     Args:
         levels: by name, the one to compare with first.
-        needs: a factor and its level without which this one stays at level 0.
     """
 
     name: str
     levels: tuple[str, ...] = ("off", "on")
-    needs: tuple[int, int] | None = None
 
 
 def draw_blocks(
@@ -85,22 +83,13 @@ def _allowed_pair(
     """A pair as runs, with random levels changed on both sides until both are allowed."""
     first, second = pair
     for _ in range(_REDRAWS):
-        runs = _nested(first, factors), _nested(second, factors)
+        runs = tuple(first), tuple(second)
         if all(map(is_allowed, runs)):
             return runs
         index = rng.randrange(len(factors))
         first[index], second[index] = second[index], first[index]
     plain = tuple(0 for _ in factors)
     return plain, plain
-
-
-def _nested(levels: Sequence[int], factors: Sequence[Factor]) -> Run:
-    """Levels with 0 for each factor that lacks what it needs."""
-    found = list(levels)
-    for index, factor in enumerate(factors):
-        if factor.needs is not None and levels[factor.needs[0]] != factor.needs[1]:
-            found[index] = 0
-    return tuple(found)
 
 
 def indicators(factors: Sequence[Factor], run: Run) -> NDArray[np.float64]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ptfast.core import run_directory
-from ptfast.core.machine import machine_times, peak_memory_bytes, processor_time_of, processor_time_s
+from ptfast.core.machine import (
+    machine_times,
+    memory_of,
+    peak_memory_bytes,
+    processor_time_of,
+    processor_time_s,
+)
 from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.technique import Need
 from ptfast.core.tensors.trees import tensors_in
@@ -32,6 +39,8 @@ WARM_STEPS, WARM_S = 5, 0.3
 STEADY = 0.97
 """A step time that is no shorter than this part of the one before has settled."""
 ENDLESS = 2**31
+REST_S = 1.0
+"""Longest wait for processes that read ahead, between segments."""
 SHORT_S = 0.05
 """Steps that take no longer are repeated once before a segment, for caches that went cold while idle."""
 
@@ -42,22 +51,21 @@ class Segments:
     def __init__(self, trial: TrialRank) -> None:
         start_s = time.perf_counter()
         self.run = run = build(
-            trial.config,
-            ranks=trial.ranks,
-            folder=trial.folder,
-            display=Display(),
-            data=trial.data,
+            trial.config, ranks=trial.ranks, folder=trial.folder, display=Display(), data=trial.data
         )
         run.callbacks = []
         run.settings.total_steps = ENDLESS
         self.trainer = Trainer(run)
-        self.counts_items = run.info.kind == "tokens"
-        self.num_tokens: Tensor | None = None
+        self.step_s = 0.0
+        """Of the last warm-up."""
+        self._num_tokens: Tensor | None = None
         batches = run.train_loader.steps(run.progress.step, ENDLESS)
-        self.batches = self._counted(run.clock.waiting(batches))
-        self.prefetched_steps = _prefetched_steps(run, trial.config.dataloader.prefetch)
-        self.lead_steps = 1
-        self.built = {
+        self._batches = self._counted(run.clock.waiting(batches))
+        # Steps whose batches may lie ready when a segment begins.
+        per_rank = max(1, run.settings.micro_batches // run.ranks.num_ranks)
+        of_workers = -(-run.resolved.workers * trial.config.dataloader.prefetch // per_rank)
+        self._prefetched_steps = self._lead_steps = of_workers + run.resolved.read_ahead
+        self.facts = {
             "environment": run_directory.environment([]),
             "resolved": asdict(run.resolved),
             "batch_size": run.settings.batch_size,
@@ -69,55 +77,57 @@ class Segments:
     def warm_up(self, most_s: float) -> dict[str, Any]:
         """Train until the time of a step no longer falls, for `most_s` seconds at most and 2 steps at least.
 
-        Losses are read after each step, so that two runs can be compared on the same batches.
+        Losses are read after each step: the mean of the first two tells apart runs that train differently.
         """
         begin_s, times, losses = time.perf_counter(), list[float](), list[float]()
         while True:
             start_s = time.perf_counter()
             if not times:
                 # Compiling takes place in here.
-                self.batches = self.trainer.warm_up(self.batches)
+                self._batches = self.trainer.warm_up(self._batches)
             losses.append(self._take(1))
             times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
             elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)
             if len(times) >= LEAST_STEPS and elapsed_s > most_s:
                 break
-            if len(times) >= WARM_STEPS and elapsed_s > WARM_S and _is_steady(times[1:]):
-                break
-        step_s = statistics.median(times[len(times) // 2 :])
-        self.lead_steps = self.prefetched_steps + (step_s < SHORT_S)
+            if len(times) >= WARM_STEPS and elapsed_s > WARM_S:
+                half = (len(times) + 1) // 2
+                if statistics.median(times[half:]) >= STEADY * statistics.median(times[1:half]):
+                    break
+        self.step_s = statistics.median(times[len(times) // 2 :])
+        self._lead_steps = self._prefetched_steps + (self.step_s < SHORT_S)
         self._rest()
-        compiles = self.run.compilation is not None
-        return {
-            "first_step_s": times[0],
-            "step_s": step_s,
-            "losses": losses[:LEAST_STEPS],
-            "compiles": compiles,
-        }
+        loss = statistics.fmean(losses[:LEAST_STEPS])
+        return {"step_s": self.step_s, "loss": loss, "compiles": self.run.compilation is not None}
 
-    def train(self, num_steps: int) -> dict[str, Any]:
-        """Train `num_steps`, after steps that find batches prefetched and are not counted."""
+    def train(self, seconds: float) -> dict[str, Any]:
+        """Train for about `seconds`, after steps that find batches prefetched and are not counted.
+
+        Returns:
+            Figures; `time` is the logarithm of the seconds of a token, padding left out, or of a sample.
+        """
         run, progress, clock = self.run, self.run.progress, self.run.clock
+        num_steps = max(1, round(seconds / max(self.step_s, 1e-6)))
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
-        if self.lead_steps:
-            self._take(self.lead_steps)
-        self.num_tokens = None
+        if self._lead_steps:
+            self._take(self._lead_steps)
+        self._num_tokens = None
         samples, waited_s = progress.samples, clock.ledger()["data"]
         before = ProcessorTimes.read()
-        loss = self._take(num_steps)
+        self._take(num_steps)
         after = ProcessorTimes.read()
         waited_s = clock.ledger()["data"] - waited_s
+        samples = progress.samples - samples
         wall_s = mean_over_ranks(after.wall_s - before.wall_s, run)
         processor_s = sum_and_read([after.own_s - before.own_s], run.device, run.ranks)[0]
+        workers = [process.pid for process in multiprocessing.active_children() if process.pid]
         result = {
-            "steps": num_steps,
-            "samples": progress.samples - samples,
-            "tokens": self._tokens(),
-            "wall_s": wall_s,
-            "processor_s": processor_s,
+            "time": math.log(wall_s / (self._tokens() or samples)),
+            "step_s": wall_s / num_steps,
+            "samples_per_s": samples / wall_s,
+            "memory": memory_of([os.getpid(), *workers]),
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
-            "loss": loss,
             "waiting": mean_over_ranks(waited_s, run) / wall_s,
             "system": before.until(after, processor_s),
         }
@@ -128,16 +138,23 @@ class Segments:
         """Train so many steps; returns their mean loss, for which the host waits for the device."""
         window = self.trainer.window
         window.clear()
-        self.trainer.train(self.batches, self.run.progress.step + num_steps)
+        self.trainer.train(self._batches, self.run.progress.step + num_steps)
         loss = window.read()
         self.run.clock.to(None)
         return loss
 
     def _rest(self) -> None:
-        """Leave processors and memory to the other runs."""
+        """Leave processors and memory to the other runs, once processes that read ahead are done."""
         if self.run.device.type == "cuda":
             torch.cuda.empty_cache()
-        wait_for_children()
+        children = [child.pid for child in multiprocessing.active_children() if child.pid]
+        end, before = time.perf_counter() + REST_S, -1.0
+        while children and time.perf_counter() < end:
+            now = sum(map(processor_time_of, children))
+            if now == before:
+                return
+            before = now
+            time.sleep(0.02)
 
     def _counted(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """The same batches; their tokens are counted on the device, where there is padding."""
@@ -148,16 +165,16 @@ class Segments:
                 inputs = next(tensors_in(data), None)
                 if num_samples and inputs is not None and inputs.dim() > 1:
                     found = (inputs != pad_id).sum()
-                    self.num_tokens = found if self.num_tokens is None else self.num_tokens + found
+                    self._num_tokens = found if self._num_tokens is None else self._num_tokens + found
             yield batch
 
     def _tokens(self) -> int | None:
         """Tokens of the segment over all ranks, padding left out; None for data that has none."""
-        if self.counts_items:
+        if self.run.info.kind == "tokens":
             return int(self.run.progress.window_items)
-        if self.num_tokens is None:
+        if self._num_tokens is None:
             return None
-        return int(sum_and_read([self.num_tokens], self.run.device, self.run.ranks)[0])
+        return int(sum_and_read([self._num_tokens], self.run.device, self.run.ranks)[0])
 
 
 def _needs_met(run: Run) -> list[Need]:
@@ -172,26 +189,9 @@ def _needs_met(run: Run) -> list[Need]:
     return [need for need, is_met in found.items() if is_met]
 
 
-def _is_steady(times: list[float]) -> bool:
-    """Return True if the later half of the steps was no quicker than the earlier one."""
-    half = len(times) // 2
-    return statistics.median(times[half:]) >= STEADY * statistics.median(times[:half])
-
-
-def _prefetched_steps(run: Run, prefetch: int) -> int:
-    """Steps whose batches may lie ready when a segment begins."""
-    per_rank = max(1, run.settings.micro_batches // run.ranks.num_ranks)
-    of_workers = -(-run.resolved.workers * prefetch // per_rank)
-    return of_workers + run.resolved.read_ahead
-
-
 def mean_over_ranks(value: float, run: Run) -> float:
     """The mean of a figure above 0 over ranks, by which all of them decide alike."""
     return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.num_ranks, 1e-6)
-
-
-ROOT = Path("/")
-"""Root of the system's files."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class ProcessorTimes:
     @classmethod
     def read(cls) -> ProcessorTimes:
         """Read the clocks of this process, its children and its CPUs."""
-        busy_s, steal_s = _machine_times()
+        busy_s, steal_s = machine_times()
         return cls(time.perf_counter(), processor_time_s(), busy_s, steal_s)
 
     def until(self, later: ProcessorTimes, own_s: float) -> dict[str, Any]:
@@ -232,19 +232,3 @@ class ProcessorTimes:
         if self.steal_s is not None and later.steal_s is not None:
             steal = (later.steal_s - self.steal_s) / wall_s
         return {"others_cores": others, "steal_cores": steal}
-
-
-def wait_for_children(most_s: float = 1.0, look_s: float = 0.02) -> None:
-    """Wait until the processes that this one has started have nothing left to do, such as reading ahead."""
-    children = [child.pid for child in multiprocessing.active_children() if child.pid]
-    end, before = time.perf_counter() + most_s, -1.0
-    while children and time.perf_counter() < end:
-        now = sum(map(processor_time_of, children))
-        if now == before:
-            return
-        before = now
-        time.sleep(look_s)
-
-
-def _machine_times() -> tuple[float, float] | tuple[None, None]:
-    return machine_times(ROOT)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,13 @@ class Effect:
         """The interval of the speed-up that covers the true one in so large a part of all cases."""
         half = t_quantile((1 + level) / 2, self.dof) * self.se
         return math.exp(self.log_ratio - half), math.exp(self.log_ratio + half)
+
+    def __str__(self) -> str:
+        return "{:.2f}x [{:.2f}-{:.2f}]".format(self.ratio, *self.interval())
+
+    def receipt(self) -> dict[str, Any]:
+        """Its figures as plain values."""
+        return {**asdict(self), "ratio": self.ratio, "interval": self.interval()}
 
     @property
     def p_value(self) -> float:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import math
 import multiprocessing
 import os
 import random
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import threading
@@ -30,7 +28,7 @@ from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, init_process_group
 from ptfast.core.errors import EXIT_OK, PtfastError, error_line, exit_code_of, one_line
-from ptfast.core.machine import die_with_parent, is_memory_error, memory_of
+from ptfast.core.machine import die_with_parent, is_memory_error
 from ptfast.data.build_data import Data, Source
 from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
@@ -40,20 +38,10 @@ from ptfast.measure.trial_rank import TrialRank, reason
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_choice, load_data
 
-BUILD_S = 120.0
-"""Seconds that a trial may take to be built and to warm up before it is given up."""
-DATA_SECTIONS = (
-    "data",
-    "augment",
-    "batching",
-    "sampling",
-    "task",
-    "seed",
-    "batch_size",
-    "steps",
-)
+ANSWER_S = 120.0
+"""Seconds that a trial may take to be built and to warm up, or for a turn, before it is given up."""
+DATA_SECTIONS = ("data", "augment", "batching", "sampling", "task", "seed", "batch_size", "steps")
 SHIFT_BYTES = 64 * 2**10
-_FACTS = ("resolved", "batch_size", "meets", "build_s", "built_bytes", "environment")
 
 
 @dataclass
@@ -90,26 +78,25 @@ class Trial:
     ) -> None:
         context: Any = multiprocessing.get_context(method)
         self.ranks: list[tuple[Any, Connection]] = []
-        port = _free_port() if num_ranks > 1 else 0
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         for rank in range(num_ranks):
             here, there = context.Pipe()
             world = (rank, num_ranks, port) if num_ranks > 1 else None
-            process = context.Process(
-                target=_train_on_request, args=(there, config, data, folder, seed, world)
-            )
+            arguments = there, config, data, folder, seed, world
+            process = context.Process(target=_train_on_request, args=arguments)
             process.start()
             there.close()
             self.ranks.append((process, here))
 
-    def ask(self, *request: Any) -> None:
-        """Send a request without waiting for its answer; one that has failed has answered already."""
-        for _, connection in self.ranks:
-            with contextlib.suppress(ConnectionError):
-                connection.send(request)
-
-    def answer(self, seconds: float) -> dict[str, Any]:
+    def ask(self, what: str, seconds: float = 0.0) -> dict[str, Any]:
         """What a request came to, as the first rank has it; `error` holds why it came to nothing."""
-        answers = [_receive(process, connection, seconds) for process, connection in self.ranks]
+        for _, connection in self.ranks:
+            # One that has failed has answered already.
+            with contextlib.suppress(ConnectionError):
+                connection.send((what, seconds))
+        answers = [_receive(process, connection) for process, connection in self.ranks]
         return next((answer for answer in answers if "error" in answer), answers[0])
 
     def end(self) -> None:
@@ -120,22 +107,16 @@ class Trial:
             connection.close()
 
 
-def _receive(process: Any, connection: Connection, seconds: float) -> dict[str, Any]:
+def _receive(process: Any, connection: Connection) -> dict[str, Any]:
     try:
-        if not wait([connection], seconds):
-            return {"error": f"took more than {seconds:.0f} s"}
+        if not wait([connection], ANSWER_S):
+            return {"error": f"took more than {ANSWER_S:.0f} s"}
         return connection.recv()
     except (EOFError, ConnectionError):
         process.join()
         code = process.exitcode or 0
         ended = "ran out of memory" if code == -signal.SIGKILL else f"ended with exit code {code}"
         return {"error": f"its process {ended}"}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class WarmParent:
@@ -156,32 +137,27 @@ class WarmParent:
                 except PtfastError as error:
                     found[index] = _failure(error)
             for index, trial in list(trials.items()):
-                trial.ask("warm", request.warm_s, request.asks)
-                self._note(found, trials, index, trial.answer(BUILD_S))
-            self._take_turns(request, found, trials)
+                self._note(found, trials, index, trial.ask("warm", request.warm_s))
+                if request.asks and index in trials:
+                    self._note(found, trials, index, trial.ask("data"))
+            is_slow = any(found[index]["step_s"] > request.turn_s for index in trials)
+            # There and back once is enough of steps that take longer than a turn is meant to.
+            for turn in range(min(request.passes, 2) if is_slow else request.passes):
+                for index in sorted(trials, reverse=turn % 2 == 1):
+                    self._note(found, trials, index, trials[index].ask("train", request.turn_s))
         finally:
             for trial in trials.values():
                 trial.end()
         return found
 
-    def _take_turns(self, request: Request, found: list[dict[str, Any]], trials: dict[int, Trial]) -> None:
-        is_slow = any(found[index]["step_s"] > request.turn_s for index in trials)
-        # There and back once is enough of steps that take longer than a turn is meant to.
-        for turn in range(min(request.passes, 2) if is_slow else request.passes):
-            for index in sorted(trials, reverse=turn % 2 == 1):
-                trials[index].ask("train", request.turn_s)
-                self._note(found, trials, index, trials[index].answer(BUILD_S))
-
     def _note(
         self, found: list[dict[str, Any]], trials: dict[int, Trial], index: int, answer: dict[str, Any]
     ) -> None:
         """Add an answer to what is found of a trial; one that failed is ended."""
-        time = answer.pop("time", None)
-        system = answer.pop("system", None)
+        if "time" in answer:
+            found[index].setdefault("times", []).append(answer.pop("time"))
+            found[index].setdefault("system", []).append(answer.pop("system"))
         found[index] |= answer
-        if time is not None:
-            found[index].setdefault("times", []).append(time)
-            found[index].setdefault("system", []).append(system)
         if "error" in answer:
             trials.pop(index).end()
 
@@ -231,10 +207,16 @@ def _train_on_request(
     # Forks share the layout of their parent's memory: each begins its own elsewhere.
     shift = bytearray(random.Random(seed).randrange(1, 256) * SHIFT_BYTES)
     try:
-        run = Turns(TrialRank(config, folder, _join(rank_of, config), data))
+        segments = Segments(TrialRank(config, folder, _join(rank_of, config), data))
         while True:
-            what, *arguments = connection.recv()
-            connection.send(run.warm_up(*arguments) if what == "warm" else run.train(*arguments))
+            what, seconds = connection.recv()
+            if what == "warm":
+                connection.send(segments.facts | segments.warm_up(seconds))
+            elif what == "train":
+                connection.send(segments.train(seconds))
+            else:
+                train = (data or load_data(config)).train
+                connection.send({"data": {"device": segments.run.device.type, **_facts_of(train)}})
     except (EOFError, ConnectionError):
         pass
     except BaseException as error:
@@ -261,41 +243,6 @@ def _join(rank_of: tuple[int, int, int] | None, config: Config) -> Ranks:
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     init_process_group(resolve_device(config.device, own), own, config.parallel.timeout.seconds)
     return own
-
-
-class Turns:
-    """A run that trains in turns of about equal time."""
-
-    def __init__(self, rank: TrialRank) -> None:
-        self.rank, self.step_s = rank, 0.0
-        self.segments = Segments(rank)
-
-    def warm_up(self, most_s: float, asks: bool = False) -> dict[str, Any]:
-        """Warm up; the mean loss of the first steps tells runs apart that train differently."""
-        warm = self.segments.warm_up(most_s)
-        self.step_s = warm["step_s"]
-        built = self.segments.built
-        facts = {name: built[name] for name in _FACTS}
-        data = self.rank.data
-        if asks and data is not None:
-            facts["data"] = {"device": self.segments.run.device.type, **_facts_of(data.train)}
-        loss = statistics.fmean(warm["losses"])
-        return facts | {"step_s": self.step_s, "loss": loss, "compiles": warm["compiles"]}
-
-    def train(self, seconds: float) -> dict[str, Any]:
-        """Train for about `seconds`, and report the logarithm of the time of a token, or of a sample."""
-        num_steps = max(1, round(seconds / max(self.step_s, 1e-6)))
-        figures = self.segments.train(num_steps)
-        units = figures["tokens"] or figures["samples"]
-        names = ("peak_memory_bytes", "waiting", "system")
-        workers = [process.pid for process in multiprocessing.active_children() if process.pid]
-        return {
-            "time": math.log(figures["wall_s"] / units),
-            "step_s": figures["wall_s"] / num_steps,
-            "samples_per_s": figures["samples"] / figures["wall_s"],
-            "memory": memory_of([os.getpid(), *workers]),
-            **{name: figures[name] for name in names},
-        }
 
 
 def _facts_of(train: Source) -> dict[str, Any]:

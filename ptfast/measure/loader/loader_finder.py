@@ -42,9 +42,6 @@ def find_workers(
         out: folder of the figures; None for a new one under `run.root`.
         write: file of a recipe with the loader.
 
-    Returns:
-        0.
-
     Raises:
         ReportedError: what stops training without workers.
     """
@@ -52,7 +49,7 @@ def find_workers(
     with Laboratory(budget_s=math.inf, turn_s=seconds / PASSES, passes=PASSES) as laboratory:
 
         def show(loader: LoaderSetup) -> None:
-            rate, waiting = grouped(search.figure(loader, "samples_per_s")), search.waiting(loader)
+            rate, waiting = grouped(search.figure(loader, "samples_per_s")), search.figure(loader, "waiting")
             say(f"  {search.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
 
         search = LoaderSearch(laboratory, config, arguments, most, show)
@@ -77,8 +74,7 @@ def _marks(search: LoaderSearch, chosen: LoaderSetup) -> dict[LoaderSetup, str]:
 
 def _show(search: LoaderSearch, chosen: LoaderSetup) -> None:
     marks, effects, best = _marks(search, chosen), search.effects(search.best()), search.best()
-    stream = standard_output()
-    narrow = is_terminal(stream) and shutil.get_terminal_size().columns < NARROW
+    narrow = is_terminal(standard_output()) and shutil.get_terminal_size().columns < NARROW
     memory_kind = next(
         run.facts["memory"][1] for block in search.blocks for _, run in block if run.time is not None
     )
@@ -94,13 +90,13 @@ def _show(search: LoaderSearch, chosen: LoaderSetup) -> None:
             "samples/s": f"{search.figure(loader, 'samples_per_s'):,.0f}",
             "of the best": f"{ratio:.2f}",
             "95 %": interval,
-            "waiting": f"{search.waiting(loader):.0%}",
+            "waiting": f"{search.figure(loader, 'waiting'):.0%}",
             f"memory ({memory_kind})": num_bytes(int(search.figure(loader, "memory_bytes"))),
         }
         rows.append(row | {"": marks.get(loader, "")})
     headers = [name for name in rows[0] if not (narrow and name in ("workers", "waiting"))]
     say()
-    table(headers, [[row[name] for name in headers] for row in rows], stream=stream)
+    table(headers, [[row[name] for name in headers] for row in rows])
     for loader, why in search.failed.items():
         say(f"not measured: {search.label(loader)} ({why})")
     for line in [*search.notes, *_remarks(search, chosen)]:
@@ -121,9 +117,9 @@ def _remarks(search: LoaderSearch, chosen: LoaderSetup) -> Iterator[str]:
         yield f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
     if search.data["num_ranks"] > 1:
         yield f"workers of each of {search.data['num_ranks']} ranks; samples of all together"
-    if search.waiting(PLAIN) <= NOTHING:
-        share = max(search.waiting(PLAIN), 0.001)
-        yield f"without workers {share:.1%} of the time goes to reading: no loader can save more than that"
+    if (share := search.figure(PLAIN, "waiting")) <= NOTHING:
+        line = "of the time goes to reading: no loader can save more than that"
+        yield f"without workers {max(share, 0.001):.1%} {line}"
     if chosen.kind in ("memory", "device") and not search.data["in_memory"]:
         took = duration(search.data["read_s"])
         yield f"{chosen.kind}: everything is decoded first, which takes about {took}"
@@ -131,14 +127,12 @@ def _remarks(search: LoaderSearch, chosen: LoaderSetup) -> Iterator[str]:
 
 def _found(config: Config, chosen: LoaderSetup) -> dict[str, Any]:
     """The values to set, by key, but for a thread or threads that neither the loader nor the config has."""
-    thread, threads = "dataloader.read_ahead", "backend.worker_threads"
-    usual = {thread: False, threads: 1}
-    given = {thread: config.dataloader.read_ahead, threads: config.backend.worker_threads}
-    return {
-        key: value
-        for key, value in chosen.values.items()
-        if key not in usual or {value, given[key]} != {usual[key]}
-    }
+    found = chosen.values
+    if not (chosen.read_ahead or config.dataloader.read_ahead):
+        del found["dataloader.read_ahead"]
+    if chosen.threads == config.backend.worker_threads == 1:
+        del found["backend.worker_threads"]
+    return found
 
 
 def _figures(search: LoaderSearch, chosen: LoaderSetup) -> dict[str, Any]:
@@ -147,10 +141,7 @@ def _figures(search: LoaderSearch, chosen: LoaderSetup) -> dict[str, Any]:
         "chosen": {**chosen._asdict(), "samples_per_s": search.figure(chosen, "samples_per_s")},
         **{name: loader._asdict() for name, loader in search.named.items()},
         "best": best._asdict(),
-        "over_best": [
-            {**one._asdict(), "ratio": effect.ratio, "interval": effect.interval()}
-            for one, effect in search.effects(best).items()
-        ],
+        "over_best": [{**one._asdict(), **effect.receipt()} for one, effect in search.effects(best).items()],
         "rivals": [one._asdict() for one in search.rivals(chosen)],
         "blocks": [
             [{**one._asdict(), "loader": search.label(one), **run.receipt()} for one, run in block]

@@ -58,12 +58,12 @@ class LoaderSetup(NamedTuple):
         return found
 
     @property
-    def overrides(self) -> tuple[str, ...]:
-        """Words that ask for it, and for all that grows at its full size."""
-        return ("curriculum=none", *(f"{key}={str(value).lower()}" for key, value in self.values.items()))
+    def overrides(self) -> list[str]:
+        """Words that ask for it."""
+        return [f"{key}={str(value).lower()}" for key, value in self.values.items()]
 
     def label(self, config: Config) -> str:
-        """Its kind, and what else differs from `config`."""
+        """Its kind, and what else differs from `config`, but for the number of workers."""
         words = [self.kind]
         if self.workers and self.prefetch != config.dataloader.prefetch:
             words.append(f"prefetch {self.prefetch}")
@@ -88,7 +88,6 @@ class LoaderSearch:
     """Measures loaders in blocks of four processes beside the quickest so far.
 
     Args:
-        arguments: the user's words.
         most: worker processes of each rank; None for as many as a machine of this size may want.
         on_loader: called with each loader as its first figures are there.
     """
@@ -114,34 +113,27 @@ class LoaderSearch:
         self.chosen = PLAIN
 
     def run(self) -> None:
-        """Measure what may be the quickest loader, and what `auto` and the config would take; choose one.
-
-        Raises:
-            ReportedError: what stops training without workers.
-        """
+        """Measure what may be the quickest loader, and what `auto` and the config would take; choose one."""
         alone, *others = self.laboratory.look(
-            [
-                merge(self._words(PLAIN), ["parallel=single"]),
-                merge(self.arguments, ["dataloader=auto"]),
-                self.arguments,
-            ],
-            asks=True,
+            [self._words(PLAIN), merge(self.arguments, ["dataloader=auto"]), self.arguments], asks=True
         )
         alone.raise_failure()
         self.data = alone.facts["data"] | {"num_ranks": resolve_num_ranks(self.config)}
         for name, measured in zip(("auto", "configured"), others, strict=True):
-            if "resolved" in measured.facts:
-                self.named[name] = self._resolved(measured.facts["resolved"])
+            if (resolved := measured.facts.get("resolved")) is not None:
+                kind, count = resolved["dataloader"], resolved["workers"]
+                found = workers(count, self.config) if kind in ("plain", "workers") else LoaderSetup(kind)
+                self.named[name] = found._replace(read_ahead=bool(resolved["read_ahead"]))
         if self.config.dataloader.kind == "auto":
             self.named.pop("configured", None)
         kinds = [LoaderSetup(kind) for kind in self._other_kinds()]
         self.measure(PLAIN, *kinds, *self.named.values())
-        if self.waiting(PLAIN) > NOTHING:
+        if self.figure(PLAIN, "waiting") > NOTHING:
             self._ascend()
             self._refine()
         for _ in range(ROUNDS - 1):
-            near = [loader for loader in self.by_speed() if self.ratio(loader) >= NEAR][:FINALISTS]
-            self._block(near)
+            near = [loader for loader in self.by_speed() if self.ratio(loader) >= NEAR]
+            self._block(near[:FINALISTS])
         self.chosen = self.choose()
 
     def measure(self, *loaders: LoaderSetup) -> None:
@@ -170,7 +162,7 @@ class LoaderSearch:
             whole = [(order.index(one), run.time) for one, run in block if run.time is not None]
             whole += [(0, math.nan)] * (4 - len(whole))
             blocks.append(tuple((level,) for level, _ in whole))
-            times.append([float(time or 0.0) for _, time in whole])
+            times.append([time for _, time in whole])
         found = fit([factor], blocks, times, spare_dof=0).effects
         return {one: effect for one, effect in zip(order[1:], found, strict=True) if effect is not None}
 
@@ -185,10 +177,10 @@ class LoaderSearch:
         """The quickest."""
         return self.by_speed()[0]
 
-    def ratio(self, loader: LoaderSetup) -> float:
-        """Its throughput, as a part of the quickest one's."""
-        best = self.best()
-        return 1.0 if loader == best else self.effects(best)[loader].ratio
+    def ratio(self, loader: LoaderSetup, base: LoaderSetup | None = None) -> float:
+        """Its throughput, as a multiple of that of `base`, or of the quickest."""
+        base = base or self.best()
+        return 1.0 if loader == base else self.effects(base)[loader].ratio
 
     def choose(self) -> LoaderSetup:
         """Of those as quick as the quickest, the one of fewest processes, then of least memory."""
@@ -203,15 +195,14 @@ class LoaderSearch:
         return [one for one, effect in effects.items() if effect.interval(level)[1] > most]
 
     def figure(self, loader: LoaderSetup, name: str) -> float:
-        """The median of a figure over the processes of a loader."""
+        """The median of a figure over the processes of a loader.
+
+        Its `waiting` is the share of the time spent on waiting for data, or on reading it in this process.
+        """
         runs = [run.facts for block in self.blocks for one, run in block if one == loader]
         if name == "memory_bytes":
             return statistics.median(facts["memory"][0] for facts in runs if "memory" in facts)
         return statistics.median(facts[name] for facts in runs if name in facts)
-
-    def waiting(self, loader: LoaderSetup) -> float:
-        """Share of the time that the training has spent on waiting for data, or on reading it itself."""
-        return self.figure(loader, "waiting")
 
     def label(self, loader: LoaderSetup) -> str:
         """Its name in lines of text."""
@@ -221,8 +212,6 @@ class LoaderSearch:
         return f"{loader.workers} {label}" if loader.workers else label
 
     def _block(self, loaders: Sequence[LoaderSetup]) -> None:
-        if not loaders:
-            return
         before = self.seen
         measured = self.laboratory.measure([self._words(loader) for loader in loaders])
         self.blocks.append(list(zip(loaders, measured, strict=True)))
@@ -233,27 +222,21 @@ class LoaderSearch:
                 self._on_loader(loader)
 
     def _words(self, loader: LoaderSetup) -> list[str]:
-        return merge(self.arguments, loader.overrides)
-
-    def _resolved(self, resolved: dict[str, Any]) -> LoaderSetup:
-        kind, count = resolved["dataloader"], resolved["workers"]
-        found = workers(count, self.config) if kind in ("plain", "workers") else LoaderSetup(kind)
-        return found._replace(read_ahead=bool(resolved["read_ahead"]))
+        # What grows is measured at its full size.
+        return merge(self.arguments, ["curriculum=none", *loader.overrides])
 
     def _other_kinds(self) -> Iterator[str]:
         """Kinds without workers besides `plain` that may suit this data and device."""
         if self.data["iterable"]:
             self.notes.append("iterable data is read by this process or by workers")
             return
-        read_s = self.data["read_s"]
+        memory, read_s, why = LoaderSetup("memory"), self.data["read_s"], ""
         if not (self.data["in_memory"] or self.data["repeatable"]):
-            self.failed[LoaderSetup("memory")] = (
-                "samples may differ from epoch to epoch, and would be held as they first are"
-            )
-        elif read_s > HOLD_S and LoaderSetup("memory") not in self.named.values():
-            self.failed[LoaderSetup("memory")] = (
-                f"decoding everything once would take {duration(read_s)} on one core"
-            )
+            why = "samples may differ from epoch to epoch, and would be held as they first are"
+        elif read_s > HOLD_S and memory not in self.named.values():
+            why = f"decoding everything once would take {duration(read_s)} on one core"
+        if why:
+            self.failed[memory] = why
         else:
             yield "memory"
             if self.data["device"] == "cuda":
@@ -272,7 +255,7 @@ class LoaderSearch:
         counts = [*(2**power for power in range(16) if 2**power < most), *([most] if most else [])]
         for start in range(0, len(counts), 2):
             pair = [count for count in counts[start : start + 2] if self._has_room(count)]
-            before = math.log(self._speed(self.best()))
+            before = math.log(self.ratio(self.best(), PLAIN))
             self.measure(*(workers(count, self.config) for count in pair))
             if len(pair) < 2 and start + 2 < len(counts):
                 return
@@ -280,15 +263,11 @@ class LoaderSearch:
                 loader = workers(count, self.config)
                 if loader in self.failed:
                     return
-                gained = math.log(self._speed(loader)) > before + CLOSE
-                before = max(before, math.log(self._speed(loader)))
-                useless = 0 if gained else useless + 1
+                speed = math.log(self.ratio(loader, PLAIN))
+                useless = 0 if speed > before + CLOSE else useless + 1
+                before = max(before, speed)
             if useless >= 2 and max(pair) >= min(RULE, most):
                 return
-
-    def _speed(self, loader: LoaderSetup) -> float:
-        """Throughput as a multiple of that without workers."""
-        return 1.0 if loader == PLAIN else self.effects(PLAIN)[loader].ratio
 
     def _has_room(self, count: int) -> bool:
         """Return False where workers would take more memory than is free, by what others have taken."""

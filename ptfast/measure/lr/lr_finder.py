@@ -17,7 +17,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
+from ptfast.measure.found import check_outputs, label, save_picture, write_figures, write_recipe
 from ptfast.measure.lr.range_test import LOSS_DIVERGED, first_trial, smooth, suggestions
 from ptfast.measure.trial_rank import TRIALS, TrialRank, measure_once, read_lines
 from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
@@ -215,9 +215,7 @@ def draw(path: Path, facts: dict[str, Any], title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, loc="lower left")
-    partial = path.with_suffix(".partial")
-    picture.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    save_picture(picture, path)
 
 
 LEAST_WIDTH, LEAST_HEIGHT = 20, 5

@@ -27,7 +27,7 @@ from ptfast.core.machine import die_with_parent
 from ptfast.core.units import clock, duration
 from ptfast.launch.rank_main import STARTED_VARIABLE
 from ptfast.measure.experiment.verdicts import judge
-from ptfast.measure.found import RECEIPT, check_outputs, make_folder
+from ptfast.measure.found import RECEIPT, check_outputs, make_folder, save_picture
 from ptfast.measure.race.race_arms import Arm, describe_rates
 from ptfast.measure.race.race_results import Finish, Lead, RaceTarget, lead, read_finish
 from ptfast.report.terminal.display import is_terminal, say, standard_output, table, terminal_display
@@ -299,6 +299,4 @@ def draw(path: Path, names: Sequence[str], finishes: Sequence[Finish], title: st
     handles, labels = picture.axes[0].get_legend_handles_labels()
     picture.legend(handles, labels, fontsize=9, loc="outside lower center", ncols=min(len(labels), 3))
     picture.suptitle(title, x=0.01, ha="left", fontsize=11)
-    partial = path.with_suffix(".partial")
-    picture.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    save_picture(picture, path)
