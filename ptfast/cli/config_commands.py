@@ -148,16 +148,14 @@ def audit(args: Namespace) -> int:
 
 def race(args: Namespace) -> int:
     """Race variants of a config."""
-    from ptfast.measure.race.race_arms import build_arms
     from ptfast.measure.race.race_results import RaceTarget
+    from ptfast.measure.race.racer import build_arms, race
 
     if args.target is None:
         hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy:0.9"
         raise ConfigError("C016", "an argument is missing", key="--target", suggestion=hint)
     target = RaceTarget.parse(args.target)
     arms = build_arms(args.words, args.arms)
-    from ptfast.measure.race.racer import race
-
     given = {"--target": args.target, "--arms": args.arms, "--seeds": args.seeds, "--out": args.out}
     command = ["ptfast", "race", *args.words, *(f"{name}={value}" for name, value in given.items() if value)]
     command += ["--tune-lr"] * args.tune_lr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import signal
@@ -18,9 +19,18 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.found import check_outputs, label, save_picture, write_figures, write_recipe
-from ptfast.measure.lr.range_test import LOSS_DIVERGED, first_trial, smooth, suggestions
+from ptfast.measure.lr.range_test import (
+    LOSS_DIVERGED,
+    first_trial,
+    range_test,
+    run_trials,
+    smooth,
+    suggestions,
+)
 from ptfast.measure.trial_rank import TRIALS, TrialRank, measure_once, read_lines
+from ptfast.optim.parameters.groups import reference_lr
 from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
+from ptfast.training.build import build
 
 PICTURE = "lr.png"
 LOWEST, HIGHEST, NUM_STEPS, TRIAL_STEPS = 1e-6, 10.0, 140, 100
@@ -49,26 +59,19 @@ def find_lr(
 
     Returns:
         0, or 8 where no rate trains: the figures are written nevertheless.
-
-    Raises:
-        PtfastError: whatever stops the run in its first steps.
     """
     if not 0 < lowest < highest:
         what = f"does not lie between 0 and --to {highest:g}"
         raise ConfigError("C005", what, key="--from", value=f"{lowest:g}")
     check_outputs(out, write)
-    facts = measure(
-        composed,
-        config,
-        {"lowest": lowest, "highest": highest, "num_steps": num_steps, "trial_steps": trial_steps},
-    )
+    keywords = {"lowest": lowest, "highest": highest, "num_steps": num_steps, "trial_steps": trial_steps}
+    facts = measure(composed, config, keywords)
     found, chosen = facts["suggestions"], facts["chosen"]
     name, folder = label(config), write_figures(config, "lr", out, facts)
     _show(facts, folder, name)
     if chosen is None:
         print(_advice(facts), file=sys.stderr)
         return EXIT_FINDINGS
-
     draw(folder / PICTURE, facts, f"{name}: {facts['ended']}")
     if write is not None:
         # A rate that is given for a reference batch is scaled to the batch once more.
@@ -83,7 +86,7 @@ def find_lr(
 
 
 def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Run test and trials, in this process or on the ranks that the config asks for."""
+    """The facts of test and trials, run in this process or on the ranks that the config asks for."""
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         folder, killed = Path(name) / "lr", None
         if config.parallel.strategy == "single":
@@ -99,23 +102,16 @@ def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dic
 
 def measure_lr(trial: TrialRank, *, trial_steps: int, **keywords: Any) -> None:
     """Run the test and the trials on one rank."""
-    from ptfast.measure.lr.range_test import range_test, run_trials
-    from ptfast.optim.parameters.groups import reference_lr
-    from ptfast.training.build import build
-
-    config, display = trial.config, build_display(trial.ranks.rank)
-    try:
+    config = trial.config
+    with contextlib.ExitStack() as stack:
+        display = stack.enter_context(contextlib.closing(build_display(trial.ranks.rank)))
         run = build(config, ranks=trial.ranks, folder=trial.folder, display=display)
-        try:
-            test = range_test(run, **keywords)
-            smoothed = smooth(test.losses)
-            found = suggestions(test.lrs, smoothed)
-            bounds = {"lowest": keywords["lowest"], "highest": keywords["highest"]}
-            trials = run_trials(run, first_trial(found), num_steps=trial_steps, **bounds) if found else {}
-        finally:
-            run.close()
-    finally:
-        display.close()
+        stack.callback(run.close)
+        test = range_test(run, **keywords)
+        smoothed = smooth(test.losses)
+        found = suggestions(test.lrs, smoothed)
+        bounds = {"lowest": keywords["lowest"], "highest": keywords["highest"]}
+        trials = run_trials(run, first_trial(found), num_steps=trial_steps, **bounds) if found else {}
     actual = reference_lr(run.optimizer, "initial_lr")
     given = config.optimizer.target.kwargs.get("lr", actual)
     finite = {lr: loss for lr, loss in trials.items() if math.isfinite(loss)}
@@ -155,15 +151,12 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
         label = "trial, chosen" if lr == facts["chosen"] else "trial"
         rows.append((label, f"{lr:.2g}", LOSS_DIVERGED if loss is None else f"{loss:.4g}"))
     rows.append(("as configured", f"{facts['lr']:.2g}", ""))
-    table(["learning rate", name, f"loss after {facts['trial_steps']} steps"], rows, stream=stream)
+    table(["learning rate", name, f"loss after {facts['trial_steps']} steps"], rows)
     seen = f", {facts['epochs']:.2g} epochs" if facts["epochs"] else ""
-    say(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}", stream)
+    say(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}")
     if facts["epochs"] and facts["epochs"] > 2:
-        say("samples were reused more than twice, so the end of this curve is optimistic", stream)
-    if is_terminal(stream):
-        say(f"picture and figures: {folder}", stream)
-    else:
-        say(f"folder {folder}", stream)
+        say("samples were reused more than twice, so the end of this curve is optimistic")
+    say(f"picture and figures: {folder}" if is_terminal(stream) else f"folder {folder}")
 
 
 def _advice(facts: dict[str, Any]) -> str:
@@ -184,12 +177,7 @@ def _advice(facts: dict[str, Any]) -> str:
 
 
 def draw(path: Path, facts: dict[str, Any], title: str) -> None:
-    """Write a PNG of the losses over the learning rate, with the rates that it suggests and the trials.
-
-    Args:
-        facts: `lrs` and `losses` of each step, `smoothed` of the first of them, up to where the curve ends,
-            `suggestions`, `trials` and the rate `chosen`.
-    """
+    """Write a PNG of the losses over the learning rate, with the rates that it suggests and the trials."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(8, 4.5), layout="constrained")
@@ -200,11 +188,9 @@ def draw(path: Path, facts: dict[str, Any], title: str) -> None:
     for index, (rule, lr) in enumerate(facts["suggestions"].items(), 1):
         axes.axvline(lr, color=f"C{index}", ls=":", lw=1.4, label=f"{rule}: {lr:.2g}")
     trials = [(lr, loss) for lr, loss in facts["trials"] if loss is not None]
-    axes.plot(
-        *zip(*trials, strict=True), "ks", markersize=5, label=f"after {facts['trial_steps']} steps at it"
-    )
-    if chosen is not None:
-        axes.axvline(chosen, color="k", lw=1.6, label=f"chosen: {chosen:.2g}")
+    after = f"after {facts['trial_steps']} steps at it"
+    axes.plot(*zip(*trials, strict=True), "ks", markersize=5, label=after)
+    axes.axvline(chosen, color="k", lw=1.6, label=f"chosen: {chosen:.2g}")
     axes.set_xscale("log")
     spread = max(smoothed) - min(smoothed)
     # A loss that diverges would flatten all that is of interest.
@@ -231,19 +217,16 @@ def chart(
     x_label: str = "",
     plain: bool = False,
 ) -> list[str]:
-    """Lines that draw `ys` over the logarithm of `xs`.
+    """Lines that draw `ys`, finite, over the logarithm of `xs`, rising and above 0.
 
     Args:
-        xs: rising, > 0.
-        ys: finite.
         width, height: of the whole in characters and lines; less than 20 by 5 is taken for that.
-        marks: a letter for a place on the x axis, drawn beneath it.
-        x_label: what x is.
+        marks: places on the x axis, each by the letter drawn beneath it.
         plain: draw with ASCII alone.
     """
     low, high = min(ys), max(ys)
-    labels = [f"{high:.4g}", f"{low:.4g}"]
-    margin = max(map(len, labels)) + 1
+    top, bottom = f"{high:.4g}", f"{low:.4g}"
+    margin = max(len(top), len(bottom)) + 1
     columns = max(width, LEAST_WIDTH) - margin - 1
     rows = max(height, LEAST_HEIGHT) - 3
     first, last = math.log(xs[0]), math.log(xs[-1])
@@ -257,10 +240,9 @@ def chart(
     for x, y in zip(xs, ys, strict=True):
         share = (high - y) / (high - low) if high > low else 0.5
         canvas[round(share * (rows - 1))][column(x)] = dot
-    sides = [labels[0], *[""] * (rows - 2), labels[1]]
-    lines = [
-        f"{side:>{margin}}{bar}{''.join(cells)}".rstrip() for side, cells in zip(sides, canvas, strict=True)
-    ]
+    sides = [top, *[""] * (rows - 2), bottom]
+    drawn = zip(sides, map("".join, canvas), strict=True)
+    lines = [f"{side:>{margin}}{bar}{cells}".rstrip() for side, cells in drawn]
     lines.append(" " * margin + corner + line * columns)
     letters = [" "] * columns
     for letter, x in (marks or {}).items():

@@ -34,11 +34,7 @@ DIVERGED = 4.0
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """Exponential means of the losses up to each step.
-
-    Args:
-        losses: of each step, finite.
-    """
+    """Exponential means of the losses up to each step."""
     mean, weight, means = 0.0, 0.0, []
     for loss in losses:
         mean, weight = SMOOTHING * mean + loss, SMOOTHING * weight + 1
@@ -51,9 +47,6 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
     The curve ends before the first loss that lies far above those of the start: one that explodes would hide
     its neighbours.
-
-    Args:
-        losses: of each step, finite.
     """
     start = statistics.median(losses[:START_STEPS])
     exploded = [step for step, loss in enumerate(losses) if loss > EXPLODED * start]
@@ -81,8 +74,7 @@ def suggestions(lrs: Sequence[float], smoothed: Sequence[float]) -> dict[str, fl
     rate at which it is lowest, just before it rises again.
 
     Args:
-        lrs: rising by a constant factor.
-        smoothed: loss at each of the first of them.
+        smoothed: loss at each of the first of the rates.
     """
     end = min(range(len(smoothed)), key=smoothed.__getitem__)
     fall = smoothed[0] - smoothed[end]
@@ -112,9 +104,7 @@ HIDDEN = ("schedule", "ema", "callbacks", "watchers", "status")
 
 @contextmanager
 def preserving_state(run: Run) -> Iterator[None]:
-    """Train `run` inside this, and find its weights, optimizer, progress and random state as before.
-
-    Callbacks and averaged weights are switched off meanwhile.
+    """Train `run` inside this, without callbacks, and find weights, optimizer, progress and draws as before.
 
     Cost: a copy of weights and optimizer state on the device.
     """
@@ -124,9 +114,8 @@ def preserving_state(run: Run) -> Iterator[None]:
     kept = {name: getattr(run, name) for name in HIDDEN}
     of_python, of_numpy, status = random.getstate(), np.random.get_state(), run.status
     figures, best_figures = dict(status.figures), dict(status.best_figures)
-    run.status = replace(
-        status, progress=replace(status.progress), figures=figures, best_figures=best_figures
-    )
+    progress = replace(status.progress)
+    run.status = replace(status, progress=progress, figures=figures, best_figures=best_figures)
     run.ema, run.callbacks, run.watchers = None, [], []
     was_training = run.model.training
     try:
@@ -172,13 +161,6 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
     Every group's rate keeps its ratio to the optimizer's; momentum stays as configured, there is no warm-up.
     Losses are summed over ranks, so that all of them end at the same step.
 
-    Args:
-        run: as built, on every rank.
-        lowest, highest: of the optimizer's rate, both > 0.
-        num_steps: optimizer steps from one to the other, >= 2.
-
-    Cost: `num_steps` optimizer steps, each of which makes the host read the loss.
-
     Source: Smith 2015, arXiv:1506.01186; stopping as in fast.ai's `lr_find`.
     """
     growth = (highest / lowest) ** (1 / (num_steps - 1))
@@ -190,7 +172,11 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
 
 
 def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], str]:
-    """Train one step at each rate, up to where the loss diverges, and leave the run as it was."""
+    """Train one step at each rate, up to where the loss diverges, and leave the run as it was.
+
+    Returns:
+        The rates and the losses of the steps that count, and why it ended.
+    """
     first = _first_step(run, len(lrs))
     taken: list[float] = []
     losses: list[float] = []
@@ -216,11 +202,9 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
             loss_sum, items = sum_and_read(trainer.window.sums(), run.device, run.ranks)
             trainer.window.clear()
             skipped_in_a_row = 0 if items else skipped_in_a_row + 1
-            if skipped_in_a_row >= MOST_SKIPPED:
-                return taken, losses, LOSS_DIVERGED
-            if not items:
+            if not items and skipped_in_a_row < MOST_SKIPPED:
                 continue
-            loss = loss_sum / items
+            loss = loss_sum / items if items else math.nan
             if not math.isfinite(loss):
                 return taken, losses, LOSS_DIVERGED
             taken.append(lr)
@@ -249,12 +233,10 @@ def run_trials(
 
     A range test has a few steps at each rate, after all that the lower ones have taught the model: it finds
     the decade. A trial trains at one rate from the start, and every trial on the same batches, so that
-    small differences count.
+    small differences count. The run is left as it was.
 
     Args:
-        run: as built, on every rank; left as it was.
         lowest, highest: rates that are not to be passed.
-        num_steps: of a trial.
 
     Cost: 3 to 6 trials of `num_steps` optimizer steps.
     """

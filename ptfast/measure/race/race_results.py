@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,7 @@ class RaceTarget:
 
     @classmethod
     def parse(cls, text: str) -> RaceTarget:
-        """Read `accuracy:0.9`.
-
-        Raises:
-            ConfigError: C005 for anything else.
-        """
+        """Read `accuracy:0.9`."""
         metric, _, number = text.rpartition(":")
         try:
             value = float(number)
@@ -50,30 +47,23 @@ class RaceTarget:
 
 @dataclass(frozen=True)
 class Finish:
-    """One run of a race, at its end.
-
-    Args:
-        steps, train_s: to the target, and seconds of training until then; None where it was not reached.
-        total_steps, total_train_s: of the whole run.
-        best: the best figure of any evaluation; None without one.
-        ended: how the run ended.
-    """
+    """One run of a race, at its end."""
 
     arm: int
     seed: int
     steps: int | None
+    """To the target, as `train_s`; None where it was not reached."""
     train_s: float | None
+    """Of training alone: evaluations, saving and starting up are left out."""
     total_steps: int
     total_train_s: float
     best: float | None
+    """Of any evaluation; None without one."""
     ended: str = "finished"
 
 
 def read_finish(folder: Path, target: RaceTarget, arm: int, seed: int, ended: str = "finished") -> Finish:
-    """When the run in a folder has reached the target.
-
-    Time is that of training: evaluations, saving and starting up are left out.
-    """
+    """When the run in a folder has reached the target."""
     lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
     train_s = training_times(lines)
     total_steps = max(train_s)
@@ -114,7 +104,7 @@ class Lead:
 
     def receipt(self) -> dict[str, Any]:
         """It as plain values."""
-        return {name: value for name, value in asdict(self).items() if name != "effect"}
+        return {name: value for name, value in vars(self).items() if name != "effect"}
 
 
 def lead(first: Sequence[float | None], other: Sequence[float | None]) -> Lead | None:
@@ -141,18 +131,13 @@ def lead(first: Sequence[float | None], other: Sequence[float | None]) -> Lead |
         return Lead(effect.ratio, low, high, len(pairs), effect)
     place = _bound(len(pairs))
     low, high = (0.0, math.inf) if place is None else (lows[place], highs[-1 - place])
-    return Lead(_median(sorted(known)), low, high, len(pairs), None)
+    return Lead(statistics.median(known), low, high, len(pairs), None)
 
 
 def _ratio(first: float | None, other: float | None, unknown: float) -> float:
     if first is None:
         return unknown if other is None else math.inf
     return 0.0 if other is None else first / other
-
-
-def _median(ordered: Sequence[float]) -> float:
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return low if low == high else (low + high) / 2
 
 
 def _bound(count: int) -> int | None:

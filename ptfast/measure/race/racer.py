@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ptfast.config.checks.validate import validate
+from ptfast.config.compose import compose
 from ptfast.config.files.frozen import redact
-from ptfast.config.overrides import quoted
+from ptfast.config.overrides import merge, parse, quoted
+from ptfast.config.schema import Config
 from ptfast.core import run_directory
+from ptfast.core.clock import STARTED_VARIABLE
 from ptfast.core.errors import (
+    COMMAND_LINE,
     EXIT_INTERRUPTED,
     EXIT_OK,
     ConfigError,
@@ -25,10 +32,8 @@ from ptfast.core.errors import (
 )
 from ptfast.core.machine import die_with_parent
 from ptfast.core.units import clock, duration
-from ptfast.launch.rank_main import STARTED_VARIABLE
 from ptfast.measure.experiment.verdicts import judge
 from ptfast.measure.found import RECEIPT, check_outputs, make_folder, save_picture
-from ptfast.measure.race.race_arms import Arm, describe_rates
 from ptfast.measure.race.race_results import Finish, Lead, RaceTarget, lead, read_finish
 from ptfast.report.terminal.display import is_terminal, say, standard_output, table, terminal_display
 
@@ -37,12 +42,7 @@ _WORDS = {"faster": "sooner", "slower": "later"}
 
 
 class Race:
-    """Trains every arm with every seed, each run in a process and a run directory of its own, to its end.
-
-    Args:
-        folder: of the runs, receipt and picture.
-        num_seeds: seeds 0 up to it, the same for every arm.
-    """
+    """Trains every arm with seeds 0, 1, ..., each run in a process and a run directory of its own."""
 
     def __init__(self, arms: Sequence[Arm], target: RaceTarget, num_seeds: int, folder: Path) -> None:
         self.arms, self.target, self.num_seeds, self.folder = list(arms), target, num_seeds, folder
@@ -51,12 +51,7 @@ class Race:
         self._display = terminal_display()
 
     def run(self) -> None:
-        """Train, seed by seed, and say of each run how it ended.
-
-        Raises:
-            ConfigError: C005 for a figure that there is not.
-            ReportedError: what stops a run, other than a loss that diverges.
-        """
+        """Train, seed by seed, and say of each run how it ended."""
         for seed in range(self.num_seeds):
             for number, arm in enumerate(self.arms):
                 start_s = time.monotonic()
@@ -79,15 +74,13 @@ class Race:
     def _train(self, number: int, arm: Arm, seed: int) -> Finish:
         run_dir = self.folder / f"arm{number + 1}-seed{seed}"
         words = [*arm.words, f"seed={seed}", f"stop.metric={self.target.metric}", "stop.patience=null"]
-        code = _ptfast(
-            ["train", *words, f"run.dir={quoted(run_dir.absolute())}"], run_dir.with_suffix(".log")
-        )
-        if code == NumericsError.exit_code:
-            return read_finish(run_dir, self.target, number, seed, "diverged")
-        if code:
+        words.append(f"run.dir={quoted(run_dir.absolute())}")
+        code = _ptfast(["train", *words], run_dir.with_suffix(".log"))
+        diverged = code == NumericsError.exit_code
+        if code and not diverged:
             self._raise(run_dir, code)
-        finish = read_finish(run_dir, self.target, number, seed)
-        if finish.best is None:
+        finish = read_finish(run_dir, self.target, number, seed, "diverged" if diverged else "finished")
+        if finish.best is None and not diverged:
             what, hint = "the runs evaluate no validation split", "Leave out data.val=0"
             raise ConfigError("C011", what, key="--target", value=self.target.metric, suggestion=hint)
         return finish
@@ -108,7 +101,7 @@ class Race:
             how = f"{self.target} after {finish.steps:,} steps, {duration(finish.train_s)}"
         else:
             best = "" if finish.best is None else f", best {finish.best:.4g}"
-            how = f"{'diverged' if finish.ended == 'diverged' else 'missed it'}{best}"
+            how = ("diverged" if finish.ended == "diverged" else "missed it") + best
         eta = f"  eta {clock(self._left_s())}" if done < total else ""
         say(f"{done}/{total}  seed {finish.seed}  {arm.name}: {how}{eta}")
 
@@ -135,11 +128,8 @@ def race(
         tunes: give each arm its own learning rate first.
         out: folder of runs, receipt and picture; None for a new one under `run.root`.
 
-    Returns:
-        0, or 130 after Ctrl-C.
-
     Raises:
-        PtfastError, ReportedError: what stops a run or a search for a learning rate.
+        PtfastError, ReportedError: what stops a run, other than a loss that diverges, or a search for a rate.
     """
     check_outputs(out, None)
     if out is not None and out.exists() and any(out.iterdir()):
@@ -147,21 +137,20 @@ def race(
         raise MachineError("E001", what, key="--out", value=out, suggestion=hint)
     folder = make_folder(arms[0].config, "race", out)
     say(f"{len(arms)} arms, {num_seeds} seeds, {len(arms) * num_seeds} runs to {target}, in {folder}")
-    interrupted = False
-    racing = Race(arms, target, num_seeds, folder)
+    code, racing = EXIT_OK, Race(arms, target, num_seeds, folder)
     try:
         if tunes:
             racing.arms = [_tuned(arm, folder / f"lr{number}") for number, arm in enumerate(arms, 1)]
         racing.run()
     except KeyboardInterrupt:
-        interrupted = True
+        code = EXIT_INTERRUPTED
     if racing.finishes:
         _show(racing, "" if tunes else describe_rates(arms))
         _write(racing, command, tunes)
-        name = arms[0].config.recipe or "train"
-        draw(folder / PICTURE, [a.name for a in racing.arms], racing.finishes, f"{name}: {target}")
+        title = f"{arms[0].config.recipe or 'train'}: {target}"
+        draw(folder / PICTURE, [arm.name for arm in racing.arms], racing.finishes, title)
         say(f"picture and figures: {folder}" if is_terminal(standard_output()) else f"folder {folder}")
-    return EXIT_INTERRUPTED if interrupted else EXIT_OK
+    return code
 
 
 def _tuned(arm: Arm, folder: Path) -> Arm:
@@ -177,10 +166,7 @@ def _tuned(arm: Arm, folder: Path) -> Arm:
 
 
 def _ptfast(words: Sequence[str], log: Path) -> int:
-    """Run a command of ptfast, what it says in a file, and return its exit code.
-
-    Ctrl-C reaches it as well: it is waited for, so that it can save and leave.
-    """
+    """Run a command of ptfast, what it says in a file, and return its exit code."""
     environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -193,6 +179,7 @@ def _ptfast(words: Sequence[str], log: Path) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
+            # It was sent to that process as well, which saves and leaves.
             process.wait()
             raise
 
@@ -201,22 +188,18 @@ def _show(racing: Race, note: str) -> None:
     target, finishes = racing.target, racing.finishes
     say()
     by_time, by_steps = racing.leads("train_s"), racing.leads("steps")
-    verdicts = judge([each.effect if each is not None else None for each in by_time])
-    rows = []
+    words = [_WORDS.get(word, word) for word in judge([each and each.effect for each in by_time])]
+    against_first = zip(map(_ratio, by_steps), map(_ratio, by_time), words, strict=True)
+    rows: list[list[str]] = []
     for number, arm in enumerate(racing.arms):
         runs = [finish for finish in finishes if finish.arm == number]
         reached = [run for run in runs if run.steps is not None]
-        row = [arm.name, f"{len(reached)} of {len(runs)}"]
-        steps, times = [run.steps or 0 for run in reached], [run.train_s or 0.0 for run in reached]
-        row += (
-            [f"{statistics.median(steps):,.0f}", duration(statistics.median(times))] if reached else ["", ""]
-        )
-        if number:
-            word = verdicts[number - 1]
-            row += [_ratio(by_steps[number - 1]), _ratio(by_time[number - 1]), _WORDS.get(word, word)]
-        else:
-            row += ["1.00x", "1.00x", ""]
-        rows.append(row)
+        took = ["", ""]
+        if reached:
+            steps, times = [run.steps or 0 for run in reached], [run.train_s or 0.0 for run in reached]
+            took = [f"{statistics.median(steps):,.0f}", duration(statistics.median(times))]
+        ratios = next(against_first) if number else ("1.00x", "1.00x", "")
+        rows.append([arm.name, f"{len(reached)} of {len(runs)}", *took, *ratios])
     table(["arm", "reached", "steps", "time", "by steps", "by time", "verdict"], rows)
     if all(finish.steps is None for finish in finishes):
         bests = [finish.best for finish in finishes if finish.best is not None]
@@ -260,10 +243,7 @@ def _write(racing: Race, command: Sequence[str], tuned: bool) -> None:
             "rates_tuned": tuned,
             "arms": [{"name": arm.name, "overrides": redact(arm.words), "lr": arm.lr} for arm in racing.arms],
             "runs": [asdict(finish) for finish in racing.finishes],
-            "sooner": {
-                name: [each.receipt() if each is not None else None for each in found]
-                for name, found in ratios.items()
-            },
+            "sooner": {name: [each and each.receipt() for each in found] for name, found in ratios.items()},
         },
     )
 
@@ -273,23 +253,18 @@ def draw(path: Path, names: Sequence[str], finishes: Sequence[Finish], title: st
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(10, 4.5), layout="constrained")
-    panels = {
-        "seconds of training": ("train_s", "total_train_s"),
-        "optimizer steps": ("steps", "total_steps"),
-    }
-    for axes, (label, (figure, total)) in zip(
-        picture.subplots(1, 2, sharey=True), panels.items(), strict=True
-    ):
+    panels = ("seconds of training", "train_s"), ("optimizer steps", "steps")
+    for axes, (label, figure) in zip(picture.subplots(1, 2, sharey=True), panels, strict=True):
         for arm, name in enumerate(names):
             runs = [finish for finish in finishes if finish.arm == arm]
             reached = sorted(value for run in runs if (value := getattr(run, figure)) is not None)
-            ends = [getattr(run, total) for run in runs]
+            ends = [getattr(run, f"total_{figure}") for run in runs]
             shares = [count / len(runs) for count in range(len(reached) + 1)] if runs else [0.0]
             xs = [0.0, *reached, max([*ends, *reached], default=0.0)]
             # Where curves lie upon each other, those below stand out on both sides.
             width = 2 + 2 * min(len(names) - 1 - arm, 4)
             axes.step(xs, [*shares, shares[-1]], where="post", color=f"C{arm}", lw=width, label=name)
-            missed = [getattr(run, total) for run in runs if getattr(run, figure) is None]
+            missed = [end for run, end in zip(runs, ends, strict=True) if getattr(run, figure) is None]
             axes.plot(missed, [shares[-1]] * len(missed), "|", color=f"C{arm}", markersize=12, mew=2)
         axes.set_xlabel(label)
         axes.set_xlim(left=0)
@@ -300,3 +275,81 @@ def draw(path: Path, names: Sequence[str], finishes: Sequence[Finish], title: st
     picture.legend(handles, labels, fontsize=9, loc="outside lower center", ncols=min(len(labels), 3))
     picture.suptitle(title, x=0.01, ha="left", fontsize=11)
     save_picture(picture, path)
+
+
+_OWN = {"seed": "--seeds", "run.dir": "--out", "run.resume": "--out", "run.name": "--out"}
+"""Keys that are set for each run of a race, and the flag that says how."""
+_RATE = "optimizer.lr"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train."""
+
+    name: str
+    words: tuple[str, ...]
+    """All its overrides, those in common included."""
+    own: tuple[str, ...]
+    config: Config
+
+    @property
+    def lr(self) -> float | None:
+        """Its learning rate; None where the optimizer has its own."""
+        return self.config.optimizer.target.kwargs.get("lr")
+
+    def at_rate(self, lr: float) -> Arm:
+        """The same arm at another learning rate."""
+        return _build(self.name, tuple(merge(self.words, [f"{_RATE}={lr:g}"])), self.own)
+
+    @property
+    def sets_rate(self) -> bool:
+        """True if its own overrides say the learning rate."""
+        return any(word.lstrip("+").startswith(f"{_RATE}=") for word in self.own)
+
+
+def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
+    """The arms that the words of a command mean, checked.
+
+    Args:
+        arguments: `key=value` words; those with several values, `key=a,b`, give an arm for each, several such
+            words one for each combination.
+        written: arms written out, overrides by spaces and arms by semicolons.
+    """
+    given = parse(arguments, sweep=True)
+    for argument in given:
+        if flag := _OWN.get(argument.key):
+            what = "is not the same for all runs of a race"
+            hint = f"Leave it out; {flag} says it"
+            raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
+        if argument.is_interval:
+            hint = "List the values: key=a,b"
+            raise ConfigError("C014", "an interval has no arms", key=argument.key, suggestion=hint)
+    common = [word for word, argument in zip(arguments, given, strict=True) if not argument.is_sweep]
+    swept = [[argument.at(value) for value in argument.values] for argument in given if argument.is_sweep]
+    points = [tuple(word.lstrip("+") for word in point) for point in itertools.product(*swept)]
+    if written is not None:
+        lines = [tuple(shlex.split(line)) for line in written.split(";")]
+        points = [(*point, *line) for line in lines for point in points]
+    if len(points) < 2:
+        hint = (
+            'Give several values, such as schedule=cosine,onecycle, or --arms "schedule=onecycle; epochs=5"'
+        )
+        raise ConfigError("C016", "a race takes two arms", key="race", suggestion=hint)
+    return [_build(" ".join(own) or "as configured", tuple(merge(common, own)), own) for own in points]
+
+
+def _build(name: str, words: tuple[str, ...], own: tuple[str, ...]) -> Arm:
+    composed = compose(list(words))
+    return Arm(name, words, own, validate(composed.tree, composed.place))
+
+
+def describe_rates(arms: Sequence[Arm]) -> str:
+    """A remark on the arms' learning rates where none was tuned."""
+    sets = [arm.name for arm in arms if arm.sets_rate]
+    tuned = "ptfast race --tune-lr gives each arm its own by find lr"
+    if sets and len(sets) < len(arms):
+        return f"only {', '.join(sets)} has a learning rate of its own, which favours it; {tuned}"
+    rates = {arm.lr for arm in arms}
+    if len(rates) == 1 and not sets and (lr := rates.pop()) is not None:
+        return f"all arms train at a learning rate of {lr:g}, which may suit one better; {tuned}"
+    return f"the learning rates are as configured; {tuned}" if len(rates) > 1 and not sets else ""
