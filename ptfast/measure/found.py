@@ -20,11 +20,11 @@ RECEIPT = "measure.json"
 """File of all figures of a command, in its folder."""
 
 
-def check_outputs(out: Path | None, write: Path | None) -> None:
-    """Refuse, before anything is measured, a folder or a recipe that could not be written."""
-    if write is not None:
-        check_overlay(write)
+def check_outputs(out: Path | None, write: Path | None = None, flag: str = "--write") -> None:
+    """Refuse, before anything is measured, a folder or the recipe of `flag` that could not be written."""
     check_out(out)
+    if write is not None:
+        check_overlay(write, flag)
 
 
 def label(config: Config) -> str:
@@ -46,9 +46,11 @@ def make_folder(config: Config, what: str, out: Path | None) -> Path:
     return folder
 
 
-def write_recipe(file: Path, arguments: Sequence[str], found: dict[str, Any], comment: list[str]) -> None:
+def write_recipe(
+    file: Path, arguments: Sequence[str], found: dict[str, Any], comment: list[str], flag: str = "--write"
+) -> None:
     """Write a recipe of the arguments with what was found, and show how to train with it."""
-    called = write_overlay(file, arguments, found, comment)
+    called = write_overlay(file, arguments, found, comment, flag)
     say(f"wrote {file}; train with it: ptfast train +recipe={called}")
 
 

@@ -65,7 +65,7 @@ class TimedSteps:
 
 @dataclass
 class AuditContext:
-    """A run, and what some of its steps have shown."""
+    """A run, and what some of its steps have shown: the first warms up, some are timed, and some traced."""
 
     config: Config
     run: Run
@@ -96,7 +96,7 @@ class AuditContext:
     """Trains one step more, and waits for it."""
 
     def trial(self, mended: Callable[[], AbstractContextManager[Any]]) -> Trial:
-        """Return the trial of a step as it is, and of one inside `mended()`."""
+        """The trial of a step as it is, and of one inside `mended()`."""
 
         def take_mended_step() -> None:
             with mended():
@@ -107,10 +107,7 @@ class AuditContext:
 
 @contextmanager
 def audit_context(config: Config, folder: Path, display: Display) -> Iterator[AuditContext]:
-    """Build the run of `config` in `folder` and train it for some steps to see what they do.
-
-    The first step warms up; some are timed as they are, and some traced. One batch is evaluated.
-    """
+    """Build the run of `config` in `folder` and train it for some steps to see what they do."""
     ranks = Ranks()
     device = resolve_device(config.device, ranks)
     micro_batches = check_batch(config.batch_size, config.micro_batches, 1, config.gradients.accumulate)
@@ -135,21 +132,19 @@ def _examine(config: Config, run: Run, source: Source) -> AuditContext:
         batches = trainer.warm_up(batches)
         if run.compilation is not None:
             run.compilation.start(0.0)
-        trainer.train(batches, 1)
-        trainer.window.read()
+        _take_step(run, trainer, batches)
         trainer.first_look.switches.look()
     steps = _time_steps(run, trainer, batches, seen)
     breaks = _graph_breaks() - breaks_before if run.compilation is not None else {}
     trained: set[str] = set()
+    calls, syncs = CallTrace(run.device.type), dict[str, int]()
     with _noting_gradients(run.model, trained), run.uncompiled():
-        calls, syncs = _trace_calls(run, trainer, batches)
+        # Operators are traced in another step, so that a GPU's queue is as full as ever.
+        with cuda_syncs() if run.device.type == "cuda" else nullcontext(syncs) as syncs, calls:
+            trainer.train(batches, run.progress.step + CALL_STEPS)
         operators, untraced = _trace_operators(run, trainer, batches)
     with run.uncompiled():
         evaluation = _trace_evaluation(run, seen["batch"])
-
-    def take_step() -> None:
-        trainer.train(batches, run.progress.step + 1)
-        trainer.window.read()
 
     return AuditContext(
         config=config,
@@ -167,8 +162,14 @@ def _examine(config: Config, run: Run, source: Source) -> AuditContext:
         aids=aids,
         graph_breaks=breaks,
         untraced=untraced,
-        take_step=take_step,
+        take_step=partial(_take_step, run, trainer, batches),
     )
+
+
+def _take_step(run: Run, trainer: Trainer, batches: Iterator[StepBatch]) -> None:
+    """Train one step, and wait for the device."""
+    trainer.train(batches, run.progress.step + 1)
+    trainer.window.read()
 
 
 def _keeping(batches: Iterator[StepBatch], seen: dict[str, Any]) -> Iterator[StepBatch]:
@@ -188,8 +189,7 @@ def _time_steps(run: Run, trainer: Trainer, batches: Iterator[StepBatch], seen: 
     while (num := run.progress.step - first) < LEAST_STEPS or (
         num < MOST_STEPS and time.perf_counter() - start < STEPS_S
     ):
-        trainer.train(batches, run.progress.step + 1)
-        trainer.window.read()
+        _take_step(run, trainer, batches)
     took_s, waited_s = time.perf_counter() - start, waited_s + run.clock.ledger()["data"]
     after = ProcessorTimes.read()
     outside = before.until(after, after.own_s - before.own_s)
@@ -202,20 +202,10 @@ def _time_steps(run: Run, trainer: Trainer, batches: Iterator[StepBatch], seen: 
     )
 
 
-def _trace_calls(
-    run: Run, trainer: Trainer, batches: Iterator[StepBatch]
-) -> tuple[CallTrace, dict[str, int]]:
-    """Trace the calls of steps whose operators are not, so that a GPU's queue is as full as ever."""
-    calls = CallTrace(run.device.type)
-    with cuda_syncs() if run.device.type == "cuda" else nullcontext({}) as syncs, calls:
-        trainer.train(batches, run.progress.step + CALL_STEPS)
-    return calls, dict(syncs)
-
-
 def _trace_operators(
     run: Run, trainer: Trainer, batches: Iterator[StepBatch]
 ) -> tuple[OperatorTrace, str | None]:
-    """Trace the operators of one forward pass; say why where a model cannot be run under that."""
+    """The operators of one forward pass, and why they cannot be traced where a model forbids it."""
     calls = CallTrace(run.device.type)
     operators = OperatorTrace(run.model, calls)
 
@@ -291,7 +281,7 @@ def _throttle_counts() -> int:
 
 
 def _gpu_is_slowed(device: torch.device) -> bool:
-    """Return True if a GPU's clocks are held down for heat or power, by its driver's own account."""
+    """True if a GPU's clocks are held down for heat or power, by its driver's own account."""
     if device.type != "cuda" or (tool := shutil.which("nvidia-smi")) is None:
         return False
     reasons = "clocks_event_reasons.hw_slowdown", "clocks_event_reasons.sw_thermal_slowdown"
@@ -316,6 +306,9 @@ class SampleTrace:
 
 def trace_samples(source: MapSource) -> SampleTrace:
     """Fetch some samples from all over the data as a loader does, and watch what it takes."""
+    inner: Any = source
+    while isinstance(inner, SubsetSource):
+        inner = inner.source
     indices = np.linspace(0, len(source) - 1, min(len(source), NUM_SAMPLES)).astype(np.int64)
     source.fetch(indices[:1])
     calls = CallTrace("cpu")
@@ -323,7 +316,9 @@ def trace_samples(source: MapSource) -> SampleTrace:
         start = time.perf_counter()
         source.fetch(indices)
         seconds = time.perf_counter() - start
-    return SampleTrace(len(indices), seconds, seconds if _is_of_files(source) else decoding[0], calls)
+    # To fetch images of ours is to decode them.
+    decoding_s = seconds if isinstance(inner, ImageFiles) else decoding[0]
+    return SampleTrace(len(indices), seconds, decoding_s, calls)
 
 
 @contextmanager
@@ -348,10 +343,3 @@ def _timing_decoders() -> Iterator[list[float]]:
         for owner, name in places:
             stack.enter_context(mock.patch.object(owner, name, timing(getattr(owner, name))))
         yield spent
-
-
-def _is_of_files(source: MapSource) -> bool:
-    """Return True for images of ours, of which fetching is decoding."""
-    while isinstance(source, SubsetSource):
-        source = source.source
-    return isinstance(source, ImageFiles)

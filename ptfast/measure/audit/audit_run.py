@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptfast.config.files.frozen import redact
-from ptfast.config.files.overlay import check_overlay, write_overlay
 from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
@@ -27,7 +27,7 @@ from ptfast.measure.audit.audit_context import AuditContext, audit_context
 from ptfast.measure.audit.finding import Finding, Price, Trial
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Verdict, estimate, judge
-from ptfast.measure.found import RECEIPT, check_outputs, label, make_folder
+from ptfast.measure.found import RECEIPT, check_outputs, label, make_folder, write_recipe
 from ptfast.report.terminal.display import Display, build_display, is_terminal, say, standard_output
 
 ORDER = (0, 1, 1, 0)
@@ -43,12 +43,11 @@ OnTrial = Callable[[str, float], AbstractContextManager[None]]
 """Called with the name of what is measured next and the seconds that are left at most; open while it is."""
 
 
-def _silent(what: str, left_s: float) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def price_here(
-    findings: list[Finding], budget_s: float, device_type: str, on_trial: OnTrial = _silent
+    findings: list[Finding],
+    budget_s: float,
+    device_type: str,
+    on_trial: OnTrial = lambda what, left_s: nullcontext(),
 ) -> None:
     """Measure in this process what findings with a trial cost, and put the prices into `findings`.
 
@@ -64,26 +63,17 @@ def price_here(
 
 
 def price_by_override(
-    findings: list[Finding], arguments: Sequence[str], budget_s: float, on_trial: OnTrial = _silent
+    findings: list[Finding], arguments: Sequence[str], budget_s: float, on_trial: OnTrial
 ) -> dict[str, Any]:
     """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt."""
     tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
     pairs = [Pair(findings[n].check, list(arguments), merge(arguments, findings[n].overrides)) for n in tried]
-    with (
-        Laboratory(budget_s=budget_s) as laboratory,
-        on_trial("what overrides gain", budget_s),
-    ):
+    with Laboratory(budget_s=budget_s) as laboratory, on_trial("what overrides gain", budget_s):
         measure_pairs(laboratory, pairs)
     effects, verdicts = judge_pairs(pairs)
-    results = [
-        (effect, pair.median("step_s") if pair.blocks else 0.0)
-        for pair, effect in zip(pairs, effects, strict=True)
-    ]
-    _put(findings, tried, results, verdicts)
-    receipts = [
-        pair.receipt(effect, verdict) for pair, effect, verdict in zip(pairs, effects, verdicts, strict=True)
-    ]
-    return {"budget_s": budget_s, "comparisons": receipts}
+    steps_s = [pair.median("step_s") if pair.blocks else 0.0 for pair in pairs]
+    _put(findings, tried, list(zip(effects, steps_s, strict=True)), verdicts)
+    return {"budget_s": budget_s, "comparisons": list(map(Pair.receipt, pairs, effects, verdicts))}
 
 
 def _put(
@@ -147,21 +137,12 @@ def audit(
     """Train for some steps, print what costs speed in them, and write a recipe with what overrides mend.
 
     Args:
-        arguments: the user's words, of which `config` is made.
         budget_s: for measuring what findings cost; 0 measures none.
         strict: return 8 where something is found that the run does not mend itself.
         fix: file of the recipe.
         out: folder of the receipt; None for a new one under `run.root`.
-
-    Returns:
-        0 or 8; 130 where Ctrl-C has ended it, with what was found by then.
-
-    Raises:
-        PtfastError: whatever would stop the run in its first steps.
     """
-    check_outputs(out, None)
-    if fix is not None:
-        check_overlay(fix, FIX)
+    check_outputs(out, fix, FIX)
     display, result = build_display(), Audit()
     flags = [f"--budget={budget_s:g}s" if budget_s else "--budget=0", *["--strict"] * strict]
     try:
@@ -210,7 +191,7 @@ class Audit:
                 if context.untraced:
                     self.notes.append(f"operators could not be traced: {context.untraced}")
                 if budget_s:
-                    price_here(self.findings, budget_s, context.device_type, _showing(display))
+                    price_here(self.findings, budget_s, context.device_type, partial(_status, display))
         except Exception as error:
             if not is_memory_error(error):
                 raise
@@ -219,13 +200,13 @@ class Audit:
     def price_overrides(self, arguments: Sequence[str], display: Display, budget_s: float) -> None:
         """Measure what the overrides of findings gain."""
         if budget_s and any(finding.overrides and not finding.handled for finding in self.findings):
-            self.trials = price_by_override(self.findings, arguments, budget_s, _showing(display))
+            self.trials = price_by_override(self.findings, arguments, budget_s, partial(_status, display))
             missed = [each["name"] for each in self.trials["comparisons"] if each["why"] == NOT_REACHED]
             self.notes += [f"{NOT_REACHED}, for the overrides of {', '.join(missed)}"] * bool(missed)
 
 
-def _showing(display: Display) -> OnTrial:
-    return lambda what, left_s: display.status(f"measuring {what}", left_s)
+def _status(display: Display, what: str, left_s: float) -> AbstractContextManager[None]:
+    return display.status(f"measuring {what}", left_s)
 
 
 def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
@@ -253,8 +234,7 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
     comment = [f"What ptfast audit mends in {label(config)}"]
     comment += [f"{finding.check}: {' '.join(finding.overrides)}" for finding in kept]
     comment += [f"left out ({finding.kind}): {' '.join(finding.overrides)}" for finding in left]
-    called = write_overlay(file, merge(arguments, words), {}, comment, FIX)
-    say(f"wrote {file}; train with it: ptfast train +recipe={called}")
+    write_recipe(file, merge(arguments, words), {}, comment, FIX)
 
 
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:

@@ -271,7 +271,7 @@ def _time(trial: TrialRank, seconds: float, rehearsed: bool) -> dict[str, Any]:
                 try_out(run)
                 segments.train(0.0)
     finally:
-        run.close()
+        segments.close()
     rates = [window["samples_per_s"] for window in windows]
     return {
         "samples_per_s": statistics.median(rates),

@@ -134,6 +134,12 @@ class Segments:
         self._rest()
         return result
 
+    def close(self) -> None:
+        """Close the run, whose memory is free once nobody holds this."""
+        # Its frame holds this object in turn.
+        self._batches = iter(())
+        self.run.close()
+
     def _take(self, num_steps: int) -> float:
         """Train so many steps; returns their mean loss, for which the host waits for the device."""
         window = self.trainer.window
