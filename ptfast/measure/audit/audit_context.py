@@ -29,9 +29,8 @@ from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Source
 from ptfast.data.map_source import MapSource, SubsetSource
 from ptfast.data.sources.image_files import ImageFiles
-from ptfast.measure.audit.call_trace import CallTrace, cuda_syncs
 from ptfast.measure.audit.finding import Trial, code_place
-from ptfast.measure.audit.operator_trace import OperatorTrace
+from ptfast.measure.audit.traces import CallTrace, OperatorTrace, cuda_syncs
 from ptfast.measure.experiment.segments import ProcessorTimes
 from ptfast.profiling.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display

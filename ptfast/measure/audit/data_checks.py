@@ -12,7 +12,7 @@ from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import duration
 from ptfast.data.loaders.loader_choice import HAND_OVER_S
 from ptfast.data.map_source import SubsetSource
-from ptfast.measure.audit.audit_context import AuditContext
+from ptfast.measure.audit.audit_context import AuditContext, SampleTrace
 from ptfast.measure.audit.finding import Finding, Price, source_place
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES
 
@@ -28,36 +28,29 @@ FAR, NARROW, WIDE = 1.0, 0.25, 4.0
 
 def no_workers(context: AuditContext) -> Iterator[Finding]:
     """Steps wait for samples that this process reads between them, while cores are to spare."""
-    samples, loader = context.samples, context.run.train_loader
-    if samples is None or loader.kind not in ("plain", "packed") or not _waits(context) or spare_cores() < 2:
+    samples, in_here = _awaited(context), context.run.train_loader.kind in ("plain", "packed")
+    if samples is None or not in_here or spare_cores() < 2:
         return
-    if samples.seconds / samples.num_samples * context.run.settings.batch_size < HAND_OVER_S:
-        return
-    yield Finding(
-        f"{context.steps.waiting:.0%} of a step waits for samples of {_each(samples.seconds, samples)}, "
-        "and no worker reads ahead",
-        _reader(context),
-        "",
-        ("dataloader=workers",),
-    )
+    if samples.seconds / samples.num_samples * context.run.settings.batch_size >= HAND_OVER_S:
+        each = _each(samples.seconds, samples)
+        what = f"{context.steps.waiting:.0%} of a step waits for samples of {each}, and no worker reads ahead"
+        yield Finding(what, _reader(context), "", ("dataloader=workers",))
 
 
 def decoding_in_every_epoch(context: AuditContext) -> Iterator[Finding]:
     """Steps wait for images that are decoded anew in every epoch."""
-    samples = context.samples
-    if samples is None or not _waits(context) or samples.decoding_s < DECODING * samples.seconds:
-        return
-    yield Finding(
-        f"decoding takes {_each(samples.decoding_s, samples)} a sample, anew in every epoch",
-        _reader(context),
-        "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit",
-    )
+    samples = _awaited(context)
+    if samples is not None and samples.decoding_s >= DECODING * samples.seconds:
+        yield Finding(
+            f"decoding takes {_each(samples.decoding_s, samples)} a sample, anew in every epoch",
+            _reader(context),
+            "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit",
+        )
 
 
 def work_on_single_samples(context: AuditContext) -> Iterator[Finding]:
     """Arithmetic and transforms of single samples in a data set, of which a batch takes one call for all."""
-    samples = context.samples
-    if samples is None or not _waits(context):
+    if (samples := _awaited(context)) is None:
         return
     mend = "return raw samples (uint8 images); data.normalize and augment=... work on whole batches"
     transforms = _transforms(_dataset(context))
@@ -70,7 +63,7 @@ def work_on_single_samples(context: AuditContext) -> Iterator[Finding]:
                 f"every sample goes through operations of its own ({names})",
                 place,
                 mend,
-                price=Price(calls.seconds / samples.num_samples * context.run.settings.batch_size),
+                price=_price(context, samples, calls.seconds),
             )
 
 
@@ -83,7 +76,7 @@ def arrays_copied(context: AuditContext) -> Iterator[Finding]:
             "torch.tensor copies an array of each sample",
             place,
             "torch.from_numpy(array), or torch.as_tensor(array)",
-            price=Price(calls.seconds / context.samples.num_samples * context.run.settings.batch_size),
+            price=_price(context, context.samples, calls.seconds),
         )
 
 
@@ -91,12 +84,8 @@ def memory_not_pinned(context: AuditContext) -> Iterator[Finding]:
     """Batches go to a CUDA device from memory that is not page-locked, for which the host waits."""
     loader = context.config.dataloader
     if context.device_type == "cuda" and loader.pin is False and context.run.train_loader.kind != "device":
-        yield Finding(
-            "batches are copied from memory that is not pinned",
-            "dataloader.pin",
-            "",
-            ("dataloader.pin=true", "dataloader.side_stream=true"),
-        )
+        mends = ("dataloader.pin=true", "dataloader.side_stream=true")
+        yield Finding("batches are copied from memory that is not pinned", "dataloader.pin", "", mends)
 
 
 def padding(context: AuditContext) -> Iterator[Finding]:
@@ -116,13 +105,11 @@ def padding(context: AuditContext) -> Iterator[Finding]:
     fixed, documents = batching.padding == "fixed", context.run.info.kind == "tokens"
     mend = "batching=longest" if fixed else "batching=pack" if documents else "batching=buckets"
     if fixed or documents or not batching.buckets:
-        yield Finding(
+        what, kind = (
             f"{share:.0%} of the tokens of an epoch are padding",
-            "batching",
-            "",
-            (mend,),
-            kind="reordered" if fixed else "training",
+            "reordered" if fixed else "training",
         )
+        yield Finding(what, "batching", "", (mend,), kind)
 
 
 def shapes_under_a_search_for_kernels(context: AuditContext) -> Iterator[Finding]:
@@ -130,13 +117,8 @@ def shapes_under_a_search_for_kernels(context: AuditContext) -> Iterator[Finding
     shapes = len(context.steps.shapes)
     searches = context.device_type == "cuda" and context.config.backend.cudnn_benchmark is True
     if searches and shapes > MOST_SHAPES:
-        yield Finding(
-            f"inputs of {shapes} shapes in a few steps, for each of which cuDNN times its kernels",
-            "backend.cudnn_benchmark",
-            "",
-            ("backend.cudnn_benchmark=auto",),
-            kind="reordered",
-        )
+        what = f"inputs of {shapes} shapes in a few steps, for each of which cuDNN times its kernels"
+        yield Finding(what, "backend.cudnn_benchmark", "", ("backend.cudnn_benchmark=auto",), "reordered")
 
 
 def inputs_not_normalised(context: AuditContext) -> Iterator[Finding]:
@@ -156,23 +138,27 @@ def inputs_not_normalised(context: AuditContext) -> Iterator[Finding]:
     off = (means.abs() > FAR * deviations) | (deviations < NARROW) | (deviations > WIDE)
     if 2 * int(off.sum()) < len(off):
         return
-    normalizes = context.config.data.normalize
-    yield Finding(
-        f"inputs of mean {means.mean():.3g} and deviation {deviations.mean():.3g}",
-        _reader(context) if context.samples is not None else "data",
-        "return uint8 images, which data.normalize takes care of, or normalise whole batches in the model"
-        if normalizes
-        else "",
-        () if normalizes else ("data.normalize=true",),
-        kind="training",
-    )
+    what = f"inputs of mean {means.mean():.3g} and deviation {deviations.mean():.3g}"
+    where = _reader(context) if context.samples is not None else "data"
+    if context.config.data.normalize:
+        mend = (
+            "return uint8 images, which data.normalize takes care of, or normalise whole batches in the model"
+        )
+        yield Finding(what, where, mend, kind="training")
+    else:
+        yield Finding(what, where, "", ("data.normalize=true",), "training")
 
 
-def _waits(context: AuditContext) -> bool:
-    return context.steps.waiting >= WAITING
+def _awaited(context: AuditContext) -> SampleTrace | None:
+    """Samples that were fetched, where steps wait for their like."""
+    return context.samples if context.steps.waiting >= WAITING else None
 
 
-def _each(seconds: float, samples: Any) -> str:
+def _price(context: AuditContext, samples: SampleTrace, seconds: float) -> Price:
+    return Price(seconds / samples.num_samples * context.run.settings.batch_size)
+
+
+def _each(seconds: float, samples: SampleTrace) -> str:
     each_s = seconds / samples.num_samples
     return duration(each_s) if seconds > 1 else f"{each_s * 1e3:.2g} ms"
 
@@ -186,7 +172,7 @@ def _dataset(context: AuditContext) -> Any:
 
 
 def _reader(context: AuditContext) -> str:
-    """Where the data set says how a sample is made: its `__getitem__`, or its class."""
+    """The place of the data set's `__getitem__`, or of its class."""
     if (dataset := _dataset(context)) is None:
         return "data"
     method = getattr(type(dataset), "__getitems__", None) or getattr(type(dataset), "__getitem__", None)
@@ -198,13 +184,9 @@ def _transforms(dataset: Any) -> list[str]:
     while dataset is not None:
         for value in (getattr(dataset, name, None) for name in ("transform", "transforms")):
             parts = getattr(value, "transforms", [value])
-            names = [
-                type(part).__name__
-                for part in parts
-                if type(part).__module__.startswith("torchvision.transforms")
-            ]
-            if names:
-                return names
+            ours = [part for part in parts if type(part).__module__.startswith("torchvision.transforms")]
+            if ours:
+                return [type(part).__name__ for part in ours]
         dataset = getattr(dataset, "dataset", None)
     return []
 

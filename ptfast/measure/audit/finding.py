@@ -6,7 +6,7 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Price:
 
     @classmethod
     def of(cls, effect: Effect, step_s: float, verdict: Verdict) -> Price:
-        """Return what `effect`, the speed-up by mending it, saves of `step_s` seconds."""
+        """What `effect`, the speed-up by mending it, saves of `step_s` seconds."""
         seconds, low_s, high_s = (step_s * (1 - 1 / ratio) for ratio in (effect.ratio, *effect.interval()))
         return cls(seconds, low_s, high_s, verdict)
 
@@ -69,21 +69,18 @@ class Finding:
     """Name of the check that found it."""
 
     def receipt(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trial"}
+        """Its figures as plain values."""
+        facts = {name: value for name, value in vars(self).items() if name != "trial"}
         return facts | {"price": self.price and asdict(self.price)}
 
     @property
     def gains(self) -> bool:
-        """Return True unless a trial has found no gain in mending it."""
+        """True unless a trial has found no gain in mending it."""
         return self.price is None or self.price.verdict in (None, "faster")
 
 
 def code_place() -> str | None:
-    """Return the line of a user, a library or a model of ours that asks for what is at work, as `file.py:12`.
-
-    torch and Python's own library only carry out what such a line asks for.
-    """
+    """The line of a user, a library or a model of ours that asks for what is at work, as `file.py:12`."""
     frame = sys._getframe(1)
     while frame is not None and _is_framework(frame.f_code.co_filename):
         frame = frame.f_back
@@ -92,7 +89,7 @@ def code_place() -> str | None:
 
 
 def source_place(thing: Any) -> str:
-    """Return where a class or function is written, as `file.py:12`; its name where no file says it."""
+    """Where a class or function is written, as `file.py:12`; its name where no file says it."""
     try:
         _, line = inspect.getsourcelines(thing)
         file = _shown(inspect.getsourcefile(thing) or "<>")
@@ -103,7 +100,7 @@ def source_place(thing: Any) -> str:
 
 @cache
 def _is_framework(file: str) -> bool:
-    """Return True for a file of torch, of Python's own library, or of this folder."""
+    """True for a file of torch, of Python's own library, or of this folder."""
     path = Path(file)
     ours = Path(__file__).parent, Path(torch.__file__).parent
     standard = any(map(path.is_relative_to, _STANDARD)) and not any(map(path.is_relative_to, _LIBRARIES))
@@ -112,7 +109,7 @@ def _is_framework(file: str) -> bool:
 
 @cache
 def _shown(file: str) -> str | None:
-    """Return the name to show for a file of code; None for one of this package that is no part of a run."""
+    """The name to show for a file of code; None for one of this package that is no part of a run."""
     path, here = Path(file), Path.cwd()
     if path.is_relative_to(_PACKAGE):
         return str(path.relative_to(_PACKAGE.parent)) if any(map(path.is_relative_to, _PARTS)) else None

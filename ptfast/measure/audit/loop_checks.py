@@ -66,7 +66,7 @@ def debugging_left_on(context: AuditContext) -> Iterator[Finding]:
     }
     for aid, places in context.aids.items():
         yield Finding(
-            names[aid],
+            names.get(aid, f"{aid} runs"),
             ", ".join(places) or "unknown",
             f"remove it; debug={aid} when it is needed",
             trial=context.trial(_without_anomaly_detection) if aid == "anomaly" else None,
@@ -76,21 +76,15 @@ def debugging_left_on(context: AuditContext) -> Iterator[Finding]:
 def gradients_in_evaluation(context: AuditContext) -> Iterator[Finding]:
     """Operations that record gradients while a batch is evaluated."""
     if (place := context.evaluation.with_gradients) is not None:
-        yield Finding(
-            "gradients are recorded in evaluation",
-            place,
-            "remove torch.enable_grad() or set_grad_enabled(True) around it",
-        )
+        mend = "remove torch.enable_grad() or set_grad_enabled(True) around it"
+        yield Finding("gradients are recorded in evaluation", place, mend)
 
 
 def graph_breaks(context: AuditContext) -> Iterator[Finding]:
     """Places where compiling breaks off, where something is compiled."""
     for reason, count in context.graph_breaks.items():
-        yield Finding(
-            f"{times(count)}, compiling broke off: {reason}",
-            "compile",
-            "code that can be compiled as a whole",
-        )
+        what = f"{times(count)}, compiling broke off: {reason}"
+        yield Finding(what, "compile", "code that can be compiled as a whole")
 
 
 def compiled_again(context: AuditContext) -> Iterator[Finding]:
@@ -99,13 +93,8 @@ def compiled_again(context: AuditContext) -> Iterator[Finding]:
     report = compilation.report() if compilation is not None else {}
     # Once is usual: the last batch of an epoch is smaller.
     if "advice" in report:
-        yield Finding(
-            f"{report['recompiled']} graphs compiled again within {context.run.progress.step} steps",
-            "compile",
-            "",
-            ("compile.dynamic=true",),
-            kind="reordered",
-        )
+        what = f"{report['recompiled']} graphs compiled again within {context.run.progress.step} steps"
+        yield Finding(what, "compile", "", ("compile.dynamic=true",), "reordered")
 
 
 @contextmanager
@@ -121,7 +110,7 @@ def _without_anomaly_detection() -> Iterator[None]:
 
 
 def _is_debugging(context: AuditContext, place: str) -> bool:
-    """Return True for the line of a debugging aid, which is found as such."""
+    """True for the line of a debugging aid, which is found as such."""
     return any(place.endswith(known) for places in context.aids.values() for known in places)
 
 
@@ -144,26 +133,17 @@ def threads_beside_cores(context: AuditContext) -> Iterator[Finding]:
     threads, cores = torch.get_num_threads(), usable_cores() - round(context.steps.others_cores)
     most = usable_cores(hyperthreads=True)
     if threads > most or (context.device_type == "cpu" and 2 * threads <= cores):
-        yield Finding(
-            f"{threads} thread{'s' * (threads != 1)} on {cores} free core{'s' * (cores != 1)}",
-            "backend.threads",
-            "or OMP_NUM_THREADS, where that sets it",
-            ("backend.threads=auto",),
-            kind="reordered",
-        )
+        what = f"{threads} thread{'s' * (threads != 1)} on {cores} free core{'s' * (cores != 1)}"
+        mend = "or OMP_NUM_THREADS, where that sets it"
+        yield Finding(what, "backend.threads", mend, ("backend.threads=auto",), "reordered")
 
 
 def tf32_off(context: AuditContext) -> Iterator[Finding]:
     """Float32 products without TF32 on an NVIDIA GPU that has it."""
-    if (
-        context.device_type == "cuda"
-        and context.config.precision.mode == "fp32"
-        and torch.get_float32_matmul_precision() == "highest"
-        and devices.lack_of_precision("tf32", "cuda") is None
-    ):
-        yield Finding(
-            "float32 products without tensor cores", "precision", "", ("precision=tf32",), kind="reduced"
-        )
+    exact = context.config.precision.mode == "fp32" and torch.get_float32_matmul_precision() == "highest"
+    if context.device_type == "cuda" and exact and devices.lack_of_precision("tf32", "cuda") is None:
+        what = "float32 products without tensor cores"
+        yield Finding(what, "precision", "", ("precision=tf32",), "reduced")
 
 
 def compiler_missing(context: AuditContext) -> Iterator[Finding]:
@@ -179,31 +159,22 @@ def shared_memory_small(context: AuditContext) -> Iterator[Finding]:
     needed = ahead * sum(tensor.nbytes for tensor in tensors_in(batch))
     there = shared_memory()
     if loader.kind not in ("memory", "device") and there < needed:
-        yield Finding(
-            f"{num_bytes(there)} of shared memory, and batches read ahead take {num_bytes(needed)}",
-            "/dev/shm",
-            "docker run --shm-size=8g, or dataloader.prefetch=1",
-        )
+        what = f"{num_bytes(there)} of shared memory, and batches read ahead take {num_bytes(needed)}"
+        yield Finding(what, "/dev/shm", "docker run --shm-size=8g, or dataloader.prefetch=1")
 
 
 def clocks_throttled(context: AuditContext) -> Iterator[Finding]:
     """Processors that were slowed down for heat or power while steps ran."""
     if context.steps.throttled:
-        yield Finding(
-            "the processors were slowed down for heat or power",
-            "this machine",
-            "better cooling, or less load",
-        )
+        what = "the processors were slowed down for heat or power"
+        yield Finding(what, "this machine", "better cooling, or less load")
 
 
 def noisy_neighbours(context: AuditContext) -> Iterator[Finding]:
     """Other processes that kept cores busy while steps ran."""
     if (cores := context.steps.others_cores) >= OTHERS:
-        yield Finding(
-            f"other processes took {cores:.1f} cores",
-            "this machine",
-            "end them, or measure when they are done",
-        )
+        mend = "end them, or measure when they are done"
+        yield Finding(f"other processes took {cores:.1f} cores", "this machine", mend)
 
 
 MACHINE_CHECKS = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from ptfast.core.protocols import takes_own_steps
 from ptfast.measure.audit.audit_context import AuditContext
 from ptfast.measure.audit.finding import Finding, Sides, Trial
-from ptfast.measure.audit.operator_trace import AttentionShape, GeluShape
+from ptfast.measure.audit.traces import AttentionShape, GeluShape
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
 
 TILE = 8
@@ -62,18 +61,16 @@ def widths_beside_tensor_cores(context: AuditContext) -> Iterator[Finding]:
         return
     given = {info.in_channels, info.num_classes, *(info.input_shape or ())}
     whole = sum(p.numel() for p in run.model.parameters())
-    odd: dict[str, int] = {}
+    odd: dict[int, list[str]] = {}
     for name, module in run.model.named_modules():
         if not isinstance(module, _WEIGHTED) or module.weight.numel() < WIDTH_SHARE * whole:
             continue
-        groups = getattr(module, "groups", 1)
         rows, columns = module.weight.shape[:2]
-        for width in (rows // groups, columns):
-            # What the data brings along is not the model's choice.
-            if width % TILE and width not in given:
-                odd[name] = width
-    by_width = {width: [name for name, each in odd.items() if each == width] for width in odd.values()}
-    for width, names in by_width.items():
+        widths = (columns, rows // getattr(module, "groups", 1))
+        # What the data brings along is not the model's choice.
+        if (width := next((each for each in widths if each % TILE and each not in given), None)) is not None:
+            odd.setdefault(width, []).append(name)
+    for width, names in odd.items():
         wider = math.ceil(width / TILE) * TILE
         what = "a vocabulary" if width == info.vocab_size else "a width"
         yield Finding(
@@ -113,10 +110,8 @@ def gelu_by_hand(context: AuditContext) -> Iterator[Finding]:
 def dropout_of_zero(context: AuditContext) -> Iterator[Finding]:
     """Dropout layers that train with p=0: a call of Python each for nothing."""
     model = context.run.model
-    names = [
-        name for name, module in model.named_modules() if isinstance(module, _DROPOUTS) and module.p == 0
-    ]
-    if names:
+    dropouts = [(name, module) for name, module in model.named_modules() if isinstance(module, _DROPOUTS)]
+    if names := [name for name, module in dropouts if module.p == 0]:
         yield Finding(
             f"{_counted(len(names), 'dropout layer')} with p=0",
             _listed(names),
@@ -153,9 +148,8 @@ def float64(context: AuditContext) -> Iterator[Finding]:
     """Tensors of float64 in the forward pass, or parameters of it."""
     names = [name for name, p in context.run.model.named_parameters() if "float64" in str(p.dtype)]
     if names:
-        yield Finding(
-            f"{_counted(len(names), 'parameter')} in float64", _listed(names), "model.float()", kind="reduced"
-        )
+        what = f"{_counted(len(names), 'parameter')} in float64"
+        yield Finding(what, _listed(names), "model.float()", kind="reduced")
         return
     for place, count in context.operators.doubles.items():
         yield Finding(
@@ -169,7 +163,7 @@ def float64(context: AuditContext) -> Iterator[Finding]:
 def deep_without_normalisation(context: AuditContext) -> Iterator[Finding]:
     """A net of ten layers or more that normalises nowhere, neither in a layer nor by an operator."""
     operators, model = context.operators, context.run.model
-    named = any(re.search("norm", type(module).__name__, re.IGNORECASE) for module in model.modules())
+    named = any("norm" in type(module).__name__.lower() for module in model.modules())
     if operators.weighted >= DEEP and not operators.normalises and not named and not context.untraced:
         yield Finding(
             f"{operators.weighted} layers with weights, and no normalisation",
@@ -197,16 +191,14 @@ def _trial(build: Callable[[Any, torch.device], Sides], shapes: Sequence[Any], d
 
 
 def _attention(shape: AttentionShape, device: torch.device) -> Sides:
-    """Attention forward and backward, without mask and dropout: in single operators, and in one.
-
-    Heads are views of projections, as in nearly every model, which products of matrices have to copy.
-    """
+    """Attention forward and backward, without mask and dropout: in single operators, and in one."""
     make = partial(torch.randn, device=device, dtype=shape.dtype, requires_grad=True)
     samples, *heads = shape.batch
     lengths = (shape.queries, shape.depth), (shape.keys, shape.depth), (shape.keys, shape.values)
     inputs = [make(samples, length, *heads, width) for length, width in lengths]
 
     def split() -> list[Tensor]:
+        # Views of projections, as in nearly every model, which products of matrices have to copy.
         return [each.movedim(1, -2) for each in inputs]
 
     def by_hand() -> Tensor:
@@ -265,7 +257,6 @@ def _counted(count: int, one: str, several: str = "") -> str:
 
 
 def _listed(names: Any) -> str:
-    """The first names, and how many more."""
     names = list(names)
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

@@ -1,0 +1,360 @@
+"""Calls of torch by Python code, and the operators of a forward pass: formulas by hand, float64."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ptfast.core.tensors.torch_internals import TorchDispatchMode
+from ptfast.core.tensors.trees import tensors_in, tree_leaves
+from ptfast.measure.audit.finding import code_place
+
+_VALUES = ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_nonzero")
+_PRINTS = ("__repr__", "__format__")
+_COPIES = ("cpu", "numpy", "__array__")
+_SIZES = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose")
+_MAKERS = (
+    *("zeros", "ones", "empty", "full", "eye", "tensor", "as_tensor", "arange", "linspace", "logspace"),
+    *("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "normal"),
+)
+_MOVES = ("to", "cuda", "type_as")
+_DEVICES = (Tensor, str, torch.device, int)
+"""Types of arguments that name a device."""
+
+
+@dataclass
+class Calls:
+    """Calls of one kind at one place."""
+
+    count: int = 0
+    seconds: float = 0.0
+    names: set[str] = field(default_factory=set)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.names.add(name)
+
+
+class CallTrace(TorchFunctionMode):
+    """Records calls that cost speed, by place, while it is entered; they do what they do without it.
+
+    A call inside another of torch's is the outer one's. Only values read from a tensor on `device_type` make
+    the host wait.
+
+    Cost: about 2 us for each call.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._on_host: Any = WeakIdKeyDictionary()
+        self.reads: defaultdict[tuple[str, str], Calls] = defaultdict(Calls)
+        """Reads of values on the host, by what reads and the place."""
+        self.moved: defaultdict[str, Calls] = defaultdict(Calls)
+        """Tensors made on the host and moved to the device, by place."""
+        self.copied: defaultdict[str, Calls] = defaultdict(Calls)
+        """Arrays that torch.tensor copied, by place."""
+        self.arithmetic: defaultdict[str, Calls] = defaultdict(Calls)
+        """Operations on float tensors of more than one element, by place."""
+        self.with_gradients: str | None = None
+        """The first place of an operation while gradients are recorded."""
+        self.current: tuple[str, Any, dict[str, Any]] = ("", (), {})
+        """Name, arguments and keywords of the call that is running."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__") or (place := code_place()) is None:
+            return func(*args, **kwargs)
+        self.current = name, args, kwargs
+        start = time.perf_counter()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.current = ("", (), {})
+        self._note(name, place, args, kwargs, result, time.perf_counter() - start)
+        return result
+
+    def _note(
+        self, name: str, place: str, args: Any, kwargs: dict[str, Any], result: Any, seconds: float
+    ) -> None:
+        given = [*tensors_in(args), *tensors_in(kwargs)]
+        from_host = bool(given) and all(tensor in self._on_host for tensor in given)
+        if self.with_gradients is None and torch.is_grad_enabled() and given:
+            self.with_gradients = place
+        if not from_host and (what := self._read(name, args, kwargs, result)):
+            self.reads[what, place].add(name, seconds)
+        if name == "tensor" and args and isinstance(args[0], np.ndarray) and args[0].ndim:
+            self.copied[place].add(name, seconds)
+        if isinstance(result, Tensor):
+            made = name in _MAKERS and not given and kwargs.get("device") is None
+            named = (each for each in (*args[1:], *kwargs.values()) if each is not True)
+            to_device = name == "cuda" or any(isinstance(each, _DEVICES) for each in named)
+            if name in _MOVES and from_host and to_device:
+                self.moved[place].add(name, seconds)
+            elif (made or from_host) and result.device.type == "cpu":
+                self._on_host[result] = True
+            if given and result.is_floating_point() and result.numel() > 1 and name not in _MOVES:
+                self.arithmetic[place].add(name, seconds)
+
+    def _read(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> str | None:
+        """What a call reads on the host, in words; None where it leaves all on the device."""
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None or first.device.type != self._device_type:
+            return None
+        if name in _VALUES:
+            return "if or while on a tensor" if name in ("__bool__", "is_nonzero") else "item"
+        if name in _PRINTS:
+            return "print of a tensor"
+        targets = (*args[1:2], kwargs.get("device")) if name == "to" else ()
+        to_cpu = any(isinstance(each, (str, torch.device)) and str(each) == "cpu" for each in targets)
+        if name in _COPIES or to_cpu:
+            return "cpu"
+        if name in _SIZES or (name == "where" and len(args) == 1 and not kwargs):
+            return "nonzero" if name in ("nonzero", "argwhere", "where") else name
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            repeats = args[1] if len(args) > 1 else kwargs.get("repeats", first)
+            return "repeat_interleave" if isinstance(repeats, Tensor) else None
+        masks = (index for index in tensors_in(args[1:2]) if index.dtype in (torch.bool, torch.uint8))
+        if name in ("__getitem__", "__setitem__") and any(mask.dim() for mask in masks):
+            # One value for all that a mask selects is filled in without counting them.
+            fills = name == "__setitem__" and (not isinstance(args[2], Tensor) or args[2].numel() == 1)
+            return None if fills else "boolean mask"
+        return None
+
+
+@contextmanager
+def cuda_syncs() -> Iterator[dict[str, int]]:
+    """Count by place what makes the host wait for a CUDA device inside, by torch's own debugging mode.
+
+    It sees waits inside torch's kernels, which have no name in Python; it does not say how long they take.
+    """
+    found: defaultdict[str, int] = defaultdict(int)
+    before = torch.cuda.get_sync_debug_mode()
+
+    def note(message: Warning | str, *others: Any, **named: Any) -> None:
+        if "synchronizing CUDA operation" in str(message) and (place := code_place()) is not None:
+            found[place] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+_PRODUCTS = ("mm", "bmm")
+_CARRIERS = (
+    *("view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze"),
+    *("clone", "_to_copy", "detach", "alias", "contiguous", "slice", "select", "as_strided"),
+)
+"""Operators whose result holds the values of their first argument."""
+_ELEMENTWISE = (
+    *("mul", "div", "add", "sub", "masked_fill", "where", "native_dropout"),
+    *("mul_", "div_", "add_", "sub_", "masked_fill_"),
+)
+_SAMPLED = 4096
+"""Values by which a formula is told from others."""
+
+
+class AttentionShape(NamedTuple):
+    """One call of attention; `batch` are the sizes before those of a product, as of samples and heads."""
+
+    batch: tuple[int, ...]
+    queries: int
+    keys: int
+    depth: int
+    values: int
+    dtype: torch.dtype
+
+
+class GeluShape(NamedTuple):
+    """One call of GELU."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    approximate: str
+    """`tanh` or `none`, as `F.gelu` takes it."""
+
+
+class _Scores(NamedTuple):
+    """The part of a product of queries and keys, and what comes of it up to the softmax."""
+
+    depth: int
+
+
+@dataclass(eq=False)
+class _Weights:
+    """What became of the result of one softmax of products."""
+
+    place: str
+    depth: int
+    module: str = ""
+    shape: AttentionShape | None = None
+    """Once it was multiplied with values."""
+    elsewhere: bool = False
+    """Something but a product with values has read it."""
+
+
+class OperatorTrace(TorchDispatchMode):
+    """Records what operators of the forward pass show, while it is entered, and `calls` is entered too.
+
+    Formulas written by hand are followed from operator to operator: attention by its chain of product,
+    softmax and product of activations, where nothing else reads the weights; GELU by its values, once erf or
+    tanh have been shifted by one and multiplied.
+
+    Cost: about 20 us for each operator.
+    """
+
+    def __init__(self, model: nn.Module, calls: CallTrace) -> None:
+        super().__init__()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._calls = calls
+        self._stack: list[str] = []
+        self._roles: Any = WeakIdKeyDictionary()
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._roles[tensor] = "parameter"
+        self._softmaxes: list[_Weights] = []
+        self.recording = False
+        """Whether the forward pass is at work."""
+        self.gelus: defaultdict[str, list[GeluShape]] = defaultdict(list)
+        """Calls of GELU by hand, by place."""
+        self.doubles: defaultdict[str, int] = defaultdict(int)
+        """Operators with a float64 tensor for a result, by place."""
+        self.normalises = False
+        self.weighted = 0
+        """Products and convolutions with a parameter."""
+
+    @property
+    def attentions(self) -> dict[str, list[tuple[str, AttentionShape]]]:
+        """Calls of attention by hand, where nothing else reads the weights, with their module, by place."""
+        found: defaultdict[str, list[tuple[str, AttentionShape]]] = defaultdict(list)
+        for weights in self._softmaxes:
+            if weights.shape is not None and not weights.elsewhere:
+                found[weights.place].append((weights.module, weights.shape))
+        return found
+
+    @contextmanager
+    def naming_modules(self) -> Iterator[None]:
+        """Know which module of the model is at work inside."""
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._stack.append(self._names.get(module, ""))
+
+        def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            self._stack.pop()
+
+        entering = register_module_forward_pre_hook(enter)
+        with entering, register_module_forward_hook(leave, always_call=True):
+            yield
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # What keeps the compiler out of a mode imports it, for three seconds; nothing is compiled in here.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.recording:
+            self._note(func.overloadpacket.__name__, func, args, kwargs, result)
+        return result
+
+    def _note(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if "norm" in name or name == "rsqrt":
+            self.normalises = True
+        first = next(tensors_in(result), None)
+        if first is None:
+            return
+        if first.dtype == torch.float64 and first.numel() > 1 and (place := code_place()) is not None:
+            self.doubles[place] += 1
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        roles = [self._roles.get(tensor) for tensor in given]
+        if name in ("mm", "bmm", "addmm", "baddbmm", "convolution") and "parameter" in roles:
+            self.weighted += 1
+        calling, _, keywords = self._calls.current
+        whole = calling == "multi_head_attention_forward" and not keywords.get("need_weights", True)
+        # Torch's own attention may take these very operators.
+        if not whole and calling != "scaled_dot_product_attention":
+            role = self._attention(name, args, roles)
+            if role is None:
+                role = self._gelu(name, args, given, roles, first)
+            if role is not None:
+                self._roles[first] = role
+
+    def _attention(self, name: str, args: Any, roles: list[Any]) -> Any:
+        """The part that the result plays: `parameter`, `_Scores`, `_Weights` or none."""
+        weights = next((role for role in roles if isinstance(role, _Weights)), None)
+        if name in _PRODUCTS:
+            if weights is not None:
+                if roles[0] is weights and roles[1] != "parameter" and weights.shape is None:
+                    queries, keys = args[0].shape[-2:]
+                    values, dtype = args[1].shape[-1], args[0].dtype
+                    weights.module = self._stack[-1] if self._stack else ""
+                    # Torch may have merged the sizes of the weights before the last two.
+                    whole = next(tensors_in(self._calls.current[1]), args[0])
+                    shape = whole.shape if whole.numel() == args[0].numel() else args[0].shape
+                    batch = tuple(shape[:-2]) or (1,)
+                    weights.shape = AttentionShape(batch, queries, keys, weights.depth, values, dtype)
+                else:
+                    weights.elsewhere = True
+                return None
+            return None if name == "mm" or "parameter" in roles else _Scores(args[0].shape[-1])
+        if name == "_softmax" and isinstance(roles[0], _Scores) and args[1] in (-1, args[0].dim() - 1):
+            found = _Weights(code_place() or "", roles[0].depth)
+            self._softmaxes.append(found)
+            return found
+        if name in _CARRIERS or name in _ELEMENTWISE:
+            scores = next((role for role in roles if isinstance(role, _Scores)), None)
+            return weights or scores or (roles[0] if name in _CARRIERS and roles else None)
+        if weights is not None and not name.endswith("_like"):
+            weights.elsewhere = True
+        return None
+
+    def _gelu(self, name: str, args: Any, given: list[Tensor], roles: list[Any], result: Tensor) -> Any:
+        """`squashed` for erf or tanh of something, `shifted` once 1 was added; notes a GELU."""
+        if name in ("erf", "tanh"):
+            return "squashed"
+        adds_one = name in ("add", "add_") and 1 in [a for a in args if isinstance(a, (int, float))]
+        if adds_one and "squashed" in roles:
+            return "shifted"
+        if name not in ("mul", "mul_") or "shifted" not in roles:
+            return None
+        others = [tensor for tensor, role in zip(given, roles, strict=True) if role != "shifted"]
+        if not others or others[0].numel() == 1:
+            return "shifted"
+        if others[0].shape == result.shape and (place := code_place()) is not None:
+            approximate = _approximation(others[0], result)
+            if approximate is not None:
+                self.gelus[place].append(GeluShape(tuple(result.shape), result.dtype, approximate))
+        return None
+
+
+def _approximation(factor: Tensor, product: Tensor) -> str | None:
+    """`none` or `tanh` if a product is that GELU of its factor, up to constants before or after it."""
+    factor, product = (tensor.detach().flatten()[:_SAMPLED].float() for tensor in (factor, product))
+    if not bool(factor.any()):
+        return None
+    for approximate in ("none", "tanh"):
+        for inputs in (factor, 2 * factor):
+            gelu = F.gelu(inputs, approximate=approximate)
+            if any(torch.allclose(product, n * gelu, rtol=1e-2, atol=1e-3) for n in (1, 2)):
+                return approximate
+    return None
