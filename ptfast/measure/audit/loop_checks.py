@@ -59,11 +59,7 @@ def tensors_made_on_the_host(context: AuditContext) -> Iterator[Finding]:
 
 def debugging_left_on(context: AuditContext) -> Iterator[Finding]:
     """Anomaly detection, a profiler, NVTX marks or gradcheck that the user's own code turns on."""
-    names = {
-        "anomaly": "anomaly detection is on",
-        "profiler": "a profiler is on",
-        "gradcheck": "gradcheck runs",
-    }
+    names = {"anomaly": "anomaly detection is on", "profiler": "a profiler is on"}
     for aid, places in context.aids.items():
         yield Finding(
             names.get(aid, f"{aid} runs"),

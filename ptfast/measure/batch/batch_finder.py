@@ -17,7 +17,7 @@ from ptfast.core.units import num_bytes
 from ptfast.measure.batch.batch_search import LESS_MEMORY, BatchSearch, multiple
 from ptfast.measure.batch.noise_forecast import NUM_STEPS, forecast_noise
 from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
-from ptfast.report.terminal.display import say, standard_output, table
+from ptfast.report.terminal.display import say, table
 
 SMALLEST, LARGEST = 8, 65_536
 ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
@@ -56,13 +56,6 @@ def find_batch(
             should come to the same loss first.
         out: folder of the figures; None for a new one under `run.root`.
         write: file of a recipe with the size, and the learning rate that goes with it.
-
-    Returns:
-        0.
-
-    Raises:
-        MachineError: E002 where not even the smallest size fits.
-        PtfastError: whatever stops a run in its first steps.
     """
     check_batch_search(config, "--noise" if noise else None)
     check_outputs(out, write)
@@ -89,10 +82,8 @@ def find_batch(
         forecast = forecast_noise(search, num_steps or NUM_STEPS) if noise else None
     facts: dict[str, Any] = {"chosen": chosen, "trials": search.seen, "too_large": search.too_large}
     if len(searches) > 1:
-        facts["checkpointing"] = search.mode
-        facts["modes"] = {
-            tried.mode: {"trials": tried.seen, "too_large": tried.too_large} for tried in searches
-        }
+        modes = {each.mode: {"trials": each.seen, "too_large": each.too_large} for each in searches}
+        facts |= {"checkpointing": search.mode, "modes": modes}
     lr_ratio = None
     if forecast is not None:
         facts["noise"] = asdict(forecast)
@@ -106,11 +97,9 @@ def find_batch(
 
 def check_batch_search(config: Config, noise_flag: str | None) -> None:
     """Refuse a config that has no size to search for, or no gradient noise where a flag asks for it."""
-    if config.batching.batch_tokens is not None:
-        what = "batches of so many tokens have no size to search for"
-        hint = "Use batching=buckets"
-        value = config.batching.batch_tokens
-        raise ConfigError("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
+    if (tokens := config.batching.batch_tokens) is not None:
+        what, hint = "batches of so many tokens have no size to search for", "Use batching=buckets"
+        raise ConfigError("C011", what, key="batching.batch_tokens", value=tokens, suggestion=hint)
     if noise_flag and config.parallel.strategy == "fsdp":
         what, hint = "no rank has whole gradients to measure the noise of", "Use parallel=ddp"
         raise ConfigError("C011", what, key=noise_flag, suggestion=hint)
@@ -124,9 +113,7 @@ def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[B
     for mode in TRIED:
         if mode == search.mode or start > largest:
             continue
-        tried = BatchSearch(
-            search.composed, search.config, search.folder / mode, search.seconds, checkpointing=mode
-        )
+        tried = BatchSearch(search.composed, search.config, search.folder / mode, search.seconds, mode)
         tried.folder.mkdir()
         say(f"with checkpointing={mode}:")
         try:
@@ -146,12 +133,10 @@ def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[B
 
 
 def _choose(searches: Sequence[BatchSearch]) -> tuple[BatchSearch, int] | None:
-    """The search whose best size is the quickest, and that size, known to fit with memory to spare.
-
-    The first one is the config's own way, and others have to be clearly quicker.
-    """
+    """The search whose best size is the quickest, and that size, known to fit with memory to spare."""
     best: tuple[BatchSearch, int] | None = None
     for search in searches:
+        # The first one is the config's own way, and others have to be clearly quicker.
         to_beat = WORTH * best[0].median(best[1]) if best is not None else 0.0
         if search.seen and search.median(search.best()) > to_beat:
             chosen = search.confirm()
@@ -161,11 +146,7 @@ def _choose(searches: Sequence[BatchSearch]) -> tuple[BatchSearch, int] | None:
 
 
 def _write(
-    file: Path,
-    arguments: Sequence[str],
-    search: BatchSearch,
-    chosen: int,
-    lr_ratio: float | None,
+    file: Path, arguments: Sequence[str], search: BatchSearch, chosen: int, lr_ratio: float | None
 ) -> None:
     """A recipe of the size, with the rate that goes with it and the checkpointing that it was found with."""
     config = search.config
@@ -192,9 +173,9 @@ def scaled_rate(config: Config, size: int, lr_ratio: float | None) -> tuple[dict
         rate = float(f"{given * (lr_ratio**0.5 if adapts else lr_ratio):.3g}")
         how = f"The learning rate follows the gradient noise, from batch {config.batch_size}."
         return {"optimizer.lr": rate}, [how]
-    rule = "sqrt" if adapts else "linear"
-    scaling = {"optimizer.lr_scaling": rule, "optimizer.reference_batch": config.batch_size}
-    return scaling, [f"The learning rate is scaled from that of batch {config.batch_size}."]
+    rule, own = "sqrt" if adapts else "linear", config.batch_size
+    scaling = {"optimizer.lr_scaling": rule, "optimizer.reference_batch": own}
+    return scaling, [f"The learning rate is scaled from that of batch {own}."]
 
 
 def show_searches(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> None:
@@ -218,21 +199,14 @@ def _show_sizes(search: BatchSearch, chosen: int | None, most: float) -> None:
     rows = []
     for size in sorted(search.seen):
         rate = search.median(size)
-        low, high = search.spread(size)
+        low = min(result["low"] for result in search.seen[size])
+        high = max(result["high"] for result in search.seen[size])
         # Of a child that has tried larger sizes before, the peak is theirs.
         memory = min(result["memory_bytes"] for result in search.seen[size])
-        rows.append(
-            [
-                f"{size:,}" + (" *" if size == chosen else ""),
-                f"{rate:,.0f}",
-                f"{low:,.0f} to {high:,.0f}",
-                f"{rate / most:.2f}",
-                f"{1e3 * search.median(size, 'step_s'):,.1f}",
-                num_bytes(memory),
-            ]
-        )
-    headers = ["batch", "samples/s", "spread", "of the best", "ms/step", "memory at peak"]
-    table(headers, rows, stream=standard_output())
+        name, step_ms = f"{size:,}" + " *" * (size == chosen), f"{1e3 * search.median(size, 'step_s'):,.1f}"
+        speed = f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{rate / most:.2f}"
+        rows.append([name, *speed, step_ms, num_bytes(memory)])
+    table(["batch", "samples/s", "spread", "of the best", "ms/step", "memory at peak"], rows)
 
 
 def limit_of(search: BatchSearch) -> str:
@@ -243,7 +217,6 @@ def limit_of(search: BatchSearch) -> str:
     # What allocators say around it helps nobody.
     if found := re.search(r"tried to allocate ([\d.]+) (\w+)", said, re.IGNORECASE):
         number, unit = found.groups()
-        said = (
-            f"a tensor of {num_bytes(int(number)) if unit == 'bytes' else f'{number} {unit}'} found no room"
-        )
+        size = num_bytes(int(number)) if unit == "bytes" else f"{number} {unit}"
+        said = f"a tensor of {size} found no room"
     return f"{name} leaves {num_bytes(limit)} ({said})"

@@ -42,7 +42,6 @@ class BatchSearch:
     """Measures sizes, of which memory allows only some, each in a process that may run out of it.
 
     Args:
-        folder: for the files of the processes.
         seconds: that a size is measured for.
         checkpointing: mode to measure with, in place of the config's.
     """
@@ -87,20 +86,6 @@ class BatchSearch:
         """The median of a figure over all times that `size` was measured."""
         return statistics.median(result[figure] for result in self.seen[size])
 
-    def spread(self, size: int) -> tuple[float, float]:
-        """Least and most samples per second of any window."""
-        results = self.seen[size]
-        return min(result["low"] for result in results), max(result["high"] for result in results)
-
-    def quickest(self) -> list[int]:
-        """All sizes, the quickest first."""
-        return sorted(self.seen, key=self.median, reverse=True)
-
-    def as_quick(self) -> list[int]:
-        """The sizes that are as quick as the quickest."""
-        least = (1 - TIE) * max(map(self.median, self.seen))
-        return [size for size in self.seen if self.median(size) >= least]
-
     def ascend(self, first: int, largest: int) -> None:
         """Double the size until it does not fit, has lost twice, or two in a row do not suit the data."""
         size, lost = first, 0
@@ -123,7 +108,7 @@ class BatchSearch:
         fresh = sorted(size for size in beside - self.seen.keys() if smallest <= size < limit)
         if fresh:
             self.measure(fresh)
-        leaders = self.quickest()[:FINALISTS]
+        leaders = sorted(self.seen, key=self.median, reverse=True)[:FINALISTS]
         if len(leaders) > 1:
             self.measure([size for _ in range(ROUNDS - 1) for size in leaders])
 
@@ -143,11 +128,7 @@ class BatchSearch:
         return None
 
     def measure(self, sizes: Sequence[int], *, rehearsed: bool = False) -> None:
-        """Measure `sizes` in turn, up to the first that does not fit.
-
-        Args:
-            rehearsed: go through a whole run's parts with each, and leave some memory free meanwhile.
-        """
+        """Measure `sizes` in turn, as `time_batches` does, up to the first that does not fit."""
         keywords = {"sizes": list(sizes), "seconds": self.seconds, "checkpointing": self.checkpointing}
         results, killed = self.run("batch", {**keywords, "rehearsed": rehearsed}, self._show)
         for result in results:
@@ -167,7 +148,8 @@ class BatchSearch:
 
     def best(self) -> int:
         """The quickest size; of those that are as quick the smallest, which takes more steps."""
-        return min(self.as_quick())
+        least = (1 - TIE) * max(map(self.median, self.seen))
+        return min(size for size in self.seen if self.median(size) >= least)
 
     @property
     def rises_to_the_limit(self) -> bool:
@@ -200,9 +182,8 @@ LESS_MEMORY = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or 
 def memory_to_spare(device: torch.device) -> Iterator[None]:
     """Have what is done inside get by with a little less memory than there is.
 
-    Held is what counts against the limit there is: memory of the GPU, or addresses of this process where
-    `ulimit` limits those. Pages of a machine or a container count when they are written, so that there the
-    most that was taken is looked at afterwards.
+    Held is what counts against the limit: memory of the GPU, or addresses of this process under `ulimit`.
+    Pages of a machine or a container count when they are written: their peak is compared afterwards.
     """
     limit, name = memory_limit(device.type)
     spare = int(SPARE * limit)

@@ -125,10 +125,8 @@ class NoiseTrainer(Trainer):
                 num_parts += 1
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    if parameter in sums:
+                    if sums.setdefault(parameter, parameter.grad) is not parameter.grad:
                         sums[parameter].add_(parameter.grad)
-                    else:
-                        sums[parameter] = parameter.grad
                     parameter.grad = None
         for parameter in self.parameters:
             if ranks.distributed and parameter.requires_grad:

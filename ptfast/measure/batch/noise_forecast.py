@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ptfast.core.errors import PtfastError, ReportedError
 from ptfast.core.units import duration, grouped
 from ptfast.measure.batch.batch_search import TIE, BatchSearch
 from ptfast.measure.batch.gradient_noise import PARTS
-from ptfast.report.terminal.display import say, standard_output, table
+from ptfast.report.terminal.display import say, table
 
 LEAST_STEPS = 10
 """Fewer steps say nothing about their own spread."""
@@ -30,16 +30,14 @@ class Critical:
     at_least: float | None
     """Lower bound of `batch`, by two standard errors of the true gradient; None where there is none."""
 
-    def moved(self, errors: float) -> Critical:
-        """With a batch that is so many standard errors larger."""
-        assert self.batch is not None
-        assert self.error is not None
-        return replace(self, batch=max(self.batch + errors * self.error, 0.0))
+    def steps_ratio(self, batch: float, reference: float, errors: float = 0.0) -> float:
+        """Steps to the same loss with `batch`, to those with `reference`: S = S_min (1 + B_crit / B).
 
-    def steps_ratio(self, batch: float, reference: float) -> float:
-        """Steps to the same loss with `batch`, to those with `reference`: S = S_min (1 + B_crit / B)."""
+        `errors` is by how many standard errors the critical batch is taken larger than estimated.
+        """
         assert self.batch is not None
-        return (1 + self.batch / batch) / (1 + self.batch / reference)
+        critical = max(self.batch + errors * (self.error or 0.0), 0.0)
+        return (1 + critical / batch) / (1 + critical / reference)
 
     def lr_ratio(self, batch: float, reference: float) -> float:
         """Best rate of SGD with `batch`, to that with `reference`: eps_max / (1 + B_crit / B)."""
@@ -138,21 +136,11 @@ class NoiseForecast:
             return []
         found = []
         for size in sorted({*search.seen, *(max(round(own * by), 1) for by in (0.5, 1, 2, 4))}):
-            low, steps, high = sorted(
-                self.num_steps * at.steps_ratio(size, own)
-                for at in (critical.moved(-1), critical, critical.moved(1))
-            )
+            ratios = (critical.steps_ratio(size, own, errors) for errors in (-1, 0, 1))
+            low, steps, high = sorted(self.num_steps * ratio for ratio in ratios)
             took_s = steps * size / search.median(size) if size in search.seen else None
-            found.append(
-                {
-                    "size": size,
-                    "steps": steps,
-                    "low": low,
-                    "high": high,
-                    "samples": steps * size,
-                    "time_s": took_s,
-                }
-            )
+            row = {"size": size, "steps": steps, "low": low, "high": high}
+            found.append(row | {"samples": steps * size, "time_s": took_s})
         return found
 
     def advise(self, search: BatchSearch) -> tuple[int, float] | None:
@@ -181,7 +169,9 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
             shown = forecast.num_steps + len(result["loss"])
             loss = sum(result["loss"]) / len(result["loss"])
             search.display.note(f"  {shown:>6,}  loss {loss:.4g}")
-            _take(forecast, result)
+            forecast.total_steps = result["total_steps"]
+            for name in MOMENTS:
+                forecast.moments[name] += result[name]
 
     cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
     keywords = {**cut, "checkpointing": search.checkpointing}
@@ -199,14 +189,7 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     return forecast
 
 
-def _take(forecast: NoiseForecast, result: dict[str, Any]) -> None:
-    forecast.total_steps = result["total_steps"]
-    for name in MOMENTS:
-        forecast.moments[name] += result[name]
-
-
 def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> None:
-    stream = standard_output()
     if ended is not None:
         say(f"the training for it ended early: {ended}")
     if forecast.points:
@@ -215,7 +198,7 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
             for point in forecast.points
         ]
         say()
-        table(["steps", "loss", "noise scale"], rows, stream=stream)
+        table(["steps", "loss", "noise scale"], rows)
     critical = forecast.critical
     if critical is None:
         say(f"{forecast.num_steps} steps are too few to tell the gradient noise from chance")
@@ -240,7 +223,7 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
         ]
         for row in rows
     ]
-    table(["batch", "steps", "spread", "samples", "time"], cells, stream=stream)
+    table(["batch", "steps", "spread", "samples", "time"], cells)
     say(_advice(forecast, search, rows, advised))
 
 
