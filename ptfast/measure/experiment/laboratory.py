@@ -150,13 +150,15 @@ class Laboratory:
         self._connection = Connection(here.detach())
 
     def _end(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
         if self._process is not None:
+            # It ends its trials and clears its files away.
+            self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
             self._process.kill()
             self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
 
 
 def _is_disturbed(found: Sequence[Measured]) -> bool:

@@ -266,12 +266,14 @@ def main() -> None:
     """Serve requests until the other side is closed."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)
+    # In the middle of a block, too, its processes and files are cleared away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     # No pool of threads: one would be missing in every fork.
     torch.set_num_threads(1)
     connection = Connection(descriptor)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
         server = WarmParent(Path(folder))
-        with contextlib.suppress(EOFError, ConnectionError):
+        with contextlib.suppress(EOFError, ConnectionError, SystemExit):
             while True:
                 request = connection.recv()
                 try:
