@@ -151,7 +151,7 @@ class Run:
     watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
     """Looks at the training batches as they pass."""
     counter: Any = None
-    """Counts the operators of a step (`ptfast.profiling.step_counting`)."""
+    """Counts the operators of a step (`ptfast.profiling.operator_counting`)."""
     data_note: str = ""
     """The data in one line, for the panel."""
     groups_note: str | None = None

@@ -35,6 +35,7 @@ NUM_SAMPLES, NUM_DIRECTIONS = 4, 3
 STEPS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Lengths of a finite difference, relative to the weights. Short ones are exact until rounding shows; which
 is best depends on what the model computes in float32 whatever it is given."""
+WRONG_GRADIENT = "Look for a custom backward, .data or .detach() in the model or the loss"
 TOLERANCE = 1e-3
 """Largest relative error of a right gradient; wrong ones differ in the first digits."""
 
@@ -74,10 +75,6 @@ def debugging(
         warmup: further steps, in which the profiler runs without recording.
         active: steps that are recorded.
         torch_check: torch's own checks to add; `gradgradcheck` makes both.
-
-    Raises:
-        NumericsError: N001 where a backward function yields NaN, N002 where a gradient does not fit its loss.
-        ConfigError: C011 when the run ends before the steps to be recorded.
     """
     if mode == "anomaly":
         try:
@@ -168,11 +165,8 @@ def _top_operators(averages: Any, sort_by: str, active: int) -> list[str]:
     shares = ", ".join(f"{name} {phases.get(name, 0) / whole:.0%}" for name in PHASES)
     lines = [f"profiler: {active} steps in {PROFILE} and {TRACE}; time of the host: {shares}"]
     for event in operators[:TOP]:
-        time = getattr(event, sort_by)
-        lines.append(
-            f"  {time / total:4.0%}  {time / active / 1000:9.3f} ms a step  {event.count / active:6g} calls"
-            f"  {event.key}"
-        )
+        time, calls = getattr(event, sort_by), f"{event.count / active:6g} calls"
+        lines.append(f"  {time / total:4.0%}  {time / active / 1000:9.3f} ms a step  {calls}  {event.key}")
     return lines
 
 
@@ -268,9 +262,6 @@ def check_gradients(run: Run) -> float:
 
     It runs on a copy of the model and the next training batch, with fixed dropout: the run is not touched.
 
-    Raises:
-        NumericsError: N002 where it is larger than `TOLERANCE`, naming the worst parameter.
-
     Cost: 30 forward passes of 4 samples; where the gradient is wrong, 10 more for every parameter.
     Source: the directional form of torch.autograd.gradcheck (its fast mode).
     """
@@ -290,8 +281,7 @@ def check_gradients(run: Run) -> float:
             worst, name = error, names[index]
     largest = f"relative error {max(errors):.1e}, worst in {name} ({worst:.1e})"
     what = f"the gradient does not match the loss: {largest}"
-    hint = "Look for a custom backward, .data or .detach() in the model or the loss"
-    raise NumericsError("N002", what, key="debug", value="gradcheck", suggestion=hint)
+    raise NumericsError("N002", what, key="debug", value="gradcheck", suggestion=WRONG_GRADIENT)
 
 
 def check_by_torch(run: Run, *, twice: bool) -> None:
@@ -299,9 +289,6 @@ def check_by_torch(run: Run, *, twice: bool) -> None:
 
     Directions through all parameters at once may hide a small error in one. `twice` checks second derivatives
     too, which gradient penalties need. A model that computes in float32 whatever it is given is too coarse.
-
-    Raises:
-        NumericsError: N002 with torch's message, where one is wrong or cannot be computed.
 
     Cost: about three forward and backward passes of 4 samples for every parameter, second derivatives twice.
     Source: torch.autograd.gradcheck and gradgradcheck, in their fast mode.
@@ -314,9 +301,8 @@ def check_by_torch(run: Run, *, twice: bool) -> None:
             check(lambda *_: loss(), parameters, fast_mode=True, check_undefined_grad=False)
         except RuntimeError as error:
             said = " ".join(str(error).split())
-            hint = "Look for a custom backward, .data or .detach() in the model or the loss"
             what = f"torch's {name} fails: {said[:300]}"
-            raise NumericsError("N002", what, key="debug.torch_check", suggestion=hint) from error
+            raise NumericsError("N002", what, key="debug.torch_check", suggestion=WRONG_GRADIENT) from error
 
 
 def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tuple[Tensor, ...]]:
@@ -325,7 +311,16 @@ def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tupl
     batches = run.train_loader.steps(step, step + 1)
     data, _ = next(micro_batch for micro_batch in next(batches).micro_batches if micro_batch.num_samples)
     device = torch.device("cpu") if run.device.type == "mps" else run.device
-    data = _few_samples(data, device)
+    size = next(len(value) for value in tree_leaves(data) if isinstance(value, Tensor) and value.dim())
+
+    def few(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() and len(value) == size:
+            value = value[:NUM_SAMPLES]
+        return value.to(device, torch.float64 if value.is_floating_point() else None)
+
+    data = tree_map(few, data)
     model = copy.deepcopy(run.model).to(device, torch.float64).train()
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
     kept = [(m, name, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
@@ -340,26 +335,11 @@ def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tupl
     return loss, names, parameters
 
 
-def _few_samples(data: Any, device: torch.device) -> Any:
-    """The first samples, in float64."""
-    size = next(len(value) for value in tree_leaves(data) if isinstance(value, Tensor) and value.dim())
-
-    def few(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if value.dim() and len(value) == size:
-            value = value[:NUM_SAMPLES]
-        return value.to(device, torch.float64 if value.is_floating_point() else None)
-
-    return tree_map(few, data)
-
-
 def _direction(parameters: Sequence[Tensor], draws: torch.Generator) -> list[Tensor]:
     """Normal numbers, of each parameter's own size."""
+    sizes = (p.detach().square().mean().sqrt().clamp(min=1e-3) for p in parameters)
     drawn = (torch.randn(p.shape, generator=draws, dtype=torch.float64).to(p.device) for p in parameters)
-    return [
-        d * p.detach().square().mean().sqrt().clamp(min=1e-3) for d, p in zip(drawn, parameters, strict=True)
-    ]
+    return [d * size for d, size in zip(drawn, sizes, strict=True)]
 
 
 def _error(

@@ -39,7 +39,6 @@ class Operator:
     """Calls of one operator that agree in everything but the values of tensors."""
 
     op: Any
-    """`torch.ops.aten.mm.default`, say."""
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     """By name; tensors, there and in `args`, are `TensorMeta`, and lists are tuples."""
@@ -59,10 +58,7 @@ class Operator:
 
 
 class Operators(TorchDispatchMode):
-    """Records the operators that run inside it, which compute what they would without it.
-
-    It stands where PyTorch has decomposed operators and chosen kernels. Nothing is recorded while `recording`
-    is false.
+    """Records the operators that run inside it, decomposed and with kernels chosen, while `recording`.
 
     Cost: some 20 us on the host for each call.
     """
@@ -121,8 +117,7 @@ def total_flops(operators: Iterable[Operator]) -> int:
 def flops(operator: Operator) -> int:
     """Floating-point operations of one call, by the formulas of `torch.utils.flop_counter`; 0 without one.
 
-    Products and convolutions have one: two operations for each multiplication and sum. What is computed
-    element by element has none.
+    Products and convolutions have one: two operations for each multiplication and sum.
 
     Cost: the first call takes 0.2 s, for an import.
     """
@@ -135,14 +130,13 @@ def flops(operator: Operator) -> int:
         formula = flop_registry.get(getattr(torch.ops.aten, operator.name.replace("_for_cpu", "")))
     if formula is None:
         return 0
-    args, kwargs, outputs = tree_map(_on_meta, (operator.args, dict(operator.kwargs), operator.outputs))
+
+    def on_meta(value: Any) -> Any:
+        is_tensor = isinstance(value, TensorMeta)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
+
+    args, kwargs, outputs = tree_map(on_meta, (operator.args, dict(operator.kwargs), operator.outputs))
     return int(formula(*args, **kwargs, out_val=outputs))
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, TensorMeta):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return value
 
 
 @dataclass
@@ -179,7 +173,7 @@ class StepCounter:
             self.why_not = "its batches grow"
 
     def due(self, step: int) -> bool:
-        """Return True if the step after `step` is to be counted; the same on all ranks."""
+        """True if the step after `step` is to be counted; the same on all ranks."""
         if not self.first_counted <= step < self._last or self.why_not or self.compiled:
             return False
         if _num_graphs() > self._graphs:
@@ -219,7 +213,7 @@ class StepCounter:
             yield chain(weighed, batches)
 
     def _has_room(self) -> bool:
-        """Return True if there is as much memory again as was ever taken; all ranks agree."""
+        """True if there is as much memory again as was ever taken; all ranks agree."""
         device = self.run.device
         taken = peak_memory_bytes(device.type)
         if device.type == "cuda":

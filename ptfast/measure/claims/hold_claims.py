@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,16 +32,14 @@ class Claim:
     """A figure that a source promises of a technique.
 
     Args:
-        technique: as people call it.
         says: the promise in the source's figures.
         source: who says it, and of what.
         workload: overrides of both runs; `{images}`, `{files}` and `{texts}` stand for data made for it.
         without, with_it: overrides of the run without the technique, and of that with it.
         least, most: the range in which the ratio has to lie: of samples per second, or of memory saved
             (without over with); above 1 is better. A gain above the claimed range confirms it.
-        needs: of the machine.
         takes: what a test would take that no trial of some seconds can give; there is no workload then.
-        against: what the technique is held against, where that is no override.
+        against: what the technique is compared with, where that is no override.
     """
 
     technique: str
@@ -60,11 +57,7 @@ class Claim:
 
 
 def judge(claim: Claim, low: float, high: float) -> Finding:
-    """Compare a measured interval with the range that is claimed.
-
-    Args:
-        low, high: 95 % interval of the ratio.
-    """
+    """Compare the 95 % interval of a measured ratio with the range that is claimed."""
     if claim.least <= low and high <= claim.most:
         return "confirmed"
     if high < claim.least or claim.most < low:
@@ -190,7 +183,6 @@ CLAIMS = (
 )
 """In the order in which the sources give them."""
 
-
 COMMON: Words = ("preset=plain",)
 """What every trial begins with: the ways of a blog post before its tips."""
 
@@ -204,21 +196,22 @@ class Row:
     ratio: str = ""
     why: str = ""
 
+    def receipt(self) -> dict[str, Any]:
+        """Its figures as plain values."""
+        claim = self.claim
+        facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
+        facts |= {"finding": self.finding, "measured": self.ratio, "why": self.why}
+        return {**facts, "range": [claim.least, claim.most]}
+
 
 def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
-    """Hold every claim that can be tried here against blocked pairs of trials on data made for it.
+    """Compare every claim that can be tried here with blocked pairs of trials on data made for it.
 
     Intervals hold all true ratios together in 95 % of cases.
 
     Args:
         budget_s: seconds for all of them, shared out evenly.
         out: folder of the receipt; None for a new one under `runs`.
-
-    Returns:
-        0, whatever is confirmed or refuted, or 130 after Ctrl-C, with what was found by then.
-
-    Raises:
-        ReportedError: what stops a trial without the technique.
     """
     check_out(out)
     folder = out or run_directory.new_folder(Path("runs"), "claims")
@@ -229,7 +222,12 @@ def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
         Laboratory(budget_s=budget_s) as laboratory,
         live_line() as live,
     ):
-        pairs = [_pair(claim, Path(scratch)) for claim, lack in zip(CLAIMS, lacks, strict=True) if not lack]
+        pairs = []
+        for claim, lack in zip(CLAIMS, lacks, strict=True):
+            if not lack:
+                data = [*COMMON, *filled_in(claim.workload, Path(scratch))]
+                words = (merge(data, own.split()) for own in (claim.without, claim.with_it))
+                pairs.append(Pair(claim.technique, *words))
 
         def on_pair(pair: Pair) -> None:
             live(f"{pair.name}  {clock(max(laboratory.left_s, 0.0))} left")
@@ -243,23 +241,21 @@ def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
         Row(claim, "not testable here", why=lack) if lack else _found(claim, next(found), len(pairs))
         for claim, lack in zip(CLAIMS, lacks, strict=True)
     ]
-    _show(rows)
+    cells = []
+    for row in rows:
+        claim, here = row.claim, row.ratio or row.why
+        cells.append([claim.technique, claim.says, claim.against or claim.without, here, row.finding])
+    table(["technique", "claim", "against", "here", "finding"], cells)
     run_directory.create_folder(folder)
     facts = {
         "command": ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"],
         "environment": run_directory.environment([]),
-        "claims": [_facts(row) for row in rows],
+        "claims": [row.receipt() for row in rows],
         "pairs": [pair.receipt(pair.effect(), "cannot tell") for pair in pairs],
     }
     run_directory.write_json(folder / RECEIPT, facts)
     say(f"figures: {folder}")
     return code
-
-
-def _pair(claim: Claim, scratch: Path) -> Pair:
-    data = [*COMMON, *filled_in(claim.workload, scratch)]
-    without, with_it = (merge(data, own.split()) for own in (claim.without, claim.with_it))
-    return Pair(claim.technique, without, with_it)
 
 
 def _found(claim: Claim, pair: Pair, num_pairs: int) -> Row:
@@ -271,21 +267,6 @@ def _found(claim: Claim, pair: Pair, num_pairs: int) -> Row:
         return Row(claim, judge(claim, ratio, ratio), f"{ratio:.2f}x")
     low, high = effect.interval(1 - ALPHA / num_pairs)
     return Row(claim, judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]")
-
-
-def _facts(row: Row) -> dict[str, Any]:
-    claim = row.claim
-    facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
-    facts |= {"finding": row.finding, "measured": row.ratio, "why": row.why}
-    return {**facts, "range": [claim.least, claim.most]}
-
-
-def _show(rows: list[Row]) -> None:
-    cells = []
-    for row in rows:
-        claim, here = row.claim, row.ratio or row.why
-        cells.append([claim.technique, claim.says, claim.against or claim.without, here, row.finding])
-    table(["technique", "claim", "against", "here", "finding"], cells)
 
 
 NUM_IMAGES, NUM_FILES, NUM_TEXTS = 4096, 512, 2000
@@ -329,8 +310,4 @@ def _make_texts(path: Path) -> None:
     path.with_suffix(".txt").write_text("".join(f"{line.strip() or 'a'}\n" for line in lines))
 
 
-_MAKERS: dict[str, Callable[[Path], None]] = {
-    "images": _make_images,
-    "files": _make_files,
-    "texts": _make_texts,
-}
+_MAKERS = {"images": _make_images, "files": _make_files, "texts": _make_texts}

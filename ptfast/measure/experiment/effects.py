@@ -54,11 +54,7 @@ class Fit:
 
 
 def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
-    """The time of each of some processes that were measured in turns, what a round slowed taken out.
-
-    Args:
-        times: of each round, the logarithm of the time of every process.
-    """
+    """The time of each of some processes measured in turns, what a round slowed taken out; logarithms."""
     values = np.asarray(times, np.float64)
     num_rounds, processes = values.shape
     of_rounds = np.repeat(np.eye(num_rounds), processes, axis=0)[:, 1:]
@@ -120,7 +116,7 @@ def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]
     """How much faster the second of two configs is than the first, for some pairs of one workload.
 
     Args:
-        pairs: of each, the logarithms of its blocks, whose runs are the first, twice the second, the first.
+        pairs: the blocks of each, with the logarithms for the first config, twice the second, the first.
     """
     factors = [Factor(str(number)) for number in range(len(pairs))]
     bases = tuple(0 for _ in pairs)

@@ -28,20 +28,15 @@ LOST_CORES, MOST_AGAIN = 0.5, 0.25
 
 @dataclass
 class Measured:
-    """What a trial came to.
-
-    Args:
-        words: its arguments.
-        time: logarithm of seconds per token or sample, less what the rounds of its block differed by; None
-            where it gave none.
-        why: why it gave none.
-        facts: of the run: `loss`, `peak_memory_bytes`, `resolved`, `times` of each turn, ...
-    """
+    """What a trial came to."""
 
     words: tuple[str, ...]
     time: float | None
+    """Logarithm of seconds per token or sample, less what the rounds of its block differed by."""
     why: str = ""
+    """Why it gave no time."""
     facts: dict[str, Any] = field(default_factory=dict)
+    """Of the run: `loss`, `peak_memory_bytes`, `resolved`, `times` of each turn, ..."""
 
     def raise_failure(self) -> None:
         """Raise what has ended it, if something has, as the user's own run would show it."""
@@ -95,19 +90,15 @@ class Laboratory:
         """Build each config once and train its first steps, without measuring its time.
 
         Args:
-            asks: add the `data` to the facts: what decides which loaders make sense.
+            asks: add to the facts of each its `data`: what decides which loaders make sense.
         """
         return self._request(Request([list(words) for words in configs], passes=0, warm_s=0.0, asks=asks))
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[Measured]:
         """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare."""
         start_s = time.monotonic()
-        request = Request(
-            [list(words) for words in configs],
-            self.turn_s,
-            self.passes,
-            seed=len(self.blocks) + self.num_again,
-        )
+        seed = len(self.blocks) + self.num_again
+        request = Request([list(words) for words in configs], self.turn_s, self.passes, seed)
         found = self._request(request)
         self.block_s = time.monotonic() - start_s
         if _is_disturbed(found) and self.num_again < MOST_AGAIN * (len(self.blocks) + 4):
@@ -162,7 +153,7 @@ class Laboratory:
 
 
 def _is_disturbed(found: Sequence[Measured]) -> bool:
-    """Return True if others took half a core or more in one turn of four."""
+    """True if others took half a core or more in one turn of four."""
     turns = [system for each in found for system in each.facts.get("system", ())]
     lost = [max(turn.get("others_cores") or 0.0, turn.get("steal_cores") or 0.0) for turn in turns]
     return len(lost) > 0 and sum(cores >= LOST_CORES for cores in lost) >= math.ceil(len(lost) / 4)
@@ -173,17 +164,13 @@ NOT_REACHED = "not reached: give a longer --budget"
 
 @dataclass
 class Pair:
-    """Two configs.
-
-    Args:
-        base, other: arguments of each.
-        why: why there is nothing to measure.
-    """
+    """Two configs, by their arguments."""
 
     name: str
     base: Sequence[str]
     other: Sequence[str]
     why: str = ""
+    """Why there is nothing to measure."""
     blocks: list[list[Measured]] = field(default_factory=list)
 
     @property

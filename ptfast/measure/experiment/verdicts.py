@@ -59,9 +59,9 @@ class Effect:
             return float(self.log_ratio == 0)
         return 2 * t_tail(abs(self.log_ratio) / self.se, self.dof)
 
-    def is_equal(self, level: float = 1 - ALPHA) -> bool:
-        """Return True if the whole interval is within `EQUAL` of 1."""
-        low, high = self.interval(level)
+    def is_equal(self) -> bool:
+        """True if the whole interval is within `EQUAL` of 1."""
+        low, high = self.interval()
         return low >= 1 - EQUAL and high <= 1 + EQUAL
 
 
@@ -90,10 +90,10 @@ def _locations(samples: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
-    """Return for each hypothesis if it is rejected; `alpha` is the chance of any false rejection (Holm 1979).
+    """For each hypothesis if it is rejected; `alpha` is the chance of any false rejection (Holm 1979).
 
-    The smallest of m p-values is held against alpha / m, the next against alpha / (m - 1), up to the first
-    that is larger.
+    The smallest of m p-values is compared with alpha / m, the next with alpha / (m - 1), up to the first that
+    is larger.
     """
     rejected = [False] * len(p_values)
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -107,15 +107,19 @@ def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
     """The verdict on each comparison of a family; None is one with too few rounds."""
     known = [effect for effect in effects if effect is not None]
     rejected = iter(holm([effect.p_value for effect in known]))
-    return ["cannot tell" if effect is None else _word(effect, next(rejected)) for effect in effects]
-
-
-def _word(effect: Effect, differs: bool) -> Verdict:
-    if effect.is_equal():
-        return "no difference"
-    if not differs:
-        return "cannot tell"
-    return "faster" if effect.log_ratio > 0 else "slower"
+    words: list[Verdict] = []
+    for effect in effects:
+        if effect is None:
+            words.append("cannot tell")
+            continue
+        differs = next(rejected)
+        if effect.is_equal():
+            words.append("no difference")
+        elif not differs:
+            words.append("cannot tell")
+        else:
+            words.append("faster" if effect.log_ratio > 0 else "slower")
+    return words
 
 
 def t_tail(t: float, dof: float) -> float:
