@@ -21,8 +21,7 @@ from ptfast.core.units import duration, listed
 from ptfast.data.build_data import Data
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.loading import open_side_stream
-from ptfast.report.terminal.display import Display as NoDisplay
-from ptfast.report.terminal.display import is_terminal, standard_output, terminal_display
+from ptfast.report.terminal.display import Display, is_terminal, standard_output, terminal_display
 from ptfast.tasks.added_metrics import MetricTable, as_lists
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
@@ -75,7 +74,7 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
         config,
         resolve_device(config.device, Ranks()),
         ranks=Ranks(),
-        display=NoDisplay(),
+        display=Display(),
         before=Resolved.read(state_folder.parent.parent, state.facts),
         state=state,
         trains=False,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ptfast.core import units
-from ptfast.report.terminal.display import Display, LiveDisplay, PlainDisplay, build_display, say, table
+from ptfast.report.terminal.display import Display, LiveDisplay, build_display, say, table
 
 FIGURES = {"loss": 0.231, "lr": 3.2e-3, "samples_per_s": 3412.4}
 ESCAPE = "\x1b"
@@ -41,9 +41,9 @@ class Clock:
         return self.now_s
 
 
-def plain(total_steps: int | None = 1300) -> tuple[PlainDisplay, io.StringIO, Clock]:
+def plain(total_steps: int | None = 1300) -> tuple[Display, io.StringIO, Clock]:
     stream, clock = io.StringIO(), Clock()
-    display = PlainDisplay(stream, clock)
+    display = Display(stream, clock)
     display.start(0, total_steps, 130)
     return display, stream, clock
 
@@ -148,7 +148,7 @@ def test_a_run_too_short_to_tell_shows_no_throughput() -> None:
 
 @pytest.mark.parametrize("summary", [{}, {"status": "failed", "error": "N001: the loss is nan", "val": None}])
 def test_a_summary_may_lack_anything(summary: dict[str, Any]) -> None:
-    for kind in (PlainDisplay, LiveDisplay):
+    for kind in (Display, LiveDisplay):
         stream = io.StringIO()
         kind(stream).finish(summary)
         assert str(summary.get("error", "")) in stream.getvalue()
@@ -159,7 +159,7 @@ def test_a_reader_that_has_gone_does_not_end_the_training() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    for kind in (PlainDisplay, LiveDisplay):
+    for kind in (Display, LiveDisplay):
         display = kind(Gone())
         display.panel("title", [("a", "b")])
         display.progress(1, 0, FIGURES)
@@ -170,7 +170,7 @@ def test_a_reader_that_has_gone_does_not_end_the_training() -> None:
 def test_a_stream_that_knows_ascii_only_gets_replacements() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    PlainDisplay(stream).note("größe")
+    Display(stream).note("größe")
     assert raw.getvalue() == b"gr??e\n"
 
 
@@ -187,7 +187,7 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", LiveDisplay), ("dumb", PlainDisplay)])
+@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", LiveDisplay), ("dumb", Display)])
 def test_only_a_terminal_that_can_redraw_gets_the_live_display(
     term: str, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +196,7 @@ def test_only_a_terminal_that_can_redraw_gets_the_live_display(
     with os.fdopen(child, "w") as stream:
         assert type(build_display(stream=stream)) is kind
     os.close(parent)
-    assert type(build_display(stream=io.StringIO())) is PlainDisplay
+    assert type(build_display(stream=io.StringIO())) is Display
 
 
 @pytest.mark.parametrize("total_steps", [1300, None])

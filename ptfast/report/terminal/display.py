@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ptfast.core.errors import one_line
 from ptfast.core.units import are_numbers, clock, listed
-from ptfast.report.terminal.plain_display import Display, PlainDisplay, Rows, closing
+from ptfast.report.terminal.plain_display import Display, Rows, closing
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -35,9 +35,7 @@ def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
         return Display()
     stream = stream or standard_output()
     if not is_terminal(stream):
-        return PlainDisplay(stream)
-    from ptfast.report.terminal.display import LiveDisplay
-
+        return Display(stream)
     return LiveDisplay(stream)
 
 
@@ -129,7 +127,7 @@ def table(
             ruled.add_row(*texts, style="dim" if number in muted else None)
         console.print(ruled)
         return
-    plain = PlainDisplay(stream)
+    plain = Display(stream)
     if title:
         plain.note(title)
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
@@ -190,7 +188,7 @@ class Countdown:
         return Text(self._text + eta)
 
 
-class LiveDisplay(PlainDisplay):
+class LiveDisplay(Display):
     """A terminal: panels, one line that is redrawn in place, lines of evaluations above it."""
 
     _live: Live | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,21 +18,36 @@ LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds"}
 
 
 class Display:
-    """Shows nothing: what ranks other than 0 get, and the interface of the others.
+    """Lines of text without escape codes, for pipes, files and continuous integration; none without a stream.
 
-    Every method takes plain host values; none of them raises because of the terminal.
+    Every method takes plain host values; none of them raises because of the terminal. Progress is thinned out
+    to a line a second at first and one in half a minute in long runs.
+
+    Args:
+        stream: None for ranks other than the first, which show nothing.
     """
+
+    def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._now = now
+        self._widths: dict[str, int] = {}
+        self._next_line_s = 0.0
+        self.start()
 
     def panel(self, title: str, rows: Rows, loud: Sequence[str] = ()) -> None:
         """Show what is switched on and what it resolved to; `loud` lines are warnings that stand out."""
+        self._print(title)
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, value in rows:
+            self._print(f"  {name:<{width}}  {value}")
+        for text in loud:
+            self.warn(text)
 
-    def status(self, text: str, left_s: float | None = None) -> AbstractContextManager[None]:
-        """Show that something long is running for as long as the context is open.
-
-        Args:
-            left_s: seconds that it and what follows will take at most, where that is known.
-        """
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
+        """Show that something long is running for as long as the context is open, `left_s` at most."""
+        self._print(f"{text} ..." + ("" if left_s is None else f" eta {clock(left_s)}"))
+        yield
 
     def start(
         self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
@@ -44,57 +58,6 @@ class Display:
             total_steps: optimizer steps of the whole run; None where only time limits it: no bar, no ETA.
             steps_per_epoch: None for data of unknown length.
         """
-
-    def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
-        """Training is at `step`, with `figures` such as `loss`, `lr` and `samples_per_s`."""
-
-    def evaluation(
-        self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
-    ) -> None:
-        """One line on an evaluation."""
-
-    def note(self, text: str) -> None:
-        """One line that is good to know."""
-
-    def warn(self, text: str) -> None:
-        """One line that needs attention."""
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """The closing summary, from what summary.json holds."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was. Safe to call twice, and after a crash."""
-
-
-class PlainDisplay(Display):
-    """Lines of text without escape codes, for pipes, files and continuous integration.
-
-    Progress is thinned out to a line a second at first and one in half a minute in long runs.
-    """
-
-    def __init__(self, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
-        self._now = now
-        self._widths: dict[str, int] = {}
-        self._next_line_s = 0.0
-        self.start()
-
-    def panel(self, title: str, rows: Rows, loud: Sequence[str] = ()) -> None:
-        self._print(title)
-        width = max((len(name) for name, _ in rows), default=0)
-        for name, value in rows:
-            self._print(f"  {name:<{width}}  {value}")
-        for text in loud:
-            self.warn(text)
-
-    @contextlib.contextmanager
-    def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
-        self._print(f"{text} ..." + ("" if left_s is None else f" eta {clock(left_s)}"))
-        yield
-
-    def start(
-        self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
-    ) -> None:
         self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
         epochs = total_steps / steps_per_epoch if total_steps and steps_per_epoch else 99
         self._epoch_width = len(f"{epochs:.1f}")
@@ -103,6 +66,7 @@ class PlainDisplay(Display):
         self._seconds_per_step: float | None = None
 
     def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
+        """Training is at `step`, with `figures` such as `loss`, `lr` and `samples_per_s`."""
         eta_s = self._estimate(step)
         now = self._now()
         if now < self._next_line_s:
@@ -113,18 +77,25 @@ class PlainDisplay(Display):
     def evaluation(
         self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
     ) -> None:
+        """One line on an evaluation."""
         self._print(f"{self._where(step, epoch)}  {split:<4}  {listed(figures)}{'  best' if is_best else ''}")
 
     def note(self, text: str) -> None:
+        """One line that is good to know."""
         self._print(text)
 
     def warn(self, text: str) -> None:
+        """One line that needs attention."""
         self._print(f"warning: {text}")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
+        """The closing summary, from what summary.json holds."""
         self.close()
         self.panel(*closing(summary))
         self._say_how_to_resume(summary)
+
+    def close(self) -> None:
+        """Leave the terminal as it was. Safe to call twice, and after a crash."""
 
     def _say_how_to_resume(self, summary: Mapping[str, Any]) -> None:
         """The command that resumes a run that was cut short, on a line of its own for copying."""
@@ -132,6 +103,8 @@ class PlainDisplay(Display):
             self._print(f"saved at step {summary['steps']:,}; resume with: {command}", copied=True)
 
     def _print(self, text: str, *, copied: bool = False) -> None:
+        if self._stream is None:
+            return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = one_line(text).encode(encoding, "replace").decode(encoding)
         # A reader that has gone (`| head`, a closed terminal) must not end the training.
