@@ -61,8 +61,8 @@ class Planted(Laboratory):
         return self.budget_s - self.seconds
 
     def _request(self, request: Request) -> list[Measured]:
-        self.seconds += 4.0 if request.passes else 0.5
-        if request.passes and len(self.blocks) >= self.interrupted_after:
+        self.seconds += 4.0 if request.timed_s else 0.5
+        if request.timed_s and len(self.blocks) >= self.interrupted_after:
             raise KeyboardInterrupt
         return [self._measured(words, request) for words in request.configs]
 
@@ -74,7 +74,7 @@ class Planted(Laboratory):
             speed = self.given_speed
         facts = {"meets": ["images", "convolutions", "batchnorm"], "loss": 2.0, "peak_memory_bytes": 2**30}
         time = math.log(1e-3 / speed) + self._draws.gauss(0, 0.01)
-        return Measured(tuple(words), time if request.passes else None, "", facts)
+        return Measured(tuple(words), time if request.timed_s else None, "", facts)
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_a_failing_trial_costs_itself_alone() -> None:
         [*words, "optimizer=lamb"],
         words,
     ]
-    with Laboratory(budget_s=300, turn_s=0.05, passes=2) as laboratory:
+    with Laboratory(budget_s=300, timed_s=0.1) as laboratory:
         first, failed, other, again = laboratory.measure(configs)
         process = laboratory._process
     assert process is not None

@@ -53,7 +53,7 @@ class Machine(Laboratory):
         self._draws = random.Random(0)
 
     def _request(self, request: Request) -> list[Measured]:
-        return [self._measured(words, bool(request.passes)) for words in request.configs]
+        return [self._measured(words, bool(request.timed_s)) for words in request.configs]
 
     def _measured(self, words: Sequence[str], timed: bool) -> Measured:
         _, config = read(tuple(words))

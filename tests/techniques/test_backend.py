@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,10 +102,7 @@ def test_threads_spin_a_little_before_they_sleep_unless_the_user_says_how(monkey
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 def test_held_memory_comes_without_page_faults() -> None:
-    """Blocks that glibc would trim, and one that it would map anew, in processes of their own.
-
-    Held memory is in huge pages where the kernel has them: `hg` is the flag of a mapping that was advised so.
-    """
+    """Blocks that glibc would trim, and one that it would map anew, in processes of their own."""
     code = """
 import ctypes, resource, sys
 from ptfast.techniques.backend.torch_settings import hold_memory
@@ -122,15 +118,12 @@ step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 step()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(any("VmFlags" in line and " hg" in line for line in open("/proc/self/smaps")))
 """
     as_it_is, held = (
-        subprocess.check_output([sys.executable, "-c", code, mode], env={**os.environ, **WITH_TESTS}).split()
+        int(subprocess.check_output([sys.executable, "-c", code, mode], env={**os.environ, **WITH_TESTS}))
         for mode in ("as it is", "held")
     )
-    assert int(held[0]) < 100 < int(as_it_is[0])
-    kernel_has_them = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
-    assert [as_it_is[1], held[1]] == [b"False", str(kernel_has_them).encode()]
+    assert held < 100 < as_it_is
 
 
 @pytest.mark.usefixtures("restore_backend")

@@ -170,7 +170,7 @@ class Ablation:
     def needed_s(self, techniques: Sequence[Technique]) -> float:
         """Seconds for looking at those of the plan, and for the fewest blocks after that."""
         num_looks = sum(not _is_outside(technique) for technique in techniques)
-        block_s = 4 * (self.look_s + self.laboratory.turn_s * self.laboratory.passes)
+        block_s = 4 * (self.look_s + self.laboratory.timed_s)
         return num_looks * self.look_s + 2 * LEAST_BLOCKS * block_s
 
     def run(self) -> None:
@@ -178,7 +178,7 @@ class Ablation:
         start_s = self.laboratory.left_s
         # Three of them take as long as four runs of the plan.
         num_blocks = -(-len(self.apart) // 3)
-        block_s = 4 * (self.look_s + self.laboratory.turn_s * self.laboratory.passes)
+        block_s = 4 * (self.look_s + self.laboratory.timed_s)
         apart_s = min(APART * start_s, 2 * num_blocks * block_s)
         self._measure_plan(CONFIRM * start_s + apart_s)
         self._measure_apart(CONFIRM * start_s)
@@ -198,8 +198,8 @@ class Ablation:
             "environment": environment | {"usable_cores": usable_cores()},
             "budget_s": laboratory.budget_s,
             "took_s": laboratory.budget_s - laboratory.left_s,
+            "timed_s": laboratory.timed_s,
             "turn_s": laboratory.turn_s,
-            "passes": laboratory.passes,
             "seed": SEED,
             "factors": [asdict(factor) for factor in self.factors],
             "plan": [[list(run) for run in block] for block in self.blocks],

@@ -60,11 +60,11 @@ class Laboratory:
 
     Args:
         budget_s: seconds from now on.
-        turn_s, passes: of every trial.
+        timed_s, turn_s: of every trial, as in a Request.
     """
 
-    def __init__(self, *, budget_s: float, turn_s: float = 0.25, passes: int = 4) -> None:
-        self.budget_s, self.turn_s, self.passes = budget_s, turn_s, passes
+    def __init__(self, *, budget_s: float, timed_s: float = 1.0, turn_s: float = 0.05) -> None:
+        self.budget_s, self.timed_s, self.turn_s = budget_s, timed_s, turn_s
         self.blocks: list[list[Measured]] = []
         self.num_again = 0
         """Blocks that others disturbed, which were measured again."""
@@ -92,13 +92,13 @@ class Laboratory:
         Args:
             asks: add to the facts of each its `data`: what decides which loaders make sense.
         """
-        return self._request(Request([list(words) for words in configs], passes=0, warm_s=0.0, asks=asks))
+        return self._request(Request([list(words) for words in configs], timed_s=0.0, warm_s=0.0, asks=asks))
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[Measured]:
         """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare."""
         start_s = time.monotonic()
         seed = len(self.blocks) + self.num_again
-        request = Request([list(words) for words in configs], self.turn_s, self.passes, seed)
+        request = Request([list(words) for words in configs], self.timed_s, self.turn_s, seed)
         found = self._request(request)
         self.block_s = time.monotonic() - start_s
         if _is_disturbed(found) and self.num_again < MOST_AGAIN * (len(self.blocks) + 4):
@@ -129,6 +129,7 @@ class Laboratory:
             rounds = list(zip(*(each.facts["times"] for each in whole), strict=True))
             for each, mean in zip(whole, turn_means(rounds), strict=True):
                 each.time = mean
+                each.facts["waiting"] = statistics.fmean(each.facts["waitings"])
         return found
 
     def _begin(self) -> None:
@@ -153,9 +154,12 @@ class Laboratory:
 
 
 def _is_disturbed(found: Sequence[Measured]) -> bool:
-    """True if others took half a core or more in one turn of four."""
-    turns = [system for each in found for system in each.facts.get("system", ())]
-    lost = [max(turn.get("others_cores") or 0.0, turn.get("steal_cores") or 0.0) for turn in turns]
+    """True if others took half a core or more in one round of turns of four."""
+    systems, names = [each.facts.get("systems", ()) for each in found], ("others_cores", "steal_cores")
+    lost = [
+        max(statistics.fmean(turn.get(name) or 0.0 for turn in turns) for name in names)
+        for turns in zip(*filter(None, systems), strict=False)
+    ]
     return len(lost) > 0 and sum(cores >= LOST_CORES for cores in lost) >= math.ceil(len(lost) / 4)
 
 

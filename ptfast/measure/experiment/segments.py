@@ -41,6 +41,8 @@ STEADY = 0.97
 ENDLESS = 2**31
 REST_S = 1.0
 """Longest wait for processes that read ahead, between segments."""
+LONG_TURN_S = 0.25
+"""Shortest turn where batches are prefetched, or several processes or a GPU have to fall into step."""
 SHORT_S = 0.05
 """Steps that take no longer are repeated once before a segment, for caches that went cold while idle."""
 
@@ -59,6 +61,7 @@ class Segments:
         self.step_s = 0.0
         """Of the last warm-up."""
         self._num_tokens: Tensor | None = None
+        self._memory: tuple[int, str] | None = None
         batches = run.train_loader.steps(run.progress.step, ENDLESS)
         self._batches = self._counted(run.clock.waiting(batches))
         # Steps whose batches may lie ready when a segment begins.
@@ -98,7 +101,14 @@ class Segments:
         self._lead_steps = self._prefetched_steps + (self.step_s < SHORT_S)
         self._rest()
         loss = statistics.fmean(losses[:LEAST_STEPS])
-        return {"step_s": self.step_s, "loss": loss, "compiles": self.run.compilation is not None}
+        is_alone = self.run.device.type == "cpu" and self.run.ranks.num_ranks == 1
+        is_quick = is_alone and self._prefetched_steps < 2
+        return {
+            "step_s": self.step_s,
+            "least_turn_s": max(self.step_s, 0.0 if is_quick else LONG_TURN_S),
+            "loss": loss,
+            "compiles": self.run.compilation is not None,
+        }
 
     def train(self, seconds: float) -> dict[str, Any]:
         """Train for about `seconds`, after steps that find batches prefetched and are not counted.
@@ -121,12 +131,14 @@ class Segments:
         samples = progress.samples - samples
         wall_s = mean_over_ranks(after.wall_s - before.wall_s, run)
         processor_s = sum_and_read([after.own_s - before.own_s], run.device, run.ranks)[0]
-        workers = [process.pid for process in multiprocessing.active_children() if process.pid]
+        if self._memory is None:
+            workers = [process.pid for process in multiprocessing.active_children() if process.pid]
+            self._memory = memory_of([os.getpid(), *workers])
         result = {
             "time": math.log(wall_s / (self._tokens() or samples)),
             "step_s": wall_s / num_steps,
             "samples_per_s": samples / wall_s,
-            "memory": memory_of([os.getpid(), *workers]),
+            "memory": self._memory,
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
             "waiting": mean_over_ranks(waited_s, run) / wall_s,
             "system": before.until(after, processor_s),

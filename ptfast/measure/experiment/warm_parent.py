@@ -42,6 +42,7 @@ ANSWER_S = 120.0
 """Seconds that a trial may take to be built and to warm up, or for a turn, before it is given up."""
 DATA_SECTIONS = ("data", "augment", "batching", "sampling", "task", "seed", "batch_size", "steps")
 SHIFT_BYTES = 64 * 2**10
+MOST_TURNS = 24
 
 
 @dataclass
@@ -50,16 +51,17 @@ class Request:
 
     Args:
         configs: arguments of each trial.
-        turn_s: seconds that a trial trains before the next one's turn.
-        passes: turns of each; every second pass goes backwards.
+        timed_s: seconds of training that are timed, in turns, there and back; 0 for none.
+        turn_s: seconds that a trial trains before the next one's turn, or a step where that takes longer. The
+            shorter turns are, the better a machine's changes of speed cancel.
         seed: of the shift of each process's heap.
         warm_s: seconds of warming up at most.
         asks: whether properties of the data are wanted.
     """
 
     configs: list[list[str]]
-    turn_s: float = 0.25
-    passes: int = 4
+    timed_s: float = 1.0
+    turn_s: float = 0.05
     seed: int = 0
     warm_s: float = 1.0
     asks: bool = False
@@ -140,11 +142,11 @@ class WarmParent:
                 self._note(found, trials, index, trial.ask("warm", request.warm_s))
                 if request.asks and index in trials:
                     self._note(found, trials, index, trial.ask("data"))
-            is_slow = any(found[index]["step_s"] > request.turn_s for index in trials)
-            # There and back once is enough of steps that take longer than a turn is meant to.
-            for turn in range(min(request.passes, 2) if is_slow else request.passes):
+            turn_s = max([request.turn_s, *(found[index]["least_turn_s"] for index in trials)])
+            num_turns = 2 * max(round(request.timed_s / turn_s / 2), 1) if request.timed_s else 0
+            for turn in range(min(num_turns, MOST_TURNS)):
                 for index in sorted(trials, reverse=turn % 2 == 1):
-                    self._note(found, trials, index, trials[index].ask("train", request.turn_s))
+                    self._note(found, trials, index, trials[index].ask("train", turn_s))
         finally:
             for trial in trials.values():
                 trial.end()
@@ -154,9 +156,9 @@ class WarmParent:
         self, found: list[dict[str, Any]], trials: dict[int, Trial], index: int, answer: dict[str, Any]
     ) -> None:
         """Add an answer to what is found of a trial; one that failed is ended."""
-        if "time" in answer:
-            found[index].setdefault("times", []).append(answer.pop("time"))
-            found[index].setdefault("system", []).append(answer.pop("system"))
+        for name in ("time", "waiting", "system"):
+            if name in answer:
+                found[index].setdefault(f"{name}s", []).append(answer.pop(name))
         found[index] |= answer
         if "error" in answer:
             trials.pop(index).end()

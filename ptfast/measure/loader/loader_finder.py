@@ -46,7 +46,7 @@ def find_workers(
         ReportedError: what stops training without workers.
     """
     check_outputs(out, write)
-    with Laboratory(budget_s=math.inf, turn_s=seconds / PASSES, passes=PASSES) as laboratory:
+    with Laboratory(budget_s=math.inf, timed_s=seconds, turn_s=seconds / PASSES) as laboratory:
 
         def show(loader: LoaderSetup) -> None:
             rate, waiting = grouped(search.figure(loader, "samples_per_s")), search.figure(loader, "waiting")

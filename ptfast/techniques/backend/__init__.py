@@ -77,10 +77,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("backend.hold_memory=true",),
         off=("backend.hold_memory=false",),
         why="Memory freed by one step is reused by the next, so the kernel need not unmap, clear and map "
-        "pages again; where available, the pages are huge.",
+        "pages again.",
         claim="Allocators that reuse memory as much as possible do better than the default; the guide gives "
         "no figure.",
-        source="PyTorch Performance Tuning Guide, 'Switch memory allocator'; mallopt(3), madvise(2).",
+        source="PyTorch Performance Tuning Guide, 'Switch memory allocator'; mallopt(3).",
         avoid="Other processes need memory that this one uses only at times, for example in a large first "
         "evaluation.",
         audit="Thousands of minor page faults a step, as getrusage counts them, on a CPU with glibc.",
