@@ -32,7 +32,7 @@ def search_among(
     """
 
     def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
-        keywords, results = arguments[4], []
+        keywords, results = arguments[5], []
         mode = keywords["checkpointing"]
         if mode is not None and "no_blocks" in limits:
             raise ReportedError("error[C011]: checkpointing=full: Mlp has no blocks that recur", 2)

@@ -13,6 +13,7 @@ from running import WITH_TESTS
 
 from ptfast.config.compose import Composed
 from ptfast.config.read import read_config
+from ptfast.config.schema import Config
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import ReportedError
 from ptfast.measure.trial_rank import TrialRank, measure_once
@@ -43,28 +44,28 @@ def with_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def composed(*words: str) -> Composed:
-    return read_config([*SMALL, *words])[0]
+def configs(*words: str) -> tuple[Composed, Config]:
+    return read_config([*SMALL, *words])
 
 
 def test_what_ends_it_is_told(with_tests: None, tmp_path: Path) -> None:
-    measured = measure_once(composed(), tmp_path / "a", None, "test_trials.die", {"how": "memory"})
+    measured = measure_once(die, *configs(), tmp_path / "a", 1, {"how": "memory"})
     assert measured == ([{"size": 8, "no_room": "no memory for a tensor"}], None)
-    measured = measure_once(composed(), tmp_path / "b", None, "test_trials.die", {"how": "signal"})
+    measured = measure_once(die, *configs(), tmp_path / "b", 1, {"how": "signal"})
     assert measured == ([], signal.SIGKILL)
     with pytest.raises(ReportedError, match=": of its own"):
-        measure_once(composed(), tmp_path / "c", None, "test_trials.die", {"how": "error"})
+        measure_once(die, *configs(), tmp_path / "c", 1, {"how": "error"})
 
 
 @pytest.mark.slow
 def test_ranks_measure_together(with_tests: None, tmp_path: Path) -> None:
-    two = composed("parallel=ddp", "parallel.nproc=2")
+    two = configs("parallel=ddp", "parallel.nproc=2")
     seen: list[dict[str, Any]] = []
-    results, killed = measure_once(two, tmp_path / "a", 2, "test_trials.count", {"by": 3}, seen.append)
-    assert results == seen == [{"total": 6.0}, {"batch_size": two.tree["batch_size"]}]
+    results, killed = measure_once(count, *two, tmp_path / "a", 2, {"by": 3}, seen.append)
+    assert results == seen == [{"total": 6.0}, {"batch_size": two[1].batch_size}]
     assert killed is None
-    results, _ = measure_once(two, tmp_path / "b", 2, "test_trials.die", {"how": "memory"})
+    results, _ = measure_once(die, *two, tmp_path / "b", 2, {"how": "memory"})
     assert results[0]["no_room"] == "no memory for a tensor"
-    assert measure_once(two, tmp_path / "c", 2, "test_trials.die", {"how": "signal"}) == ([], signal.SIGKILL)
+    assert measure_once(die, *two, tmp_path / "c", 2, {"how": "signal"}) == ([], signal.SIGKILL)
     with pytest.raises(ReportedError, match=": of its own"):
-        measure_once(two, tmp_path / "d", 2, "test_trials.die", {"how": "error"})
+        measure_once(die, *two, tmp_path / "d", 2, {"how": "error"})

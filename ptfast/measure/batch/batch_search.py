@@ -7,7 +7,7 @@ import mmap
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +68,7 @@ class BatchSearch:
         self.too_large: dict[str, Any] | None = None
 
     def run(
-        self, what: str, keywords: dict[str, Any], on_result: OnResult
+        self, measurement: Callable[..., None], keywords: dict[str, Any], on_result: OnResult
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Measure in a new process, on as many ranks as the config asks for.
 
@@ -78,8 +78,9 @@ class BatchSearch:
         """
         self._num_processes += 1
         folder = self.folder / str(self._num_processes)
-        num_ranks = None if self.config.parallel.strategy == "single" else self.num_ranks
-        results, killed = measure_once(self.composed, folder, num_ranks, what, keywords, on_result)
+        results, killed = measure_once(
+            measurement, self.composed, self.config, folder, self.num_ranks, keywords, on_result
+        )
         return results, None if killed is None else signal.Signals(killed).name
 
     def median(self, size: int, figure: str = "samples_per_s") -> float:
@@ -130,7 +131,7 @@ class BatchSearch:
     def measure(self, sizes: Sequence[int], *, rehearsed: bool = False) -> None:
         """Measure `sizes` in turn, as `time_batches` does, up to the first that does not fit."""
         keywords = {"sizes": list(sizes), "seconds": self.seconds, "checkpointing": self.checkpointing}
-        results, killed = self.run("batch", {**keywords, "rehearsed": rehearsed}, self._show)
+        results, killed = self.run(time_batches, {**keywords, "rehearsed": rehearsed}, self._show)
         for result in results:
             if "no_room" in result:
                 self.too_large = result

@@ -10,7 +10,7 @@ from typing import Any
 from ptfast.core.errors import PtfastError, ReportedError
 from ptfast.core.units import duration, grouped
 from ptfast.measure.batch.batch_search import TIE, BatchSearch
-from ptfast.measure.batch.gradient_noise import PARTS
+from ptfast.measure.batch.gradient_noise import PARTS, train_for_noise
 from ptfast.report.terminal.display import say, table
 
 LEAST_STEPS = 10
@@ -177,7 +177,7 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     keywords = {**cut, "checkpointing": search.checkpointing}
     ended: str | None = None
     try:
-        results, killed = search.run("noise", keywords, show)
+        results, killed = search.run(train_for_noise, keywords, show)
         no_room = [f"out of memory: {result['no_room']}" for result in results if "no_room" in result]
         ended = f"ended by {killed}" if killed else next(iter(no_room), None)
     except (PtfastError, ReportedError) as error:

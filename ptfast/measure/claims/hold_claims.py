@@ -226,8 +226,8 @@ def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
         for claim, lack in zip(CLAIMS, lacks, strict=True):
             if not lack:
                 data = [*COMMON, *filled_in(claim.workload, Path(scratch))]
-                words = (merge(data, own.split()) for own in (claim.without, claim.with_it))
-                pairs.append(Pair(claim.technique, *words))
+                without, with_it = (merge(data, own.split()) for own in (claim.without, claim.with_it))
+                pairs.append(Pair(claim.technique, without, with_it))
 
         def on_pair(pair: Pair) -> None:
             live(f"{pair.name}  {clock(max(laboratory.left_s, 0.0))} left")

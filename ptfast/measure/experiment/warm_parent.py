@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -26,7 +24,7 @@ import torch
 
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
-from ptfast.core.distributed import Ranks, init_process_group
+from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, PtfastError, error_line, exit_code_of, one_line
 from ptfast.core.machine import die_with_parent, is_memory_error
 from ptfast.data.build_data import Data, Source
@@ -34,7 +32,7 @@ from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.segments import Segments
-from ptfast.measure.trial_rank import TrialRank, reason
+from ptfast.measure.trial_rank import Place, Processes, TrialRank, end_ranks, join, reason, start_ranks
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_choice, load_data
 
@@ -67,46 +65,14 @@ class Request:
     asks: bool = False
 
 
-class Trial:
-    """One config in processes of its own, one a rank, that train when they are told to.
-
-    Args:
-        data: None where the processes load it themselves.
-        method: `fork`, or `spawn` for a new interpreter.
-    """
-
-    def __init__(
-        self, config: Config, data: Data | None, folder: Path, seed: int, num_ranks: int, method: str
-    ) -> None:
-        context: Any = multiprocessing.get_context(method)
-        self.ranks: list[tuple[Any, Connection]] = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(num_ranks):
-            here, there = context.Pipe()
-            world = (rank, num_ranks, port) if num_ranks > 1 else None
-            arguments = there, config, data, folder, seed, world
-            process = context.Process(target=_train_on_request, args=arguments)
-            process.start()
-            there.close()
-            self.ranks.append((process, here))
-
-    def ask(self, what: str, seconds: float = 0.0) -> dict[str, Any]:
-        """What a request came to, as the first rank has it; `error` holds why it came to nothing."""
-        for _, connection in self.ranks:
-            # One that has failed has answered already.
-            with contextlib.suppress(ConnectionError):
-                connection.send((what, seconds))
-        answers = [_receive(process, connection) for process, connection in self.ranks]
-        return next((answer for answer in answers if "error" in answer), answers[0])
-
-    def end(self) -> None:
-        """End the processes."""
-        for process, connection in self.ranks:
-            process.kill()
-            process.join()
-            connection.close()
+def _ask(trial: Processes, what: str, seconds: float = 0.0) -> dict[str, Any]:
+    """What a request of a trial came to, as the first rank has it; `error` holds why it came to nothing."""
+    for _, connection in trial:
+        # One that has failed has answered already.
+        with contextlib.suppress(ConnectionError):
+            connection.send((what, seconds))
+    answers = [_receive(process, connection) for process, connection in trial]
+    return next((answer for answer in answers if "error" in answer), answers[0])
 
 
 def _receive(process: Any, connection: Connection) -> dict[str, Any]:
@@ -131,7 +97,7 @@ class WarmParent:
     def measure(self, request: Request) -> list[dict[str, Any]]:
         """The figures of each trial of a block: `times` are logarithms of seconds per token or sample."""
         found: list[dict[str, Any]] = [{} for _ in request.configs]
-        trials: dict[int, Trial] = {}
+        trials: dict[int, Processes] = {}
         try:
             for index, words in enumerate(request.configs):
                 try:
@@ -139,21 +105,21 @@ class WarmParent:
                 except PtfastError as error:
                     found[index] = _failure(error)
             for index, trial in list(trials.items()):
-                self._note(found, trials, index, trial.ask("warm", request.warm_s))
+                self._note(found, trials, index, _ask(trial, "warm", request.warm_s))
                 if request.asks and index in trials:
-                    self._note(found, trials, index, trial.ask("data"))
+                    self._note(found, trials, index, _ask(trial, "data"))
             turn_s = max([request.turn_s, *(found[index]["least_turn_s"] for index in trials)])
             num_turns = 2 * max(round(request.timed_s / turn_s / 2), 1) if request.timed_s else 0
             for turn in range(min(num_turns, MOST_TURNS)):
                 for index in sorted(trials, reverse=turn % 2 == 1):
-                    self._note(found, trials, index, trials[index].ask("train", turn_s))
+                    self._note(found, trials, index, _ask(trials[index], "train", turn_s))
         finally:
             for trial in trials.values():
-                trial.end()
+                end_ranks(trial)
         return found
 
     def _note(
-        self, found: list[dict[str, Any]], trials: dict[int, Trial], index: int, answer: dict[str, Any]
+        self, found: list[dict[str, Any]], trials: dict[int, Processes], index: int, answer: dict[str, Any]
     ) -> None:
         """Add an answer to what is found of a trial; one that failed is ended."""
         for name in ("time", "waiting", "system"):
@@ -161,9 +127,9 @@ class WarmParent:
                 found[index].setdefault(f"{name}s", []).append(answer.pop(name))
         found[index] |= answer
         if "error" in answer:
-            trials.pop(index).end()
+            end_ranks(trials.pop(index))
 
-    def _fork(self, words: Sequence[str], seed: int) -> Trial:
+    def _fork(self, words: Sequence[str], seed: int) -> Processes:
         _, config = read_config(words)
         num_ranks, device = resolve_num_ranks(config), resolve_device(config.device, Ranks())
         # Neither a CUDA context nor a thread outlives a fork; ranks load their own shares.
@@ -175,7 +141,8 @@ class WarmParent:
         folder = self.folder / f"trial-{self._num_trials}"
         folder.mkdir()
         gc.freeze()
-        return Trial(config, data, folder, seed, num_ranks, "fork" if forks else "spawn")
+        how = "fork" if forks else "spawn"
+        return start_ranks(_train_on_request, num_ranks, how, config, data, folder, seed)
 
     def _load(self, config: Config, device: torch.device) -> Data:
         """The data of a config, which every trial of the same data shares."""
@@ -196,20 +163,13 @@ class WarmParent:
 
 
 def _train_on_request(
-    connection: Connection,
-    config: Config,
-    data: Data | None,
-    folder: Path,
-    seed: int,
-    rank_of: tuple[int, int, int] | None,
+    connection: Connection, place: Place | None, config: Config, data: Data | None, folder: Path, seed: int
 ) -> None:
     """A trial's process: builds the run when it is told to warm up, then trains turn after turn."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Forks share the layout of their parent's memory: each begins its own elsewhere.
     shift = bytearray(random.Random(seed).randrange(1, 256) * SHIFT_BYTES)
     try:
-        segments = Segments(TrialRank(config, folder, _join(rank_of, config), data))
+        segments = Segments(TrialRank(config, folder, join(place, config), data))
         while True:
             what, seconds = connection.recv()
             if what == "warm":
@@ -233,18 +193,6 @@ def _failure(error: BaseException) -> dict[str, Any]:
     clause = "ran out of memory" if is_memory_error(error) else one_line(reason(Exception(str(error))))
     clause = clause or type(error).__name__
     return {"error": clause, "line": error_line(error), "exit_code": exit_code_of(error)}
-
-
-def _join(rank_of: tuple[int, int, int] | None, config: Config) -> Ranks:
-    """This process's place among the ranks of its trial, which it joins."""
-    if rank_of is None:
-        return Ranks()
-    (rank, size, port), own = rank_of, Ranks(rank_of[0], rank_of[0], rank_of[1], rank_of[1])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ["LOCAL_WORLD_SIZE"] = str(size)
-    init_process_group(resolve_device(config.device, own), own, config.parallel.timeout.seconds)
-    return own
 
 
 def _facts_of(train: Source) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ptfast.measure.lr.range_test import (
     smooth,
     suggestions,
 )
-from ptfast.measure.trial_rank import TRIALS, TrialRank, measure_once, read_lines
+from ptfast.measure.trial_rank import TrialRank, measure_once
 from ptfast.optim.parameters.groups import reference_lr
 from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
 from ptfast.training.build import build
@@ -88,16 +88,17 @@ def find_lr(
 def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dict[str, Any]:
     """The facts of test and trials, run in this process or on the ranks that the config asks for."""
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-        folder, killed = Path(name) / "lr", None
+        folder, killed, results = Path(name) / "lr", None, list[dict[str, Any]]()
         if config.parallel.strategy == "single":
             folder.mkdir()
-            measure_lr(TrialRank(config, folder, Ranks()), **keywords)
+            measure_lr(TrialRank(config, folder, Ranks(), send=results.append), **keywords)
         else:
-            _, killed = measure_once(composed, folder, resolve_num_ranks(config), "lr", keywords)
+            num_ranks = resolve_num_ranks(config)
+            results, killed = measure_once(measure_lr, composed, config, folder, num_ranks, keywords)
         if killed is not None:
             what = f"a rank was killed by {signal.Signals(killed).name}"
             raise ParallelError("P001", what, suggestion="The system's memory may have run out")
-        return read_lines(folder / TRIALS)[0]
+    return results[0]
 
 
 def measure_lr(trial: TrialRank, *, trial_steps: int, **keywords: Any) -> None:
