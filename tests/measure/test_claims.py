@@ -14,8 +14,7 @@ from ptfast.config.applicability import ThisMachine
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.measure.claims import hold_claims
-from ptfast.measure.claims.hold_claims import CLAIMS, Claim, filled_in, judge
-from ptfast.measure.claims.zeroed_gradients import ZeroedResNet
+from ptfast.measure.claims.hold_claims import CLAIMS, Claim, ZeroedResNet, filled_in, judge
 from ptfast.models.resnet_cifar import ResNetCifar
 
 TRIED = [claim for claim in CLAIMS if not claim.takes and not any(map(ThisMachine().lacks, claim.needs))]

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from running import build_run, same_bits
 from torch import nn
 
-from ptfast.profiling import machine_peaks, roofline
-from ptfast.profiling.machine_peaks import Peaks, known_peaks, measured_peaks
+from ptfast.profiling import roofline
 from ptfast.profiling.operator_counting import Counted, Operators, StepCounter, flops
+from ptfast.profiling.roofline import Peaks, known_peaks, measured_peaks
 from ptfast.training.fit import fit
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_a_counted_step_trains_to_the_same_bits(
 def test_peaks_are_measured_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTFAST_CACHE", str(tmp_path))
     # A made-up second for everything: rates are then the amounts themselves.
-    monkeypatch.setattr(machine_peaks, "_quickest", lambda device, call: 1.0)
+    monkeypatch.setattr(roofline, "_quickest", lambda device, call: 1.0)
     assert known_peaks(CPU) is None
     found = measured_peaks(CPU, ["fp32"])
     assert found.flops_per_s["fp32"] == 2 * 512**3
@@ -101,7 +101,7 @@ def test_peaks_are_measured_once_and_found_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     assert known_peaks(CPU) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(machine_peaks, "_quickest", lambda device, call: 2.0)
+    monkeypatch.setattr(roofline, "_quickest", lambda device, call: 2.0)
     assert measured_peaks(CPU, ["fp16"]).flops_per_s == {**found.flops_per_s, "fp16": 512**3}
     (file,) = tmp_path.glob("peaks-*.json")
     file.write_text("{")
@@ -110,7 +110,7 @@ def test_peaks_are_measured_once_and_found_again(tmp_path: Path, monkeypatch: py
 
 def test_measuring_peaks_leaves_torch_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTFAST_CACHE", str(tmp_path))
-    monkeypatch.setattr(machine_peaks, "TRY_S", 0.0)
+    monkeypatch.setattr(roofline, "TRY_S", 0.0)
     before = torch.get_rng_state(), torch.get_float32_matmul_precision()
     found = measured_peaks(CPU)
     assert all(rate > 1e8 for rate in found.flops_per_s.values())

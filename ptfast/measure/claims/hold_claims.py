@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from ptfast.config.applicability import ThisMachine
 from ptfast.config.files.overlay import check_out
@@ -21,6 +22,7 @@ from ptfast.core.units import clock
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, measure_pairs
 from ptfast.measure.experiment.verdicts import ALPHA
 from ptfast.measure.found import RECEIPT, live_line
+from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.report.terminal.display import say, table
 
 Words = tuple[str, ...]
@@ -71,7 +73,7 @@ TUNING_GUIDE = "PyTorch Performance Tuning Guide"
 CHECKPOINTING = "Chen et al. 2016, arXiv:1604.06174"
 PADDING = "Benesty 2020, CamemBERT-base on X-NLI, RTX 2080 Ti"
 REPEATED = "often repeated; first source not found"
-ZEROED = "ptfast.measure.claims.zeroed_gradients.ZeroedResNet"
+ZEROED = "ptfast.measure.claims.hold_claims.ZeroedResNet"
 
 RESNET: Words = ("data=arrays", "data.path={images}", "model=resnet20", "optimizer=sgd")
 WIDE: Words = (*RESNET, "model.width=32")
@@ -311,3 +313,23 @@ def _make_texts(path: Path) -> None:
 
 
 _MAKERS = {"images": _make_images, "files": _make_files, "texts": _make_texts}
+
+
+class ZeroedResNet(ResNetCifar):
+    """A ResNet that keeps a gradient for each parameter, filled with zeros, which backward passes add to.
+
+    What `zero_grad(set_to_none=False)` costs: a write of all gradients, and a read as they are added to.
+    """
+
+    def __init__(self, num_classes: int, in_channels: int = 3, depth: int = 20, width: int = 16) -> None:
+        super().__init__(num_classes, in_channels, depth, width)
+        self._kept: dict[str, Tensor] = {}
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (batch, in_channels, height, width) to logits (batch, num_classes)."""
+        if self.training:
+            for name, parameter in self.named_parameters():
+                if name not in self._kept:
+                    self._kept[name] = parameter.detach().clone()
+                parameter.grad = self._kept[name].zero_()
+        return super().forward(images)
