@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ptfast.measure.experiment.effects import Fit, fit, turn_means
 from ptfast.measure.experiment.laboratory import Laboratory
-from ptfast.measure.experiment.plan import Block, Factor, columns, draw_blocks
+from ptfast.measure.experiment.plan import Block, Factor, Fit, columns, draw_blocks, fit, turn_means
 from ptfast.measure.experiment.verdicts import Verdict, judge
 from ptfast.report.terminal.display import say, table
 

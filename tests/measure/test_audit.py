@@ -19,7 +19,7 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core import devices
 from ptfast.measure.audit import audit_context as examination
-from ptfast.measure.audit import audit_run, data_checks, loop_checks
+from ptfast.measure.audit import audit_run, step_checks
 from ptfast.measure.audit.audit_context import AuditContext, audit_context
 from ptfast.measure.audit.audit_run import price_here, run_checks
 from ptfast.measure.audit.finding import Finding, Price
@@ -42,7 +42,7 @@ def findings(tmp_path: Path, *words: str, waiting: float = 0.0, **facts: Any) ->
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "STEPS_S", 0.0)
-    monkeypatch.setattr(data_checks, "spare_cores", lambda: 1)
+    monkeypatch.setattr(step_checks, "spare_cores", lambda: 1)
 
 
 MODELS = {
@@ -118,8 +118,8 @@ def test_a_defect_of_the_data_is_found_in_its_place(tmp_path: Path, defect: str)
 
 
 def test_slow_samples_want_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_checks, "spare_cores", lambda: 4)
-    monkeypatch.setattr(data_checks, "HAND_OVER_S", 0.0)
+    monkeypatch.setattr(step_checks, "spare_cores", lambda: 4)
+    monkeypatch.setattr(step_checks, "HAND_OVER_S", 0.0)
     (found,) = findings(tmp_path, waiting=0.5)
     assert (found.check, found.overrides) == ("no workers", ("dataloader=workers",))
     assert found.where.startswith("tests/support/planted.py:")
@@ -162,9 +162,9 @@ def test_many_shapes_under_a_search_for_kernels(tmp_path: Path) -> None:
     with audit_context(config, tmp_path, Display()) as context:
         steps = replace(context.steps, shapes=set(range(9)))
         found = [
-            *data_checks.shapes_under_a_search_for_kernels(replace(context, steps=steps, device_type="cuda"))
+            *step_checks.shapes_under_a_search_for_kernels(replace(context, steps=steps, device_type="cuda"))
         ]
-        few = [*data_checks.shapes_under_a_search_for_kernels(replace(context, device_type="cuda"))]
+        few = [*step_checks.shapes_under_a_search_for_kernels(replace(context, device_type="cuda"))]
     assert [finding.where for finding in found] == ["backend.cudnn_benchmark"]
     assert few == []
 
@@ -182,27 +182,27 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditContext]:
 
 
 def machine(context: AuditContext) -> list[str]:
-    return [check.__name__ for check in loop_checks.MACHINE_CHECKS if [*check(context)]]
+    return [check.__name__ for check in step_checks.MACHINE_CHECKS if [*check(context)]]
 
 
 def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_checks, "usable_cores", lambda hyperthreads=False: torch.get_num_threads())
-    monkeypatch.setattr(loop_checks.devices, "lack_of_compiler", lambda device: None)
-    monkeypatch.setattr(loop_checks, "shared_memory", lambda: 2**40)
-    monkeypatch.setattr(loop_checks.devices, "lack_of_precision", lambda mode, device: None)
+    monkeypatch.setattr(step_checks, "usable_cores", lambda hyperthreads=False: torch.get_num_threads())
+    monkeypatch.setattr(step_checks.devices, "lack_of_compiler", lambda device: None)
+    monkeypatch.setattr(step_checks, "shared_memory", lambda: 2**40)
+    monkeypatch.setattr(step_checks.devices, "lack_of_precision", lambda mode, device: None)
     assert machine(context) == []
     with monkeypatch.context() as patch:
-        patch.setattr(loop_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
+        patch.setattr(step_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
         assert machine(context) == ["threads_beside_cores"]
     with monkeypatch.context() as patch:
         patch.setattr(
-            loop_checks.devices,
+            step_checks.devices,
             "lack_of_compiler",
             lambda device: devices.Unsupported("none", "Install g++"),
         )
         assert machine(context) == ["compiler_missing"]
     with monkeypatch.context() as patch:
-        patch.setattr(loop_checks, "shared_memory", lambda: 10)
+        patch.setattr(step_checks, "shared_memory", lambda: 10)
         assert machine(context) == ["shared_memory_small"]
     assert machine(replace(context, device_type="cuda")) == ["tf32_off"]
     assert machine(replace(context, steps=replace(context.steps, throttled=True))) == ["clocks_throttled"]
@@ -280,7 +280,7 @@ def test_graphs_that_are_compiled_again_are_found(
 ) -> None:
     for report, num_found in (({"recompiled": 9, "advice": "pad"}, 1), ({"recompiled": 1}, 0)):
         monkeypatch.setattr(context.run, "compilation", SimpleNamespace(report=lambda report=report: report))
-        assert len([*loop_checks.compiled_again(context)]) == num_found
+        assert len([*step_checks.compiled_again(context)]) == num_found
 
 
 @pytest.mark.slow

@@ -9,9 +9,17 @@ import random
 import numpy as np
 import pytest
 
-from ptfast.measure.experiment.effects import fit, fit_pairs, turn_means
 from ptfast.measure.experiment.laboratory import Laboratory
-from ptfast.measure.experiment.plan import Block, Factor, draw_blocks, hadamard, indicators
+from ptfast.measure.experiment.plan import (
+    Block,
+    Factor,
+    draw_blocks,
+    fit,
+    fit_pairs,
+    hadamard,
+    indicators,
+    turn_means,
+)
 
 
 @pytest.mark.parametrize("least", [2, 4, 5, 12, 13, 20, 36, 45])

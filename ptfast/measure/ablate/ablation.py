@@ -15,9 +15,8 @@ from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.core.errors import PtfastError
 from ptfast.core.machine import usable_cores
-from ptfast.measure.experiment.effects import SPARE_DOF, Fit, fit
 from ptfast.measure.experiment.laboratory import Laboratory, Measured, times_of
-from ptfast.measure.experiment.plan import Block, Factor, Run, columns, draw_blocks
+from ptfast.measure.experiment.plan import SPARE_DOF, Block, Factor, Fit, Run, columns, draw_blocks, fit
 from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
 
 PLAIN = ("preset=plain",)

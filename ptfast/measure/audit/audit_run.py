@@ -22,7 +22,7 @@ from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
 from ptfast.launch.rank_main import out_of_memory
-from ptfast.measure.audit import data_checks, loop_checks, model_checks
+from ptfast.measure.audit import model_checks, step_checks
 from ptfast.measure.audit.audit_context import AuditContext, audit_context
 from ptfast.measure.audit.finding import Finding, Price, Trial
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
@@ -118,9 +118,9 @@ Check = Callable[[AuditContext], Iterator[Finding]]
 FIX = "--fix"
 AREAS: dict[str, tuple[Check, ...]] = {
     "model": model_checks.CHECKS,
-    "data": data_checks.CHECKS,
-    "loop": loop_checks.CHECKS,
-    "machine": loop_checks.MACHINE_CHECKS,
+    "data": step_checks.DATA_CHECKS,
+    "loop": step_checks.LOOP_CHECKS,
+    "machine": step_checks.MACHINE_CHECKS,
 }
 """All checks: a function's name is that of the check, its docstring what it finds."""
 

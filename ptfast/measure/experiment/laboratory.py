@@ -17,7 +17,7 @@ from typing import Any
 
 from ptfast.config.files.frozen import redact
 from ptfast.core.errors import EXIT_BUG, MachineError, ReportedError
-from ptfast.measure.experiment.effects import fit_pairs, turn_means
+from ptfast.measure.experiment.plan import fit_pairs, turn_means
 from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
 from ptfast.measure.experiment.warm_parent import Request
 

@@ -1,14 +1,20 @@
-"""The plan of an experiment: which levels each run has, so that every run informs every switch.
+"""The plan of an experiment, in which every run informs every switch, and what its runs say of each.
 
 Runs come in blocks of four, two fold-over pairs: the second of a pair has every two-level switch the other
 way round. A block is measured at the same time, so that what drifts takes all four along and cancels.
 
-Source: Box, Hunter and Hunter, Statistics for Experimenters, chapters 5 and 6; Plackett and Burman 1946.
+Times are logarithms of seconds per token or sample. Blocks, turns within them and main effects are fitted by
+least squares; errors are those between processes, which a process's own turns cannot show.
+
+Sources: Box, Hunter and Hunter, Statistics for Experimenters, chapters 5 and 6; Plackett and Burman 1946;
+Kalibera and Jones 2013; Efron and Morris 1975 (https://doi.org/10.1080/01621459.1975.10479864) for the
+shrinkage; Huber 1981 for the weights.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +22,8 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ptfast.measure.experiment.verdicts import Effect, t_quantile
 
 Run = tuple[int, ...]
 """The level of each factor; 0 is the one that others are compared with."""
@@ -138,3 +146,216 @@ def _shuffled(values: Iterable[T], rng: random.Random) -> list[T]:
     found = list(values)
     rng.shuffle(found)
     return found
+
+
+Floats = NDArray[np.float64]
+SPARE_DOF = 6
+"""Degrees of freedom that must be left for the error, or each effect is estimated by itself."""
+HUBER_K = 1.345
+LARGEST = 2
+"""Factors of the largest effects, beside which each other one may do more or less than alone."""
+ENTERS = 0.1
+"""Chance that an effect is taken for clear where none is."""
+Term = tuple[int, ...]
+"""Columns of one factor: a level, or any of several."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The effects of a plan.
+
+    Args:
+        effects: of each level, in the order of `plan.columns`; above 0 where it is faster. None where no two
+            runs of a block differ in it.
+        shrunk: log ratios to expect, less what large estimates owe to luck.
+        residual_sd: between processes of one block, as a logarithm.
+        weights: of each run, block by block: below 1 where Huber's fit trusts it less.
+        pairs: columns of two factors, any of the first beside any of the second, and by how much more than
+            each alone both together are faster.
+    """
+
+    effects: list[Effect | None]
+    shrunk: list[float]
+    residual_sd: float
+    weights: list[float]
+    pairs: list[tuple[Term, Term, float]]
+
+
+def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
+    """The time of each of some processes measured in turns, what a round slowed taken out; logarithms."""
+    values = np.asarray(times, np.float64)
+    num_rounds, processes = values.shape
+    of_rounds = np.repeat(np.eye(num_rounds), processes, axis=0)[:, 1:]
+    design = np.hstack([of_rounds, np.tile(np.eye(processes), (num_rounds, 1))])
+    found, _ = _huber(design, values.ravel())
+    return [float(mean) for mean in found[num_rounds - 1 :] + found[: num_rounds - 1].sum() / num_rounds]
+
+
+def fit(
+    factors: Sequence[Factor],
+    blocks: Sequence[Block],
+    times: Sequence[Sequence[float]],
+    spare_dof: int = SPARE_DOF,
+) -> Fit:
+    """Estimate the effect of each level of each factor.
+
+    What the largest do together but not alone is estimated with them where it is clear. With too few runs to
+    tell all effects apart, the clear ones are estimated together and each other one beside these, the rest
+    counted as noise: a wide interval rather than none.
+
+    Args:
+        times: of the four runs of each block, logarithms; `nan` for one that gave none.
+    """
+    levels = np.array([[indicators(factors, run) for run in block] for block in blocks])
+    values = np.asarray(times, np.float64)
+    there = np.isfinite(values)
+    rows, values = _centred(levels, values, there)
+    seen = np.abs(rows).sum(axis=0) > 0
+    full = rows[:, seen]
+    num_blocks = int((there.sum(axis=1) > 1).sum())
+    dof = len(rows) - num_blocks - int(np.linalg.matrix_rank(full)) if full.size else 0
+    all_columns, chosen, most = full, list[int](), (len(rows) - num_blocks) // 3
+    couples: list[tuple[Term, Term]] = []
+    if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
+        chosen, most = list(range(full.shape[1])), len(rows) - num_blocks - spare_dof
+        couples = _couples(factors, np.flatnonzero(seen), _least_squares(full, values)[0])
+        products = [
+            (levels[:, :, first].sum(axis=2) - 0.5) * (levels[:, :, second].sum(axis=2) - 0.5)
+            for first, second in couples
+        ]
+        if products:
+            beside, _ = _centred(np.stack(products, axis=2), np.asarray(times, np.float64), there)
+            all_columns = np.hstack([full, beside])
+    chosen, slopes, errors, degrees, sd = _step_by_step(all_columns, values, num_blocks, chosen, most)
+    used = [*range(full.shape[1]), *(each for each in chosen if each >= full.shape[1])]
+    known = np.ones(there.shape)
+    if full.size:
+        known[there] = _huber(all_columns[:, used], values)[1]
+    pairs = [(*couples[each - full.shape[1]], -float(slopes[each])) for each in used[full.shape[1] :]]
+    effects: list[Effect | None] = [None] * len(seen)
+    for index, place in enumerate(np.flatnonzero(seen)):
+        effects[place] = Effect(
+            -float(slopes[index]), float(errors[index]), max(degrees - (index not in chosen), 1)
+        )
+    return Fit(effects, shrink(effects), sd, known.ravel().tolist(), pairs)
+
+
+def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]:
+    """How much faster the second of two configs is than the first, for some pairs of one workload.
+
+    Args:
+        pairs: the blocks of each, with the logarithms for the first config, twice the second, the first.
+    """
+    factors = [Factor(str(number)) for number in range(len(pairs))]
+    bases = tuple(0 for _ in pairs)
+    blocks: list[Block] = []
+    for number, times in enumerate(pairs):
+        other = tuple(int(each == number) for each in range(len(pairs)))
+        blocks += [(bases, other, other, bases)] * len(times)
+    found = [block for times in pairs for block in times]
+    return fit(factors, blocks, found, spare_dof=2).effects if found else [None for _ in pairs]
+
+
+def shrink(effects: Sequence[Effect | None]) -> list[float]:
+    """Log ratios to expect of effects, the best of which owe a part of their lead to luck.
+
+    True log ratios are taken as normal around 0, with the variance by which the estimates exceed their
+    errors: the expectation is then that of empirical Bayes.
+    """
+    known = [effect for effect in effects if effect is not None]
+    if not known:
+        return [0.0] * len(effects)
+    true = max(0.0, float(np.mean([effect.log_ratio**2 - effect.se**2 for effect in known])))
+    return [
+        0.0 if effect is None or not true else effect.log_ratio * true / (true + effect.se**2)
+        for effect in effects
+    ]
+
+
+def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Levels and times of the runs that gave one, each less the mean of its block."""
+    rows, times = [np.zeros((0, levels.shape[-1]))], [np.zeros(0)]
+    for level, value, known in zip(levels, values, there, strict=True):
+        if known.any():
+            rows.append(level[known] - level[known].mean(axis=0))
+            times.append(value[known] - value[known].mean())
+    return np.concatenate(rows), np.concatenate(times)
+
+
+def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats) -> list[tuple[Term, Term]]:
+    """Pairs of levels, or of any levels, of two factors, one of which has one of the largest effects."""
+    of_factor: dict[int, list[int]] = {}
+    for column in seen.tolist():
+        of_factor.setdefault(columns(factors)[column][0], []).append(column)
+    sizes = dict(zip(seen.tolist(), np.abs(slopes).tolist(), strict=True))
+    largest = sorted(of_factor, key=lambda factor: -max(sizes[each] for each in of_factor[factor]))[:LARGEST]
+    terms = {
+        factor: dict.fromkeys([tuple(found), *((each,) for each in found)])
+        for factor, found in of_factor.items()
+    }
+    return [
+        pair
+        for index, factor in enumerate(largest)
+        for other in terms
+        if other not in largest[: index + 1]
+        for pair in itertools.product(terms[factor], terms[other])
+    ]
+
+
+def _step_by_step(
+    rows: Floats, values: Floats, num_blocks: int, chosen: list[int], most: int
+) -> tuple[list[int], Floats, Floats, float, float]:
+    """Estimate columns together, those given and up to `most` clear ones, each other beside them."""
+    while True:
+        slopes, errors, dof, sd = _beside(rows, values, num_blocks, chosen)
+        if len(chosen) >= min(most, len(slopes)):
+            return chosen, slopes, errors, dof, sd
+        ratios = np.abs(slopes) / np.maximum(errors, 1e-300)
+        ratios[chosen] = 0.0
+        best = int(ratios.argmax())
+        if ratios[best] < t_quantile(1 - ENTERS / 2 / len(ratios), max(dof - 1, 1)):
+            return chosen, slopes, errors, dof, sd
+        chosen = [*chosen, best]
+
+
+def _beside(
+    rows: Floats, values: Floats, num_blocks: int, chosen: list[int]
+) -> tuple[Floats, Floats, float, float]:
+    """The slope of each column in a fit together with the chosen ones; errors from what is left."""
+    kept = rows[:, chosen]
+    basis = np.linalg.qr(kept)[0] if chosen else np.zeros((len(rows), 0))
+    others = rows - basis @ (basis.T @ rows)
+    residual = values - basis @ (basis.T @ values)
+    squares = (others**2).sum(axis=0)
+    dof = max(len(values) - num_blocks - len(chosen), 1)
+    slopes = np.divide(others.T @ residual, squares, out=np.zeros_like(squares), where=squares > 1e-9)
+    variances = ((residual[:, None] - others * slopes) ** 2).sum(axis=0) / max(dof - 1, 1)
+    errors = np.sqrt(np.divide(variances, squares, out=np.ones_like(squares), where=squares > 1e-9))
+    sd = math.sqrt(float(residual @ residual) / dof)
+    if chosen:
+        slopes[chosen] = _least_squares(kept, values)[0]
+        errors[chosen] = sd * np.sqrt(np.diag(np.linalg.inv(kept.T @ kept)))
+    return slopes, errors, float(dof), sd
+
+
+def _huber(design: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Slopes by Huber's estimate, and the weight of each value, 1 where it is fully trusted."""
+    weights = np.ones(len(values))
+    slopes, residual = _least_squares(design, values)
+    for _ in range(10):
+        scale = 1.4826 * float(np.median(np.abs(residual)))
+        if scale <= 1e-12:
+            break
+        weights = np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residual), 1e-300))
+        root = np.sqrt(weights)
+        before = slopes
+        slopes, _ = _least_squares(design * root[:, None], values * root)
+        residual = values - design @ slopes
+        if np.allclose(slopes, before, rtol=0, atol=1e-9):
+            break
+    return slopes, weights
+
+
+def _least_squares(design: Floats, values: Floats) -> tuple[Floats, Floats]:
+    slopes: Floats = np.asarray(np.linalg.lstsq(design, values, rcond=None)[0], np.float64)
+    return slopes, values - design @ slopes

@@ -12,9 +12,8 @@ from ptfast.config.schema import Config
 from ptfast.core.machine import available_memory, usable_cores
 from ptfast.core.units import duration, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.experiment.effects import fit
 from ptfast.measure.experiment.laboratory import Laboratory, Measured
-from ptfast.measure.experiment.plan import Factor
+from ptfast.measure.experiment.plan import Factor, fit
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
 
 RULE = 4
