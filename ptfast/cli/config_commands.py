@@ -133,7 +133,7 @@ def ablate(args: Namespace) -> int:
         from ptfast.measure.ablate.ablate_run import ablate
 
         how: dict[str, Any] = {"budget_s": args.budget, "compiles": args.compile, "out": args.out}
-        return ablate(composed, config, args.words, only=only, **how)
+        return ablate(config, args.words, only=only, **how)
 
 
 def audit(args: Namespace) -> int:

@@ -194,7 +194,7 @@ def test_steps_samples_and_time_to_the_same_loss(tmp_path: Path) -> None:
 def child(monkeypatch: pytest.MonkeyPatch, *results: dict[str, Any], fails: Exception | None = None) -> None:
     def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
         for result in results:
-            arguments[5](result)
+            arguments[6](result)
         if fails is not None:
             raise fails
         return list(results), None

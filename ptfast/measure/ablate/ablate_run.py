@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ptfast.config.applicability import OF_THE_RUN, ThisMachine, verdict
 from ptfast.config.catalogue import CATALOGUE, Need, Technique
-from ptfast.config.compose import Composed
 from ptfast.config.files.frozen import redact
 from ptfast.config.files.overlay import check_overlay
 from ptfast.config.overrides import merge
@@ -29,12 +28,9 @@ BEST, PICTURE = "best.yaml", "ablate.png"
 CHEAPER_STEPS = ("batching", "optimizer")
 """Families of which techniques that change the training may make a step cheaper."""
 COMPILES = "it compiles: add --compile"
-EVALUATES = "it acts in evaluation, not in training"
-WHOLE_RUN = "it changes how fast the loss falls, not what a step costs: ptfast race"
 
 
 def ablate(
-    composed: Composed,
     config: Config,
     arguments: Sequence[str],
     *,
@@ -50,17 +46,11 @@ def ablate(
         only: measure no others.
         compiles: measure those that compile, too.
         out: folder of receipt, picture and recipe; None for a new one under `run.root`.
-
-    Returns:
-        0, or 130 after Ctrl-C, with what was found by then shown and written.
-
-    Raises:
-        ConfigError: C005 where the budget is too small.
-        PtfastError, ReportedError: whatever stops a plain run in its first steps.
     """
-    check_outputs(out, None)
+    check_outputs(out)
     folder = out or run_directory.new_folder(Path(config.run.root), f"ablate-{label(config)}")
-    check_overlay(folder / BEST) if folder.is_dir() else None
+    if folder.is_dir():
+        check_overlay(folder / BEST)
     if budget_s < LEAST_S:
         raise _too_short(budget_s, LEAST_S)
     code, left_out = EXIT_OK, dict[str, str]()
@@ -79,10 +69,9 @@ def ablate(
                 raise _too_short(budget_s, budget_s - laboratory.left_s + needed_s)
             ablation.look(techniques)
             live("")
-            say(
-                f"{len(ablation.factors)} switches are set at once in every trial, "
-                f"{len(ablation.apart)} more are measured beside the best of them"
-            )
+            together, beside = len(ablation.factors), len(ablation.apart)
+            more = f"{beside} more are measured beside the best of them"
+            say(f"{together} switches are set at once in every trial, {more}")
             ablation.run()
         except KeyboardInterrupt:
             live("")
@@ -141,9 +130,9 @@ def _unfit(
     if "compiler" in technique.needs and not compiles:
         return COMPILES
     if technique.family == "evaluation":
-        return EVALUATES
+        return "it acts in evaluation, not in training"
     if technique.kind == "training" and technique.family not in CHEAPER_STEPS and not is_named:
-        return WHOLE_RUN
+        return "it changes how fast the loss falls, not what a step costs: ptfast race"
     return ""
 
 

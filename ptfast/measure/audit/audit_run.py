@@ -38,7 +38,6 @@ SHARE = 0.2
 """Largest part of the budget that one finding in this process may take."""
 MOST_ROUNDS = 20
 
-
 OnTrial = Callable[[str, float], AbstractContextManager[None]]
 """Called with the name of what is measured next and the seconds that are left at most; open while it is."""
 
@@ -146,9 +145,8 @@ def audit(
     display, result = build_display(), Audit()
     flags = [f"--budget={budget_s:g}s" if budget_s else "--budget=0", *["--strict"] * strict]
     try:
-        with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-            folder = Path(name)
-            result.examine(config, folder / "run", display, budget_s)
+        with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
+            result.examine(config, Path(folder) / "run", display, budget_s)
             result.price_overrides(arguments, display, budget_s)
     except KeyboardInterrupt:
         if result.findings:
@@ -239,23 +237,23 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
 
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
     """Print findings, in a table on a terminal and a line each elsewhere."""
+    found = [finding for finding in findings if not finding.handled]
+    prices = {number: each.price.seconds for number, each in enumerate(found) if each.price}
     groups = {
-        "with a measured price": sorted(
-            (f for f in findings if f.price and not f.handled),
-            key=lambda f: f.price.seconds if f.price else 0.0,
-            reverse=True,
-        ),
-        "without a price": [f for f in findings if not f.price and not f.handled],
-        "handled by this config": [f for f in findings if f.handled],
+        "with a measured price": [found[number] for number in sorted(prices, key=lambda n: -prices[n])],
+        "without a price": [finding for finding in found if not finding.price],
+        "handled by this config": [finding for finding in findings if finding.handled],
     }
-    stream = standard_output()
     for title, group in groups.items():
-        if group:
-            (_table if is_terminal(stream) else _lines)(title, group)
+        if group and is_terminal(standard_output()):
+            _table(title, group)
+            continue
+        for each in group:
+            parts = [each.area, each.check, each.what, f"at {each.where}", price(each), f"fix: {fix(each)}"]
+            say("; ".join(filter(None, [*parts, "handled" * each.handled])))
     for note in notes:
         say(note)
-    open_count = sum(not finding.handled for finding in findings)
-    say(f"{open_count} finding{'s' * (open_count != 1)}" if open_count else "nothing found that costs speed")
+    say(f"{len(found)} finding{'s' * (len(found) != 1)}" if found else "nothing found that costs speed")
 
 
 def price(finding: Finding) -> str:
@@ -273,13 +271,6 @@ def price(finding: Finding) -> str:
 def fix(finding: Finding) -> str:
     """What mends a finding, in words."""
     return "; ".join(filter(None, [" ".join(finding.overrides), finding.mend]))
-
-
-def _lines(title: str, findings: Sequence[Finding]) -> None:
-    for finding in findings:
-        parts = [finding.area, finding.check, finding.what, f"at {finding.where}", price(finding)]
-        handled = "handled" if finding.handled else ""
-        say("; ".join(filter(None, [*parts, f"fix: {fix(finding)}", handled])))
 
 
 def _table(title: str, findings: Sequence[Finding]) -> None:
