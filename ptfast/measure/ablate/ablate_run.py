@@ -76,7 +76,8 @@ def ablate(
         except KeyboardInterrupt:
             live("")
             say("interrupted: this is what was found by then")
-            ablation.conclude()
+            if ablation.blocks and ablation.fitted is None:
+                ablation.estimate()
             code = EXIT_INTERRUPTED
     show(ablation, left_out)
     _write(ablation, folder, arguments, config, left_out, interrupted=code != EXIT_OK)

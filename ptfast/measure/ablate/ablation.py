@@ -40,25 +40,22 @@ PER_STEP = ("reduced", "training")
 
 @dataclass
 class Worth:
-    """What was found of one technique.
-
-    Args:
-        effect: on the speed, with the others around it; None where it was not measured.
-        expected: log ratio to expect, less what it owes to luck.
-        why: why it was not measured.
-        memory_bytes: change of the peak.
-        loss_drift: change of the mean loss over the first steps, as a part.
-        is_apart: measured beside the pick, not in the plan.
-    """
+    """What was found of one technique."""
 
     technique: Technique
     effect: Effect | None = None
+    """On the speed, with the others around it; None where it was not measured."""
     expected: float = 0.0
+    """Log ratio to expect, less what it owes to luck."""
     verdict: Verdict = "cannot tell"
     why: str = ""
+    """Why it was not measured."""
     memory_bytes: float | None = None
+    """Change of the peak."""
     loss_drift: float | None = None
+    """Change of the mean loss over the first steps, as a part."""
     is_apart: bool = False
+    """Measured beside the pick, not in the plan."""
     log_ratios: list[float] = field(default_factory=list)
     """Of runs beside the pick, block by block."""
 
@@ -99,18 +96,10 @@ class Confirmed:
 
 
 class Ablation:
-    """Measures techniques within the budget of a laboratory.
-
-    Args:
-        arguments: the user's words, which hold in every trial.
-        on_stage: called with a line as something is done.
-    """
+    """Measures techniques within the budget of a laboratory; `on_stage` gets a line as something is done."""
 
     def __init__(
-        self,
-        laboratory: Laboratory,
-        arguments: Sequence[str],
-        on_stage: Callable[[str], None] = lambda line: None,
+        self, laboratory: Laboratory, arguments: Sequence[str], on_stage: Callable[[str], None]
     ) -> None:
         self.laboratory, self.arguments, self._on_stage = laboratory, list(arguments), on_stage
         self.findings: list[Worth] = []
@@ -128,11 +117,7 @@ class Ablation:
         self._memory: list[list[float]] = []
 
     def begin(self) -> Measured:
-        """Build plain and the config as given, as one trial each, whose errors are the user's.
-
-        Raises:
-            PtfastError, ReportedError: whatever stops them in their first steps.
-        """
+        """Build plain and the config as given, as one trial each, whose errors are the user's."""
         for words in (self._words([]), self.arguments):
             read_config(words)
         plain, given = self.laboratory.look([self._words([]), self.arguments])
@@ -169,25 +154,22 @@ class Ablation:
     def needed_s(self, techniques: Sequence[Technique]) -> float:
         """Seconds for looking at those of the plan, and for the fewest blocks after that."""
         num_looks = sum(not _is_outside(technique) for technique in techniques)
-        block_s = 4 * (self.look_s + self.laboratory.timed_s)
-        return num_looks * self.look_s + 2 * LEAST_BLOCKS * block_s
+        return num_looks * self.look_s + 2 * LEAST_BLOCKS * self._block_s
+
+    @property
+    def _block_s(self) -> float:
+        return 4 * (self.look_s + self.laboratory.timed_s)
 
     def run(self) -> None:
         """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""
         start_s = self.laboratory.left_s
         # Three of them take as long as four runs of the plan.
         num_blocks = -(-len(self.apart) // 3)
-        block_s = 4 * (self.look_s + self.laboratory.timed_s)
-        apart_s = min(APART * start_s, 2 * num_blocks * block_s)
+        apart_s = min(APART * start_s, 2 * num_blocks * self._block_s)
         self._measure_plan(CONFIRM * start_s + apart_s)
         self._measure_apart(CONFIRM * start_s)
         self._confirm()
         self._judge()
-
-    def conclude(self) -> None:
-        """Estimate what there is, after an interruption."""
-        if self.blocks and self.fitted is None:
-            self._estimate()
 
     def receipt(self) -> dict[str, Any]:
         """Every run, its figures and how far it is trusted, as plain values."""
@@ -238,7 +220,7 @@ class Ablation:
             self._on_stage(
                 f"block {len(self.blocks)}: {4 * len(self.blocks)} runs of {len(self.factors)} factors"
             )
-        self._estimate()
+        self.estimate()
 
     def _measure_apart(self, reserve_s: float) -> None:
         """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain."""
@@ -398,8 +380,8 @@ class Ablation:
             words = merge(words, technique.on)
         return words
 
-    def _estimate(self) -> None:
-        """Effects, what to expect of each, and the pick."""
+    def estimate(self) -> None:
+        """Estimate effects, what to expect of each, and the pick."""
         self.fitted = fitted = fit(self.factors, self.blocks, self.times)
         memory = fit(self.factors, self.blocks, self._memory)
         for place, (factor, level) in enumerate(columns(self.factors)):

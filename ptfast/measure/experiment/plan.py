@@ -34,14 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Factor:
-    """A switch, or a group of alternatives of which a run has one.
-
-    Args:
-        levels: by name, the one to compare with first.
-    """
+    """A switch, or a group of alternatives of which a run has one."""
 
     name: str
     levels: tuple[str, ...] = ("off", "on")
+    """By name, the one to compare with first."""
 
 
 def draw_blocks(
@@ -118,7 +115,7 @@ def hadamard(least: int) -> NDArray[np.int64]:
     sizes = (
         (2**doublings * base, base)
         for doublings in range(12)
-        for base in (2, *(q + 1 for q in range(3, 4 * least + 8, 4) if _is_prime(q)))
+        for base in (2, *(q + 1 for q in range(3, 4 * least + 8, 4) if all(q % k for k in range(2, q))))
     )
     size, base = min(found for found in sizes if found[0] >= least)
     matrix = np.array([[1, 1], [1, -1]]) if base == 2 else _paley(base - 1)
@@ -136,10 +133,6 @@ def _paley(q: int) -> NDArray[np.int64]:
     matrix[1:, 1:] = jacobsthal + np.eye(q, dtype=np.int64)
     # Signs of rows, so that the first column is all ones and drops out as the mean.
     return matrix * matrix[:, :1]
-
-
-def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % factor for factor in range(2, int(number**0.5) + 1))
 
 
 def _shuffled(values: Iterable[T], rng: random.Random) -> list[T]:
@@ -162,23 +155,18 @@ Term = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Fit:
-    """The effects of a plan.
-
-    Args:
-        effects: of each level, in the order of `plan.columns`; above 0 where it is faster. None where no two
-            runs of a block differ in it.
-        shrunk: log ratios to expect, less what large estimates owe to luck.
-        residual_sd: between processes of one block, as a logarithm.
-        weights: of each run, block by block: below 1 where Huber's fit trusts it less.
-        pairs: columns of two factors, any of the first beside any of the second, and by how much more than
-            each alone both together are faster.
-    """
+    """The effects of a plan."""
 
     effects: list[Effect | None]
+    """Of each level, in the order of `columns`; None where no two runs of a block differ in it."""
     shrunk: list[float]
+    """Log ratios to expect, less what large estimates owe to luck."""
     residual_sd: float
+    """Between processes of one block, as a logarithm."""
     weights: list[float]
+    """Of each run, block by block: below 1 where Huber's fit trusts it less."""
     pairs: list[tuple[Term, Term, float]]
+    """Any columns of one factor beside any of another, and how much faster both are than each alone."""
 
 
 def turn_means(times: Sequence[Sequence[float]]) -> list[float]:

@@ -229,19 +229,13 @@ class ProcessorTimes:
 
     @classmethod
     def read(cls) -> ProcessorTimes:
-        """Read the clocks of this process, its children and its CPUs."""
         busy_s, steal_s = machine_times()
         return cls(time.perf_counter(), processor_time_s(), busy_s, steal_s)
 
     def until(self, later: ProcessorTimes, own_s: float) -> dict[str, Any]:
-        """What a segment up to `later` looks like from outside.
+        """How many cores others took on average: `others_cores` here, `steal_cores` on other machines.
 
-        Args:
-            own_s: processor time of all processes of the measurement, on every rank.
-
-        Returns:
-            `others_cores` and `steal_cores`: how many cores other processes and other machines took on
-            average. None for what the system does not say.
+        None for what the system does not say. `own_s` is the time of all processes of the measurement.
         """
         wall_s = max(later.wall_s - self.wall_s, 1e-9)
         others = steal = None

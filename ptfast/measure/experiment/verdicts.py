@@ -23,17 +23,13 @@ _GRID = 20_001
 
 @dataclass(frozen=True)
 class Effect:
-    """How much faster the second of two variants is, as the logarithm of a ratio of times.
-
-    Args:
-        log_ratio: above 0 where the second one is faster.
-        se: its standard error.
-        dof: degrees of freedom of that error, at least 1.
-    """
+    """How much faster the second of two variants is, as the logarithm of a ratio of times."""
 
     log_ratio: float
+    """Above 0 where the second one is faster."""
     se: float
     dof: float
+    """Degrees of freedom of the error, at least 1."""
 
     @property
     def ratio(self) -> float:
@@ -72,9 +68,6 @@ def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
     disturbed round hardly moves. Its error is that of a bootstrap over rounds. With few rounds a bootstrap is
     too narrow by the factor sqrt((n - 1) / n), and its percentiles by the difference between a normal and a t
     distribution as well: both are corrected for (Hesterberg 2015, arXiv:1411.5279).
-
-    Args:
-        log_ratios: of each round, two at least.
     """
     values = np.asarray(log_ratios, np.float64)
     count = len(values)

@@ -45,24 +45,20 @@ MOST_TURNS = 24
 
 @dataclass
 class Request:
-    """A block of trials to measure.
-
-    Args:
-        configs: arguments of each trial.
-        timed_s: seconds of training that are timed, in turns, there and back; 0 for none.
-        turn_s: seconds that a trial trains before the next one's turn, or a step where that takes longer. The
-            shorter turns are, the better a machine's changes of speed cancel.
-        seed: of the shift of each process's heap.
-        warm_s: seconds of warming up at most.
-        asks: whether properties of the data are wanted.
-    """
+    """A block of trials to measure."""
 
     configs: list[list[str]]
+    """Arguments of each trial."""
     timed_s: float = 1.0
+    """Seconds of training that are timed, in turns, there and back; 0 for none."""
     turn_s: float = 0.05
+    """How long a trial trains before the next one's turn, a step at least: the shorter, the better a machine's
+    changes of speed cancel."""
     seed: int = 0
+    """Of the shift of each process's heap."""
     warm_s: float = 1.0
     asks: bool = False
+    """Whether properties of the data are wanted."""
 
 
 def _ask(trial: Processes, what: str, seconds: float = 0.0) -> dict[str, Any]:

@@ -33,15 +33,6 @@ DIVERGED = 4.0
 """Training has diverged where the smoothed loss is so many times its lowest."""
 
 
-def running_mean(losses: Sequence[float]) -> list[float]:
-    """Exponential means of the losses up to each step."""
-    mean, weight, means = 0.0, 0.0, []
-    for loss in losses:
-        mean, weight = SMOOTHING * mean + loss, SMOOTHING * weight + 1
-        means.append(mean / weight)
-    return means
-
-
 def smooth(losses: Sequence[float]) -> list[float]:
     """Exponential means to both sides of each step, which unlike running ones do not lag behind.
 
@@ -57,13 +48,6 @@ def smooth(losses: Sequence[float]) -> list[float]:
         total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
         smoothed.append(total / sum(weights))
     return smoothed
-
-
-def has_diverged(means: Sequence[float]) -> bool:
-    """Return True if the newest running mean lies so far above the lowest that higher rates need no trial."""
-    low, now = min(means), means[-1]
-    # Where losses come near to 0, four times the lowest is little.
-    return now > DIVERGED * low and now > low + 0.5 * (means[0] - low)
 
 
 def suggestions(lrs: Sequence[float], smoothed: Sequence[float]) -> dict[str, float]:
@@ -180,6 +164,9 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
     first = _first_step(run, len(lrs))
     taken: list[float] = []
     losses: list[float] = []
+    means: list[float] = []
+    """Running, by exponentially falling weights."""
+    total = weight = 0.0
     skipped_in_a_row = 0
     with preserving_state(run):
         base = reference_lr(run.optimizer, "initial_lr")
@@ -209,9 +196,13 @@ def train_at(run: Run, lrs: Sequence[float]) -> tuple[list[float], list[float], 
                 return taken, losses, LOSS_DIVERGED
             taken.append(lr)
             losses.append(loss)
-            means = running_mean(losses)
+            total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+            means.append(total / weight)
             run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
-            if step >= LEAST_STEPS and has_diverged(means):
+            low, now = min(means), means[-1]
+            # Where losses come near to 0, four times the lowest is little.
+            risen = now > DIVERGED * low and now > low + 0.5 * (means[0] - low)
+            if step >= LEAST_STEPS and risen:
                 return taken, losses, LOSS_DIVERGED
     return taken, losses, "at the highest rate"
 

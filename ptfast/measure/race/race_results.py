@@ -87,20 +87,17 @@ def read_finish(folder: Path, target: RaceTarget, arm: int, seed: int, ended: st
 
 @dataclass(frozen=True)
 class Lead:
-    """How many times sooner an arm reaches the target than the first one.
-
-    Args:
-        ratio: median over the seeds: above 1 where it is sooner, infinite where the first arm mostly misses.
-        low, high: interval of 95 %; 0 and infinity where too few runs give a bound. None for one pair.
-        pairs: seeds of both arms.
-        effect: the same, where both reached the target with every seed and the ratios differ.
-    """
+    """How many times sooner an arm reaches the target than the first one."""
 
     ratio: float
+    """Median over the seeds: above 1 where it is sooner, infinite where the first arm mostly misses."""
     low: float | None
+    """Of the 95 % interval, as `high`; 0 and infinity where too few runs give a bound, None for one pair."""
     high: float | None
     pairs: int
+    """Seeds of both arms."""
     effect: Effect | None
+    """The same, where both reached the target with every seed and the ratios differ."""
 
     def receipt(self) -> dict[str, Any]:
         """It as plain values."""

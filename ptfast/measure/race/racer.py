@@ -301,11 +301,6 @@ class Arm:
         """The same arm at another learning rate."""
         return _build(self.name, tuple(merge(self.words, [f"{_RATE}={lr:g}"])), self.own)
 
-    @property
-    def sets_rate(self) -> bool:
-        """True if its own overrides say the learning rate."""
-        return any(word.lstrip("+").startswith(f"{_RATE}=") for word in self.own)
-
 
 def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
     """The arms that the words of a command mean, checked.
@@ -345,7 +340,8 @@ def _build(name: str, words: tuple[str, ...], own: tuple[str, ...]) -> Arm:
 
 def describe_rates(arms: Sequence[Arm]) -> str:
     """A remark on the arms' learning rates where none was tuned."""
-    sets = [arm.name for arm in arms if arm.sets_rate]
+    key = f"{_RATE}="
+    sets = [arm.name for arm in arms if any(word.lstrip("+").startswith(key) for word in arm.own)]
     tuned = "ptfast race --tune-lr gives each arm its own by find lr"
     if sets and len(sets) < len(arms):
         return f"only {', '.join(sets)} has a learning rate of its own, which favours it; {tuned}"
