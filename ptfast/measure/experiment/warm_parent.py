@@ -52,8 +52,8 @@ class Request:
     timed_s: float = 1.0
     """Seconds of training that are timed, in turns, there and back; 0 for none."""
     turn_s: float = 0.05
-    """How long a trial trains before the next one's turn, a step at least: the shorter, the better a machine's
-    changes of speed cancel."""
+    """How long a trial trains before the next one's turn, a step at least. The shorter turns are, the better
+    a machine's changes of speed cancel."""
     seed: int = 0
     """Of the shift of each process's heap."""
     warm_s: float = 1.0
