@@ -19,8 +19,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ptfast.config.checks.interpolations import check_grammar, resolve
-from ptfast.config.checks.variables import check_used, drop_inherited, variable_sections
+from ptfast.config.checks.interpolations import (
+    check_grammar,
+    check_used,
+    drop_inherited,
+    resolve,
+    variable_sections,
+)
 from ptfast.config.files import paths, presets
 from ptfast.config.files.lineage import chosen_groups, lineage
 from ptfast.config.files.paths import shown

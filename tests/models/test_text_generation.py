@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ptfast.cli.predict_command import generate
 from ptfast.core.errors import ConfigError
 from ptfast.models.gpt import Gpt
-from ptfast.models.text_generation import generate
 
 PROMPT = torch.tensor([1, 2])
 

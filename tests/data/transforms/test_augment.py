@@ -15,7 +15,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Share
-from ptfast.data.transforms.augment import pixel_changes as P
+from ptfast.data.transforms.augment import augment_plan as P
 from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
 from ptfast.data.transforms.augment.row_windows import AugmentedImages, augmented
 
