@@ -71,6 +71,7 @@ def chains_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Remembers(plain_display.Display):
     def __init__(self) -> None:
+        super().__init__()
         self.notes: list[str] = []
         self.warnings: list[str] = []
 
