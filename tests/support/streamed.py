@@ -7,18 +7,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.distributed import host_sums
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import StepBatch
 from ptfast.data.build_data import build_data
 from ptfast.data.loaders.loading import ReaderOptions, build_prepare
 from ptfast.data.sampling.sampler import Sharding
+from ptfast.data.streams import stream_loaders
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.streams.stream_loaders import PartBatches, build_stream_batches, share_out
 
 SIZES = (7, 2, 11, 1, 5, 3, 4)
 """Samples in each shard of the data sets below."""
@@ -124,10 +126,8 @@ def build(dataset: Any, sums: Any = None, **options: Any) -> Any:
     )
     sharding = Sharding(BatchPlan(None, constant(6), given.pop("last")), **given)
     prepare = build_prepare(source, info, loading)
-    if sums is None:
-        return build_stream_batches(source, prepare, sharding, loading)
-    layout = share_out(source, sharding, loading)
-    return PartBatches(source, prepare, layout, sharding, loading, sums=sums)
+    with mock.patch.object(stream_loaders, "host_sums", lambda num_ranks: sums or host_sums(num_ranks)):
+        return stream_loaders.build_stream_batches(source, prepare, sharding, loading)
 
 
 def values(batch: StepBatch) -> list[float]:

@@ -183,7 +183,7 @@ class DeviceBatches(ChunkedBatches):
         self._epoch: tuple[int, int] | None = None
 
     def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
-        epoch, first, end = self.plan.epoch_of(step)
+        epoch, first, end = self.sampler.plan.epoch_of(step)
         if self._epoch != (epoch, first):
             self._begin(epoch, first, end)
         start = (step - first) // self._chunk_steps * self._chunk_steps

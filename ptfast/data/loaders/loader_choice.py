@@ -125,8 +125,7 @@ def _of_stream(
     shared = train.shared_by != "none"
     count = count_workers(workers)
     if workers == "auto":
-        most = count if train.num_shards is None else min(count, train.num_shards // num_ranks)
-        count = most if shared else min(count, 1)
+        count = train.readers_at_most(count, num_ranks) if shared else min(count, 1)
         count = max(1, count) if kind == "workers" else count
     if kind == "workers":
         return Choice(kind, before or "as the config says", count)

@@ -49,6 +49,11 @@ class ReaderOptions:
         """True if memory is page-locked for this device."""
         return self.device.type == "cuda" and self.pin in (True, "auto")
 
+    def describe(self, workers: int) -> str:
+        """So many worker processes, for the panel."""
+        threads = f" of {self.worker_threads} threads" if self.worker_threads > 1 else ""
+        return f"{workers} process{'es' * (workers > 1)}{threads}"
+
     def pool(self, batches: Callable[[Any], Any], workers: int, among: int | None = None) -> WorkerPool:
         """Worker processes that fetch `batches`; the arguments are those of `WorkerPool`."""
         return WorkerPool(

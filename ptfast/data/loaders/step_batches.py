@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loading import Prepare
@@ -31,11 +30,17 @@ CHUNK_BYTES = 64 * 2**20
 """Bytes of normalised data that are gathered at once from memory."""
 
 
-class StepBatches:
-    """The batches of one rank, a pure function of (seed, step). Subclasses give `plan` and `steps`."""
+Shares = Callable[[int], tuple[list[Share], int]]
+"""A rank's micro-batches at a step, before they are fetched, and the samples of the whole step."""
 
-    plan: BatchPlan
-    """Which samples make up each step."""
+
+class Batches:
+    """The batches of one rank, a pure function of the step. Subclasses give `steps`."""
+
+    shares: Shares | None = None
+    """Which samples make up a step; None for a stream."""
+    workers = 0
+    """Processes that read them, besides this one."""
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
@@ -45,38 +50,38 @@ class StepBatches:
         """Stop worker processes, where there are any."""
 
 
-class SampledBatches(StepBatches):
+class SampledBatches(Batches):
     """Batches of samples that are fetched by index, in this process or by others.
 
     Args:
-        batches: fetches the raw batch of a share: in this process, or a pool of others.
+        fetch: gives the raw batch of a share, in this process; or a pool of others that do.
     """
 
-    def __init__(
-        self, sampler: Sampler, prepare: Prepare, batches: Callable[[Share], Any] | WorkerPool
-    ) -> None:
-        self.plan, self.sampler, self._prepare = sampler.plan, sampler, prepare
-        self._pool = batches if isinstance(batches, WorkerPool) else None
-        self._fetch = batches.fetch if isinstance(batches, WorkerPool) else partial(map, batches)
+    def __init__(self, shares: Shares, prepare: Prepare, fetch: Callable[[Share], Any] | WorkerPool) -> None:
+        self.shares, self._prepare = shares, prepare
+        self.pool = fetch if isinstance(fetch, WorkerPool) else None
+        self.workers = self.pool.workers if self.pool is not None else 0
+        self._fetch = fetch.fetch if isinstance(fetch, WorkerPool) else partial(map, fetch)
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        assert self.shares is not None
         # Workers take shares some steps before their batch is due.
-        early, due = tee(map(self.sampler.step, range(first_step, last_step)))
+        early, due = tee(map(self.shares, range(first_step, last_step)))
         raw_batches = self._fetch(share for shares, _ in early for share in shares)
         for shares, num_samples in due:
             micro_batches = [self._prepare.micro_batch(next(raw_batches), share) for share in shares]
             yield StepBatch(tuple(micro_batches), num_samples)
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        if self.pool is not None:
+            self.pool.close()
 
 
-class ChunkedBatches(StepBatches):
+class ChunkedBatches(Batches):
     """Batches of which many steps are gathered at once. Subclasses give `_chunk`."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self.plan, self.sampler = sampler.plan, sampler
+        self.sampler, self.shares = sampler, sampler.step
         self._chunk_steps = 1
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
@@ -114,7 +119,7 @@ class StaticBatches(ChunkedBatches):
         self._set_chunk(self._inputs[0].numel() * self._inputs.element_size(), CHUNK_BYTES)
 
     def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
-        _, first, end = self.plan.epoch_of(step)
+        _, first, end = self.sampler.plan.epoch_of(step)
         start = step - (step - first) % self._chunk_steps
         stop = min(start + self._chunk_steps, end)
         plan = [self.sampler.step(s) for s in range(start, stop)]

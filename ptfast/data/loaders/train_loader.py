@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import Empty, Full, Queue
-from typing import Any, NamedTuple
+from typing import Any
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.machine import available_memory
-from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
+from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.dataset import Data
 from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import build_device_batches
@@ -20,11 +20,11 @@ from ptfast.data.loaders.loading import ReaderOptions, SideStream, build_prepare
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.step_batches import (
     AugmentedStream,
+    Batches,
     MemoryBatches,
     RawBatches,
     SampledBatches,
     StaticBatches,
-    StepBatches,
 )
 from ptfast.data.map_source import BaseSource, MapSource, TensorSource
 from ptfast.data.sampling.sampler import Sampler, Sharding
@@ -39,15 +39,6 @@ Transform = Callable[[Any, int, int], Any]
 """Makes something of a micro-batch's data at (step, number of the micro-batch in the whole step)."""
 
 
-class Read(NamedTuple):
-    """Step batches, and how they are read."""
-
-    batches: StepBatches
-    kind: str
-    reason: str
-    workers: int = 0
-
-
 class Loader:
     """The training batches of one rank: where they come from, and what they go through on the way.
 
@@ -56,30 +47,29 @@ class Loader:
     resuming and the number of ranks make no difference to it.
 
     Args:
-        read: where the batches come from.
+        reason: why samples are read by `loading.kind`, for the panel.
         transforms: of each micro-batch, in their order.
-        first_micro_batch: number of this rank's first micro-batch within a step.
         side: stream on which batches are copied while others train.
         report: receives what time goes to, as for `prefetched`.
-        data: that the samples come from.
     """
 
     def __init__(
         self,
-        read: Read,
-        transforms: Sequence[Transform] = (),
+        batches: Batches,
+        reason: str,
+        data: Data,
+        sharding: Sharding,
+        loading: ReaderOptions,
         *,
-        first_micro_batch: int = 0,
-        read_ahead: bool = False,
-        side: SideStream | None = None,
-        report: Callable[[str], None] = lambda cause: None,
-        data: Data | None = None,
+        transforms: Sequence[Transform],
+        side: SideStream | None,
+        report: Callable[[str], None],
     ) -> None:
-        self._data = data
-        self.batches, self.kind, self.reason, self.workers = read
-        self.plan = self.batches.plan
-        self.transforms, self._first = transforms, first_micro_batch
-        self.reads_ahead, self.side, self._report = read_ahead, side, report
+        self.batches, self.workers, self.reason = batches, batches.workers, reason
+        self.kind = "plain" if loading.kind == "workers" and not self.workers else loading.kind
+        self.plan, self._first, self._data = sharding.plan, sharding.first, data
+        self.transforms, self.reads_ahead, self.side = transforms, loading.read_ahead, side
+        self._report = report
         self._thread: Any = None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
@@ -102,11 +92,11 @@ class Loader:
 
         Those of a stream are read once and not looked for.
         """
-        sampler: Sampler | None = getattr(self.batches, "sampler", None)
-        if sampler is None or self._data is None or not isinstance(source := self._data.train, MapSource):
+        shares = self.batches.shares
+        if shares is None or not isinstance(source := self._data.train, MapSource):
             return []
         for step in range(first_step, last_step):
-            for share in sampler.step(step)[0]:
+            for share in shares(step)[0]:
                 numbers = share.indices if self._data.kept is None else self._data.kept[share.indices]
                 if found := not_finite(source.fetch(share.indices, share.epoch), numbers):
                     return found
@@ -148,61 +138,40 @@ def build_train_loader(
         check_read_ahead(data.train)
     augment = augment or Augment()
     if isinstance(data.train, IterableSource):
-        read = _read_stream(data.train, data.info, sharding, loading, seed, augment)
+        prepare = build_prepare(data.train, data.info, loading)
+        augmented = AugmentedStream(augment, seed) if augment else None
+        batches = build_stream_batches(data.train, prepare, sharding, loading, augmented)
+        reason = batches.layout.reason
     else:
-        read = _read_samples(data.train, data, sharding, loading, seed, augment)
-    return Loader(
-        read,
-        transforms,
-        first_micro_batch=sharding.first,
-        read_ahead=loading.read_ahead,
-        side=side,
-        report=report,
-        data=data,
-    )
-
-
-def _read_stream(
-    source: IterableSource,
-    info: DataInfo,
-    sharding: Sharding,
-    loading: ReaderOptions,
-    seed: int,
-    augment: Augment,
-) -> Read:
-    augmented = AugmentedStream(augment, seed) if augment else None
-    prepare = build_prepare(source, info, loading)
-    batches = build_stream_batches(source, prepare, sharding, loading, augmented)
-    return Read(batches, batches.layout.kind, batches.layout.reason, batches.layout.workers)
+        batches, reason = _read_samples(data.train, data, sharding, loading, seed, augment)
+    return Loader(batches, reason, data, sharding, loading, transforms=transforms, side=side, report=report)
 
 
 def _read_samples(
     source: MapSource, data: Data, sharding: Sharding, loading: ReaderOptions, seed: int, augment: Augment
-) -> Read:
+) -> tuple[Batches, str]:
+    """The batches of samples that have an index, and why they are read as they are."""
     kind, reason = loading.kind, loading.reason
     prepare = build_prepare(source, data.info, loading)
     sampler = Sampler(sharding, seed, partial(data.order, seed))
-    workers = count_workers(loading.workers) if kind == "workers" else 0
-    if workers:
+    if kind == "workers" and (workers := count_workers(loading.workers)):
         pool = loading.pool(RawBatches(source, augment, seed), workers)
-        who = f"{workers} process{'es' * (workers > 1)}"
-        who += f" of {loading.worker_threads} threads" if loading.worker_threads > 1 else ""
-        return Read(SampledBatches(sampler, prepare, pool), kind, f"{who}, {reason}", workers)
+        return SampledBatches(sampler.step, prepare, pool), f"{loading.describe(workers)}, {reason}"
     if kind in HELD and not source.in_memory:
         source = source.hold().source
     if kind == "device":
-        return Read(build_device_batches(sampler, prepare, source, augment, loading.device), kind, reason)
-    batches = RawBatches(source, augment, seed)
+        return build_device_batches(sampler, prepare, source, augment, loading.device), reason
+    fetch = RawBatches(source, augment, seed)
     if kind == "memory" and isinstance(source, TensorSource):
         if not augment and source.prepared_bytes <= STATIC_LIMIT_BYTES:
-            return Read(StaticBatches(sampler, prepare, source), kind, reason)
+            return StaticBatches(sampler, prepare, source), reason
         if augment and augment.resized_crop is None:
             holder = data.holder or Holder()
             if holder.agree(MemoryBatches.nbytes(source, augment) <= available_memory() // 2):
-                batches = MemoryBatches(source, augment, seed, holder)
+                fetch = MemoryBatches(source, augment, seed, holder)
             else:
                 reason += "; no room for padded copies"
-    return Read(SampledBatches(sampler, prepare, batches), kind, reason)
+    return SampledBatches(sampler.step, prepare, fetch), reason
 
 
 _LOOK_S = 0.1

@@ -163,3 +163,27 @@ class Sampler:
         if order is None:
             order = self._source_order(epoch)
         return permutation(self.seed, epoch, self.size) if order is None else order
+
+
+class InOrder:
+    """The shares of one rank that go through a split once: consecutive samples, a micro-batch a step.
+
+    Ranks have the same number of steps; where one has fewer samples, the last is a stand-in of no samples.
+
+    Args:
+        size: samples that count.
+        unit: samples that ranks share out at a time, of which `size` is a multiple.
+    """
+
+    def __init__(self, size: int, batch_size: int, rank: int, num_ranks: int, unit: int = 1) -> None:
+        self._start, self._stop = (r * (size // unit) // num_ranks * unit for r in (rank, rank + 1))
+        self._batch_size = batch_size
+        most = -(-size // unit // num_ranks) * unit
+        self.num_steps = -(-most // batch_size)
+
+    def step(self, step: int) -> tuple[list[Share], int]:
+        """This rank's only share at `step`, and its samples."""
+        start = self._start + step * self._batch_size
+        indices = np.arange(start, min(start + self._batch_size, self._stop))
+        share = Share(0, indices, len(indices)) if len(indices) else Share(0, np.arange(1), 0)
+        return [share], share.num_samples

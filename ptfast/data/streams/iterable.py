@@ -101,6 +101,12 @@ class IterableSource(BaseSource):
                 return number
         return None
 
+    def readers_at_most(self, wanted: int, num_ranks: int) -> int:
+        """Of `wanted` readers of each rank, as many as the data set can be shared out over."""
+        if self.shared_by == "none" or self.num_shards is None:
+            return wanted
+        return min(wanted, self.num_shards // num_ranks)
+
     def shuffle_within(self, size: int) -> bool:
         self.shuffle_buffer = size
         return True

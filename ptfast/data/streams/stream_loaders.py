@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import count, islice, repeat
 from typing import Any, NamedTuple
 
-from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.distributed import host_sums, joined, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loader_choice import count_workers
 from ptfast.data.loaders.loading import Prepare, ReaderOptions
-from ptfast.data.loaders.step_batches import StepBatches
+from ptfast.data.loaders.step_batches import Batches
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource, Reader, check_kind
 from ptfast.data.streams.stream_readers import (
@@ -27,33 +24,18 @@ from ptfast.data.streams.stream_readers import (
     WholeReading,
     check_parted,
     check_same,
-    place,
     sum_of,
 )
-
-Sums = Callable[[Sequence[int]], Callable[[], list[int]]]
 
 
 class ReaderLayout(NamedTuple):
     """Which processes read a stream, on one rank."""
 
-    rank: int
-    num_ranks: int
     workers: int
     """Processes; 0 for this one."""
     in_parts: bool
     """Each of several readers has a part of its own."""
     reason: str
-
-    @property
-    def kind(self) -> str:
-        return "workers" if self.workers else "plain"
-
-    @property
-    def readers(self) -> list[Reader]:
-        """Those of this rank."""
-        num_workers = max(1, self.workers)
-        return [Reader(self.rank, self.num_ranks, worker, num_workers) for worker in range(num_workers)]
 
 
 def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions) -> ReaderLayout:
@@ -68,14 +50,14 @@ def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions
         fits = shards // num_ranks
         hint = f"Use dataloader.workers={fits}" if fits else f"Use {shards} ranks or fewer"
         raise ConfigError("C011", what, key="dataloader.workers", value=max(1, workers), suggestion=hint)
-    who = f"{workers} process{'es' * (workers > 1)}" if workers else "in this process"
+    who = loading.describe(workers) if workers else "in this process"
     if readers == 1:
         how = "read in order"
     elif shared:
         how = f"the data set shares itself out over {readers} readers"
     else:
         how = "each reader goes through the whole stream: the data set does not ask get_worker_info()"
-    return ReaderLayout(sharding.rank, num_ranks, workers, shared and readers > 1, f"{who}, {how}")
+    return ReaderLayout(workers, shared and readers > 1, f"{who}, {how}")
 
 
 def build_stream_batches(
@@ -84,15 +66,23 @@ def build_stream_batches(
     sharding: Sharding,
     loading: ReaderOptions,
     augment: Augmented | None = None,
+    *,
+    once: bool = False,
 ) -> WholeBatches | PartBatches:
-    """The training batches of iterable data, on one rank.
+    """The batches of iterable data, on one rank.
 
     Where readers have parts of their own, `last` of the plan, `keep` or `drop`, is about the end of a pass.
+
+    Args:
+        once: end with the first pass.
     """
-    _check_ranks(source, sharding.num_ranks)
+    if source.is_guessed and sharding.num_ranks > 1:
+        # One that says nothing of ranks may begin on each with another sample.
+        begins = sum_of([source.first(), source.shared_by])
+        check_same(on_all_ranks(begins, sharding.num_ranks), source.class_name, 0)
     layout, plan = share_out(source, sharding, loading), sharding.plan
     if not layout.in_parts:
-        return WholeBatches(source, prepare, layout, sharding, loading, augment)
+        return WholeBatches(source, prepare, layout, sharding, loading, augment, once)
     if plan.grows:
         what = "batches of a data set that splits itself over readers cannot grow"
         hint = 'Use curriculum=none, or set its attribute shared_by = "none"'
@@ -101,40 +91,7 @@ def build_stream_batches(
         what = "the parts of a data set that splits itself over readers end unequally, and cannot be padded"
         hint = "Use dataloader.last=keep or drop"
         raise ConfigError("C011", what, key="dataloader.last", value=plan.last, suggestion=hint)
-    return PartBatches(source, prepare, layout, sharding, loading, augment)
-
-
-def build_stream_evaluation(
-    source: IterableSource,
-    prepare: Prepare,
-    loading: ReaderOptions,
-    *,
-    batch_size: int,
-    rank: int,
-    num_ranks: int,
-) -> StreamEvaluation:
-    """The batches of one pass over iterable data on one rank.
-
-    Args:
-        batch_size: samples of a forward pass on one rank.
-    """
-    workers = count_workers(loading.workers)
-    if source.shared_by != "none" and source.num_shards is not None:
-        # A held-out split may well have fewer shards than the training data that the workers are for.
-        workers = min(workers, source.num_shards // num_ranks)
-    kind = loading.kind if loading.kind == "workers" else "plain"
-    loading = replace(loading, kind=kind, workers=workers)
-    sharding = Sharding(BatchPlan(None, constant(batch_size * num_ranks)), num_ranks, rank, num_ranks)
-    layout = share_out(source, sharding, loading)
-    build = PartBatches if layout.in_parts else WholeBatches
-    return StreamEvaluation(build(source, prepare, layout, sharding, loading, once=True))
-
-
-def _check_ranks(source: IterableSource, num_ranks: int) -> None:
-    """Refuse a data set that says nothing of ranks and begins on each with another sample."""
-    if source.is_guessed and num_ranks > 1:
-        begins = sum_of([source.first(), source.shared_by])
-        check_same(on_all_ranks(begins, num_ranks), source.class_name, 0)
+    return PartBatches(source, prepare, layout, sharding, loading, augment, once)
 
 
 class Marks:
@@ -168,13 +125,14 @@ class Marks:
         return text
 
 
-class StreamBatches(StepBatches):
+class StreamBatches(Batches):
     """The step batches of a stream on one rank. Subclasses say what each reader reads, and give `steps`.
 
     Args:
         once: end with the first pass.
-        sums: what sums numbers over the ranks; None for what a process group gives.
     """
+
+    reads: type[Reading]
 
     def __init__(
         self,
@@ -183,26 +141,21 @@ class StreamBatches(StepBatches):
         layout: ReaderLayout,
         sharding: Sharding,
         loading: ReaderOptions,
-        augment: Augmented | None = None,
-        *,
-        once: bool = False,
-        sums: Sums | None = None,
+        augment: Augmented | None,
+        once: bool,
     ) -> None:
-        self.plan, self.layout, self.marks = sharding.plan, layout, Marks(1)
-        self._prepare, self._sharding, self._per_rank = prepare, sharding, sharding.per_rank
-        self._source, self._augment, self._once = source, augment, once
-        self._sums = sums or self._open_sums()
-        self._readings = [self._reading(reader) for reader in layout.readers]
+        self.layout, self.workers, self.marks = layout, layout.workers, Marks(1)
+        self._plan, self._prepare, self._sharding = sharding.plan, prepare, sharding
+        self._source, self._once, self._per_rank = source, once, sharding.per_rank
+        number = max(1, layout.workers)
+        readers = [Reader(sharding.rank, sharding.num_ranks, worker, number) for worker in range(number)]
+        self._readings = [
+            self.reads(source, reader, augment, sharding.plan, sharding.micro_batches, once)
+            for reader in readers
+        ]
         self._pools = [
             loading.pool(reading, 1, among=layout.workers) for reading in self._readings if layout.workers
         ]
-
-    def _open_sums(self) -> Sums | None:
-        """The object that sums numbers over the ranks."""
-        return host_sums(self.layout.num_ranks)
-
-    def _reading(self, reader: Reader) -> Reading:
-        raise NotImplementedError
 
     def close(self) -> None:
         for pool in self._pools:
@@ -213,6 +166,12 @@ class StreamBatches(StepBatches):
         if self._pools:
             return [pool.fetch(repeat((step, mark))) for pool in self._pools]
         return [reading.items(step, mark) for reading in self._readings]
+
+    def _placed(self, digests: Sequence[int]) -> list[int]:
+        """This rank's `digests` in their place among those of others, for sums over the ranks to collect."""
+        rank, num_ranks = self._sharding.rank, self._sharding.num_ranks
+        before, behind = len(digests) * rank, len(digests) * (num_ranks - rank - 1)
+        return [*[0] * before, *digests, *[0] * behind]
 
     def _step_batch(self, items: Sequence[Item], num_samples: int) -> StepBatch:
         micro_batches = [MicroBatch(self._prepare(item.raw), item.num_samples) for item in items]
@@ -227,14 +186,12 @@ class WholeBatches(StreamBatches):
     their first batches are compared.
     """
 
-    def _open_sums(self) -> Sums | None:
-        return super()._open_sums() if self._source.is_guessed and joined() else None
+    reads = WholeReading
 
-    def _reading(self, reader: Reader) -> Reading:
-        plan, micro_batches = self.plan, self._sharding.micro_batches
-        return WholeReading(
-            self._source, reader, self._augment, plan=plan, micro_batches=micro_batches, once=self._once
-        )
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        compares = self._source.is_guessed and joined()
+        self._sums = host_sums(self._sharding.num_ranks) if compares else None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         readers = self._open(first_step, self.marks.at(first_step))
@@ -243,13 +200,13 @@ class WholeBatches(StreamBatches):
         for step in range(first_step, last_step):
             items = [next(readers[(turn + i) % len(readers)]) for i in range(self._per_rank)]
             if self._sums is not None and step < first_step + CHECKED:
-                digests = self._sums(place([items[0].digest], self.layout.rank, self.layout.num_ranks))()
+                digests = self._sums(self._placed([items[0].digest]))()
                 check_same(digests, self._source.class_name, step)
             if any(item.raw is None for item in items):
                 return
             turn += self._per_rank
             self.marks.note(step, items[0].mark)
-            _, first, end = self.plan.batch(step)
+            _, first, end = self._plan.batch(step)
             yield self._step_batch(items, end - first)
 
 
@@ -261,20 +218,15 @@ class PartBatches(StreamBatches):
     along with none, as it does at the end of any epoch.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.marks = Marks(self.layout.num_ranks * len(self._readings))
-        self._drops = self.plan.last == "drop"
+    reads = PartReading
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sums = host_sums(self._sharding.num_ranks)
+        self.marks = Marks(self._sharding.num_ranks * len(self._readings))
+        self._drops = self._plan.last == "drop"
         self._last_raw: Any = None
         self._reported = list[int]()
-
-    @property
-    def _size(self) -> int:
-        """Samples of a micro-batch."""
-        return self.plan.batch_size // self._sharding.micro_batches
-
-    def _reading(self, reader: Reader) -> Reading:
-        return PartReading(self._source, reader, self._augment, size=self._size)
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         mark = self.marks.at(first_step)
@@ -314,8 +266,7 @@ class PartBatches(StreamBatches):
     def _ask(self, items: Iterator[Item]) -> tuple[list[Item], Callable[[], list[int]]]:
         mine = list(islice(items, self._per_rank))
         sizes = [item.num_samples for item in mine]
-        numbers = [sum(sizes), sum(sizes) < self._per_rank * self._size]
-        assert self._sums is not None
+        numbers = [sum(sizes), sum(sizes) < self._per_rank * self._readings[0].size]
         return mine, self._sums([*numbers, *self._digests(mine)])
 
     def _digests(self, mine: list[Item]) -> list[int]:
@@ -328,7 +279,7 @@ class PartBatches(StreamBatches):
         end = len(self._reported) // readers * readers
         if end == before // readers * readers:
             return []
-        return place(self._reported[end - readers : end], self.layout.rank, self.layout.num_ranks)
+        return self._placed(self._reported[end - readers : end])
 
     def _batch(self, items: list[Item], num_samples: int) -> StepBatch:
         if self._last_raw is None:
@@ -337,24 +288,12 @@ class PartBatches(StreamBatches):
         return self._step_batch([*items, *stand_ins], num_samples)
 
     def _empty(self) -> DataError:
-        what = (
-            f"the data set gives rank {self.layout.rank} no samples where it has {self.marks.readers} readers"
-        )
+        rank, readers = self._sharding.rank, self.marks.readers
+        what = f"the data set gives rank {rank} no samples where it has {readers} readers"
         hint = "Use fewer ranks or workers, or more shards"
         if self._drops:
             what, hint = f"{what} of full batches", "Use dataloader.last=keep, or a smaller batch_size"
         return DataError("D006", what, key="data", suggestion=hint)
-
-
-class StreamEvaluation:
-    """One pass over a held-out stream, each sample once over all ranks, which yield equally many batches."""
-
-    def __init__(self, batches: WholeBatches | PartBatches) -> None:
-        self._batches, self.close = batches, batches.close
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for batch in self._batches.steps(0, sys.maxsize):
-            yield from batch.micro_batches
 
 
 def _in_turn(readers: list[Iterator[Item]]) -> Iterator[Item]:

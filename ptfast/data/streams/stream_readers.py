@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -46,17 +47,28 @@ class Item(NamedTuple):
 END = Item(None, 0)
 
 
+@dataclass
 class Reading:
-    """The micro-batches of one reader. Called, it gives the next: so it serves in a worker process.
+    """The micro-batches of one reader. Called, it gives the next: so it serves in a worker process."""
 
-    Args:
-        augment: changes a raw batch; None leaves it as it is.
-    """
+    source: IterableSource
+    reader: Reader
+    augment: Augmented | None
+    """Changes a raw batch; None leaves it as it is."""
+    plan: BatchPlan
+    micro_batches: int
+    """Of a step, over all ranks."""
+    once: bool
+    """End with the first pass, whose last batch may be short; else batches continue into the next pass."""
 
-    def __init__(self, source: IterableSource, reader: Reader, augment: Augmented | None) -> None:
-        self.source, self.reader, self.augment = source, reader, augment
+    def __post_init__(self) -> None:
         self._items: Iterator[Item] | None = None
         self._generators = OwnGenerators()
+
+    @property
+    def size(self) -> int:
+        """Samples of a full micro-batch."""
+        return self.plan.batch_size // self.micro_batches
 
     def __call__(self, start: tuple[int, Mark]) -> Item:
         if self._items is None:
@@ -87,26 +99,7 @@ class WholeReading(Reading):
     """Every reader goes through the whole stream and collates its own micro-batches.
 
     Which samples a micro-batch holds depends neither on the number of workers nor on that of ranks.
-
-    Args:
-        plan: samples of each step.
-        micro_batches: of a step, over all ranks.
-        once: end with the first pass, whose last batch may be short; otherwise batches continue into the
-            next pass.
     """
-
-    def __init__(
-        self,
-        source: IterableSource,
-        reader: Reader,
-        augment: Augmented | None,
-        *,
-        plan: BatchPlan,
-        micro_batches: int,
-        once: bool = False,
-    ) -> None:
-        super().__init__(source, reader, augment)
-        self.plan, self.micro_batches, self.once = plan, micro_batches, once
 
     def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
         reader, per_rank = self.reader, self.micro_batches // self.reader.num_ranks
@@ -140,16 +133,7 @@ class PartReading(Reading):
     """The reader's own part, which the data set gives it, pass after pass with an end after each.
 
     The last micro-batch of a pass is as short as it comes.
-
-    Args:
-        size: samples of a micro-batch.
     """
-
-    def __init__(
-        self, source: IterableSource, reader: Reader, augment: Augmented | None, *, size: int
-    ) -> None:
-        super().__init__(source, reader, augment)
-        self.size = size
 
     def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
         reader = self.reader
@@ -204,12 +188,6 @@ class Digest:
             self._varied = self._varied or one != self._first
             self._found = zlib.crc32(one.to_bytes(4, "little"), self._found)
         return (self._found | 1 << 32) if self._varied else 0
-
-
-def place(digests: Sequence[int], rank: int, num_ranks: int) -> list[int]:
-    """A rank's `digests` in their place among those of others, for sums over the ranks to collect."""
-    before, behind = len(digests) * rank, len(digests) * (num_ranks - rank - 1)
-    return [*[0] * before, *digests, *[0] * behind]
 
 
 def check_same(digests: Sequence[int], name: str, step: int) -> None:

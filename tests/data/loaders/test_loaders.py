@@ -126,7 +126,7 @@ def test_augmentation_equals_a_crop_and_flip_of_each_image_by_itself(colour: Dat
     batches = loader(colour, "memory", augment=BOTH, normalize=False, seed=3)
     for step in (0, 5, 9):
         (inputs, _), _ = next(batches.steps(step, step + 1)).micro_batches[0]
-        (share,), _ = batches.batches.sampler.step(step)
+        (share,), _ = batches.batches.shares(step)
         top, left, flipped = augment.draw(3, share.epoch, share.indices)
         assert len(set(zip(top, left, flipped, strict=True))) > 3
         for image, i, y, x, mirror in zip(inputs, share.indices, top, left, flipped, strict=True):
