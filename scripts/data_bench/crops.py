@@ -20,14 +20,14 @@ MEAN, STD = [125.3, 123.0, 113.9], [63.0, 62.1, 66.7]
 
 def build(folder: Path) -> list[Row]:
     from ptfast.core.batch_plan import BatchPlan, constant
-    from ptfast.data.loaders.step_batches import MemoryBatches
     from ptfast.data.sampling.sampler import Sampler, Sharding
     from ptfast.data.transforms.augment.augment_plan import build_augment
+    from ptfast.data.transforms.augment.row_windows import MemoryBatches
 
     data, crop_flip = noise(), {"crop_padding": 4, "flip": True}
     augment = build_augment(crop_flip, data.info, images=True, task_name="auto", normalize=True)
     sharding = Sharding(BatchPlan(NUM_IMAGES, constant(BATCH_SIZE)), 1)
-    raw, sampler, epoch = MemoryBatches(data.train, augment, 0), Sampler(sharding, seed=0), 0
+    raw, sampler, epoch = MemoryBatches(data.train, augment), Sampler(sharding, seed=0), 0
 
     def bytes_only() -> int:
         nonlocal epoch

@@ -72,7 +72,7 @@ def by_ptfast(root: Path, *, normalize: bool = False, hold: bool = False) -> Cal
     source, info = HeldImages(splits.train) if hold else splits.train, splits.info
     wanted = {"resized_crop": (0.08, 1.0), "resized_ratio": (3 / 4, 4 / 3), "flip": True}
     augment = build_augment(wanted, info, images=True, task_name="auto", normalize=True)
-    batches, prepare = RawBatches(source, augment, seed=0), _prepare(source, info)
+    batches, prepare = RawBatches(source, augment), _prepare(source, info)
     epochs, indices = count(), np.random.default_rng(0).permutation(NUM_FILES)
 
     def work() -> int:

@@ -17,7 +17,7 @@ from ptfast.core.units import num_bytes
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.step_batches import ChunkedBatches
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sampling.sampler import Indices, Sampler
+from ptfast.data.sampling.sampler import Indices, Sampler, Share
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.transforms.augment.augment_plan import Augment
 from ptfast.data.transforms.augment.row_windows import cut_masks, planes
@@ -207,21 +207,21 @@ class DeviceBatches(ChunkedBatches):
         ]
         lengths = [sum(size for size, _ in share_sizes) for share_sizes, _ in self._plan]
         self._begins = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        augment, seed = self._augment, self.sampler.seed
+        augment, share = self._augment, Share(epoch, index, len(index))
         self._index = self._sent(index)
-        self._corners = [self._sent(each) for each in self._draw(seed, epoch, index)]
+        self._corners = [self._sent(each) for each in self._draw(share)]
         shape = self._shape if augment.resized_crop is None else (augment.size, augment.size)
-        drawn = augment.draw_changes(seed, epoch, index, shape)
+        drawn = augment.draw_changes(share, shape)
         self._drawn = {name: self._sent(value) for name, value in drawn.items()}
         self._epoch = (epoch, first)
 
-    def _draw(self, seed: int, epoch: int, index: Indices) -> Sequence[NDArray[np.int64]]:
+    def _draw(self, share: Share) -> Sequence[NDArray[np.int64]]:
         """Where each image is cropped, and whether it is mirrored; nothing where neither is wanted."""
         augment = self._augment
         if augment.resized_crop is None:
-            return augment.draw(seed, epoch, index) if augment.moves else []
-        boxes = augment.draw_boxes(seed, epoch, index, self._sizes(index))
-        return [*box_edges(boxes, *self._shape), augment.draw(seed, epoch, index)[2]]
+            return augment.draw(share) if augment.moves else []
+        boxes = augment.draw_boxes(share, self._sizes(share.indices))
+        return [*box_edges(boxes, *self._shape), augment.draw(share)[2]]
 
     def _sent(self, values: np.ndarray) -> Tensor:
         return self._prepare.move(as_tensor(values))

@@ -115,7 +115,7 @@ def build_eval_loader(
         hint = f"Set eval.last=keep or eval.batch_size={max(1, size // 2)}, say"
         raise DataError("D006", what, key="eval.last", value="drop", suggestion=hint)
     order = InOrder(counted, batch_size, rank, num_ranks, unit=batch_size if drop_last else 1)
-    fetch: Any = RawBatches(source, Augment(), 0)
+    fetch: Any = RawBatches(source, Augment())
     if isinstance(source, TensorSource):
         held = source
         # Neighbours need no copy.

@@ -19,9 +19,7 @@ from ptfast.data.loaders.loader_choice import HELD, count_workers
 from ptfast.data.loaders.loading import ReaderOptions, SideStream, build_prepare, prefetched
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.step_batches import (
-    AugmentedStream,
     Batches,
-    MemoryBatches,
     RawBatches,
     SampledBatches,
     StaticBatches,
@@ -31,6 +29,7 @@ from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
 from ptfast.data.transforms.augment.augment_plan import Augment
+from ptfast.data.transforms.augment.row_windows import MemoryBatches
 
 STATIC_LIMIT_BYTES = 512 * 2**20
 """Data that takes no more than this once normalised is normalised up front."""
@@ -136,11 +135,10 @@ def build_train_loader(
     """
     if loading.read_ahead:
         check_read_ahead(data.train)
-    augment = augment or Augment()
+    augment = (augment or Augment()).model_copy(update={"seed": seed})
     if isinstance(data.train, IterableSource):
         prepare = build_prepare(data.train, data.info, loading)
-        augmented = AugmentedStream(augment, seed) if augment else None
-        batches = build_stream_batches(data.train, prepare, sharding, loading, augmented)
+        batches = build_stream_batches(data.train, prepare, sharding, loading, augment)
         reason = batches.layout.reason
     else:
         batches, reason = _read_samples(data.train, data, sharding, loading, seed, augment)
@@ -155,20 +153,20 @@ def _read_samples(
     prepare = build_prepare(source, data.info, loading)
     sampler = Sampler(sharding, seed, partial(data.order, seed))
     if kind == "workers" and (workers := count_workers(loading.workers)):
-        pool = loading.pool(RawBatches(source, augment, seed), workers)
+        pool = loading.pool(RawBatches(source, augment), workers)
         return SampledBatches(sampler.step, prepare, pool), f"{loading.describe(workers)}, {reason}"
     if kind in HELD and not source.in_memory:
         source = source.hold().source
     if kind == "device":
         return build_device_batches(sampler, prepare, source, augment, loading.device), reason
-    fetch = RawBatches(source, augment, seed)
+    fetch = RawBatches(source, augment)
     if kind == "memory" and isinstance(source, TensorSource):
         if not augment and source.prepared_bytes <= STATIC_LIMIT_BYTES:
             return StaticBatches(sampler, prepare, source), reason
         if augment and augment.resized_crop is None:
             holder = data.holder or Holder()
             if holder.agree(MemoryBatches.nbytes(source, augment) <= available_memory() // 2):
-                fetch = MemoryBatches(source, augment, seed, holder)
+                fetch = MemoryBatches(source, augment, holder)
             else:
                 reason += "; no room for padded copies"
     return SampledBatches(sampler.step, prepare, fetch), reason

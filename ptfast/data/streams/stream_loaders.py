@@ -16,7 +16,6 @@ from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource, Reader, check_kind
 from ptfast.data.streams.stream_readers import (
     CHECKED,
-    Augmented,
     Item,
     Mark,
     PartReading,
@@ -26,6 +25,7 @@ from ptfast.data.streams.stream_readers import (
     check_same,
     sum_of,
 )
+from ptfast.data.transforms.augment.augment_plan import Augment
 
 
 class ReaderLayout(NamedTuple):
@@ -65,7 +65,7 @@ def build_stream_batches(
     prepare: Prepare,
     sharding: Sharding,
     loading: ReaderOptions,
-    augment: Augmented | None = None,
+    augment: Augment | None = None,
     *,
     once: bool = False,
 ) -> WholeBatches | PartBatches:
@@ -76,6 +76,11 @@ def build_stream_batches(
     Args:
         once: end with the first pass.
     """
+    augment = augment or Augment()
+    if augment.resized_crop is not None:
+        what = "images of a stream are resized before anything can be cut out of them"
+        hint = "Let the data set cut them, or use augment=crop_flip"
+        raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
     if source.is_guessed and sharding.num_ranks > 1:
         # One that says nothing of ranks may begin on each with another sample.
         begins = sum_of([source.first(), source.shared_by])
@@ -141,7 +146,7 @@ class StreamBatches(Batches):
         layout: ReaderLayout,
         sharding: Sharding,
         loading: ReaderOptions,
-        augment: Augmented | None,
+        augment: Augment,
         once: bool,
     ) -> None:
         self.layout, self.workers, self.marks = layout, layout.workers, Marks(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -17,11 +17,10 @@ from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import DataError
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import OwnGenerators, seeded
-from ptfast.data.sampling.sampler import micro_batch_bounds
+from ptfast.data.sampling.sampler import Share, micro_batch_bounds
 from ptfast.data.streams.iterable import IterableSource, Reader
-
-Augmented = Callable[[Any, int, list[int]], Any]
-"""Augments a raw batch of a pass, whose samples have these numbers."""
+from ptfast.data.transforms.augment.augment_plan import Augment
+from ptfast.data.transforms.augment.row_windows import augmented
 
 
 class Mark(NamedTuple):
@@ -53,8 +52,7 @@ class Reading:
 
     source: IterableSource
     reader: Reader
-    augment: Augmented | None
-    """Changes a raw batch; None leaves it as it is."""
+    augment: Augment
     plan: BatchPlan
     micro_batches: int
     """Of a step, over all ranks."""
@@ -92,7 +90,8 @@ class Reading:
         raw = self.source.checked(raw, numbers)
         if self.source.images:
             raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
-        return raw if self.augment is None else self.augment(raw, epoch, numbers)
+        share = Share(epoch, np.array(numbers), len(numbers))
+        return augmented(self.augment, raw, share) if self.augment else raw
 
 
 class WholeReading(Reading):

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
+from ptfast.data.map_source import TensorSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.transforms.augment import augment_plan as P
 from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
-from ptfast.data.transforms.augment.row_windows import AugmentedImages, augmented
+from ptfast.data.transforms.augment.row_windows import MemoryBatches, augmented
 
 INDICES = np.array([7, 3, 11, 0, 5, 2, 9])
 SHAPE = (9, 14)
@@ -32,8 +33,11 @@ def share(epoch: int = 1) -> Share:
     return Share(epoch, INDICES, len(INDICES))
 
 
-def on_host(augment: Augment, source: Tensor, epoch: int = 1) -> Tensor:
-    return augmented(augment, source[torch.from_numpy(INDICES)], 4, share(epoch))
+def on_host(augment: Augment, source: Tensor, given: Share | None = None, seed: int = 4) -> Tensor:
+    """The images of a share, augmented as a fetched batch."""
+    given = given or share()
+    raw = source[torch.from_numpy(given.indices)], torch.zeros(len(given.indices))
+    return augmented(augment.model_copy(update={"seed": seed}), raw, given)[0]
 
 
 # Flips.
@@ -41,17 +45,17 @@ def on_host(augment: Augment, source: Tensor, epoch: int = 1) -> Tensor:
 
 def test_alternating_flips_show_each_image_and_its_mirror_image_in_turns() -> None:
     everything, augment = np.arange(1000), Augment(flip="alternating")
-    first, second, third = (augment.draw(0, epoch, everything)[2] for epoch in (0, 1, 2))
+    first, second, third = (augment.draw(Share(epoch, everything, 1000))[2] for epoch in (0, 1, 2))
     assert 400 < first.sum() < 600
     assert np.array_equal(second, 1 - first)
     assert np.array_equal(third, first)
-    drawn = [Augment(flip=True).draw(0, epoch, everything)[2] for epoch in (0, 1)]
+    drawn = [Augment(flip=True).draw(Share(epoch, everything, 1000))[2] for epoch in (0, 1)]
     assert 400 < (drawn[0] != drawn[1]).sum() < 600
 
 
 def test_an_alternating_flip_mirrors_the_pixels() -> None:
     source, augment = images(), Augment(flip="alternating")
-    even, odd = (on_host(augment, source, epoch) for epoch in (0, 1))
+    even, odd = (on_host(augment, source, share(epoch)) for epoch in (0, 1))
     assert torch.equal(even, odd.flip(2))
     assert not torch.equal(even, source[torch.from_numpy(INDICES)])
 
@@ -225,18 +229,19 @@ ALL = Augment(
 @pytest.mark.parametrize("augment", [ALL, Augment(cutout=3), Augment(rotation_degrees=9, flip=True)])
 def test_padded_copies_give_what_a_fetched_batch_gives(augment: Augment) -> None:
     source = images()
-    copies = AugmentedImages(source, augment, seed=4)
+    held = TensorSource(source, torch.arange(len(source)), images=True)
+    copies = MemoryBatches(held, augment.model_copy(update={"seed": 4}))
     for epoch in (0, 1, 0):
-        assert torch.equal(copies.gather(share(epoch)), on_host(augment, source, epoch))
+        assert torch.equal(copies(share(epoch))[0], on_host(augment, source, share(epoch)))
 
 
 def test_an_image_has_the_same_draws_in_any_batch_and_others_in_any_epoch() -> None:
     source = images()
     whole = on_host(ALL, source)
     few = INDICES[2:4]
-    part = augmented(ALL, source[torch.from_numpy(few)], 4, Share(1, few, 2))
+    part = on_host(ALL, source, Share(1, few, 2))
     assert torch.equal(whole[2:4], part)
-    assert not torch.equal(whole, on_host(ALL, source, epoch=2))
+    assert not torch.equal(whole, on_host(ALL, source, share(2)))
 
 
 def test_threads_change_no_bit() -> None:
@@ -248,7 +253,7 @@ def test_threads_change_no_bit() -> None:
         results = []
         for number in (1, 2):
             torch.set_num_threads(number)
-            results.append(augmented(ALL, source, 0, everything))
+            results.append(on_host(ALL, source, everything, seed=0))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*results)
@@ -257,7 +262,7 @@ def test_threads_change_no_bit() -> None:
 def test_the_source_is_left_as_it_is() -> None:
     source = images()
     for augment in (ALL, Augment(cutout=3), Augment(contrast=0.5), Augment(flip=True)):
-        augmented(augment, source[:7], 4, share())
+        augmented(augment, (source[:7], torch.zeros(7)), share())
     assert torch.equal(source, images())
 
 

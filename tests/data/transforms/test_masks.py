@@ -26,7 +26,7 @@ from ptfast.data.build_data import build_data
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.sources.arrays import Arrays
 from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
-from ptfast.data.transforms.augment.row_windows import moved
+from ptfast.data.transforms.augment.row_windows import augmented
 from ptfast.data.transforms.mixup_cutmix import Mix
 from ptfast.tasks.build_task import build_task
 from ptfast.tasks.semantic_segmentation import SemanticSegmentation
@@ -146,15 +146,16 @@ def test_what_comes_from_outside_does_not_count_in_masks_of_any_type(
     dtype: torch.dtype, ignored: int, expected: torch.dtype
 ) -> None:
     masks, share = torch.ones(5, 6, 8).to(dtype), Share(0, np.arange(5), 5)
+    raw = torch.zeros(5, 6, 8, 3, dtype=torch.uint8), masks
     augment = Augment(crop_padding=4, mask_fill=ignored)
-    top, left, _ = augment.draw(0, 0, np.arange(5))
-    got = moved(augment, masks, 0, share)
+    top, left, _ = augment.draw(share)
+    got = augmented(augment, raw, share)[1]
     assert got.dtype == expected
     for mask, y, x in zip(got, top, left, strict=True):
         whole = F.pad(torch.ones(6, 8), (4, 4, 4, 4), value=ignored)
         assert torch.equal(mask.double(), whole[y : y + 6, x : x + 8].double())
     # Nothing comes from outside where images are only mirrored.
-    assert moved(Augment(flip=True, mask_fill=ignored), masks, 0, share).dtype == dtype
+    assert augmented(Augment(flip=True, mask_fill=ignored), raw, share)[1].dtype == dtype
 
 
 def info(kind: Any, task: str = "auto") -> DataInfo:

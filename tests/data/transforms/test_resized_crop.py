@@ -74,16 +74,16 @@ def test_boxes_are_cut_out_of_files_before_they_are_resized(tmp_path: Path):
     pixels = np.random.default_rng(1).integers(0, 256, (2, 40, 50, 3), dtype=np.uint8)
     source = TensorSource(torch.from_numpy(pixels), torch.tensor([0, 1]), images=True)
     share = Share(4, np.array([1, 0]), 2)
-    augment = Augment(resized_crop=(0.3, 1.0), flip=True, size=16)
+    augment = Augment(resized_crop=(0.3, 1.0), flip=True, size=16, seed=9)
     boxes = draw_boxes(9, 4, share.indices, np.full(2, 40), np.full(2, 50), (0.3, 1.0), (0.75, 1.3333))
-    flipped = augment.draw(9, 4, share.indices)[2]
+    flipped = augment.draw(share)[2]
     expected = []
     for index, box, flip in zip(share.indices, boxes, flipped, strict=True):
         top, left, height, width = (round(x) for x in box * [40, 50, 40, 50])
         picture = torch.from_numpy(pixels[index]).permute(2, 0, 1)
         crop = v2.resized_crop(picture, top, left, height, width, [16, 16], antialias=True)
         expected.append((crop.flip(-1) if flip else crop).permute(1, 2, 0))
-    assert same_pixels(cropped(augment, source, 9, share), torch.stack(expected))
+    assert same_pixels(cropped(augment, source, share)[0], torch.stack(expected))
 
 
 @pytest.mark.parametrize("changes", [{}, {"brightness": 0.4, "cutout": 3}, {"flip": "alternating"}])
@@ -169,12 +169,12 @@ def test_a_device_cuts_the_boxes_of_the_host(
     images = photos(32, height, width, channels)
     source = TensorSource(images, torch.zeros(32), images=True)
     share = Share(2, np.random.default_rng(0).permutation(32), 32)
-    augment = Augment(resized_crop=scale, flip=True, size=size)
-    expected = cropped(augment, source, 5, share)
+    augment = Augment(resized_crop=scale, flip=True, size=size, seed=5)
+    expected = cropped(augment, source, share)[0]
     sides = np.full(32, height), np.full(32, width)
     boxes = draw_boxes(5, 2, share.indices, *sides, scale, augment.resized_ratio)
     edges = [torch.from_numpy(each) for each in box_edges(boxes, height, width)]
-    flipped = torch.from_numpy(augment.draw(5, 2, share.indices)[2])
+    flipped = torch.from_numpy(augment.draw(share)[2])
     cut = ResidentImages(images, 0).cut(torch.from_numpy(share.indices), *edges, flipped, size)
     assert (cut.dtype, cut.shape) == (torch.uint8, (32, size, size, channels))
     errors = (cut.int() - expected.int()).abs()

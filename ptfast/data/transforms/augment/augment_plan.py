@@ -15,7 +15,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.data import transforms
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.sampler import Indices
+from ptfast.data.sampling.sampler import Indices, Share
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, draw_boxes
 
 _CACHED_PIXELS = 1 << 17
@@ -27,9 +27,10 @@ class Augment(transforms.AugmentSection):
 
     A resized crop comes before all of it, out of the original image (`resized_crops.py`). Everything that
     is drawn is a function of (seed, epoch, index), whoever draws it. Crop and flip come with the gathering of
-    a batch (`row_windows.py` on the host, `device_crops.py` on a device), the rest by `change`.
+    a batch (`row_windows.py` on the host, `ResidentImages` on a device), the rest by `change`.
     """
 
+    seed: int = 0
     size: int = 0
     """Side in pixels that a resized crop is scaled to."""
     fill: tuple[int, ...] = ()
@@ -63,37 +64,37 @@ class Augment(transforms.AugmentSection):
     def colours(self) -> bool:
         return max(self.brightness, self.contrast, self.saturation) > 0
 
-    def draw(self, seed: int, epoch: int, indices: Indices) -> tuple[Indices, Indices, Indices]:
+    def draw(self, share: Share) -> tuple[Indices, Indices, Indices]:
         """(top, left, flipped) of each image: corner of its crop in the padded image, mirrored first."""
-        none = np.zeros(len(indices), np.int64)
+        none = np.zeros(len(share.indices), np.int64)
         top = left = flipped = none
         if self.crop_padding:
             high = 2 * self.crop_padding + 1
-            top = counter_draws.integers(seed, epoch, indices, counter_draws.CROP_Y, high)
-            left = counter_draws.integers(seed, epoch, indices, counter_draws.CROP_X, high)
+            top = self._integers(share, counter_draws.CROP_Y, high)
+            left = self._integers(share, counter_draws.CROP_X, high)
         if self.flip == "alternating":
             # Which half begins mirrored is drawn once; from then on each image turns over every epoch.
-            flipped = counter_draws.integers(seed, 0, indices, counter_draws.FLIP, 2) ^ (epoch & 1)
+            flipped = self._integers(share._replace(epoch=0), counter_draws.FLIP, 2) ^ (share.epoch & 1)
         elif self.flip:
-            flipped = counter_draws.integers(seed, epoch, indices, counter_draws.FLIP, 2)
+            flipped = self._integers(share, counter_draws.FLIP, 2)
         return top, left, flipped
 
-    def draw_boxes(self, seed: int, epoch: int, indices: Indices, sizes: tuple[Sizes, Sizes]) -> Boxes:
+    def draw_boxes(self, share: Share, sizes: tuple[Sizes, Sizes]) -> Boxes:
         """The box of `resized_crop` in each image, of which `sizes` are the original heights and widths."""
         assert self.resized_crop is not None
-        return draw_boxes(seed, epoch, indices, *sizes, self.resized_crop, self.resized_ratio)
+        ranges = self.resized_crop, self.resized_ratio
+        return draw_boxes(self.seed, share.epoch, share.indices, *sizes, *ranges)
 
-    def draw_changes(
-        self, seed: int, epoch: int, indices: Indices, shape: tuple[int, int]
-    ) -> dict[str, NDArray[Any]]:
+    def draw_changes(self, share: Share, shape: Sequence[int]) -> dict[str, NDArray[Any]]:
         """The draws that `change` takes for each image of `shape` (height, width), samples first."""
 
         def within(stream: int, most: float, least: float | None = None) -> NDArray[np.float64]:
             low = -most if least is None else least
-            return low + (most - low) * counter_draws.uniform(seed, epoch, indices, stream)
+            drawn = counter_draws.uniform(self.seed, share.epoch, share.indices, stream)
+            return low + (most - low) * drawn
 
         def factor(stream: int, most: float) -> NDArray[np.float64]:
-            return within(stream, 1 + most, max(0.0, 1 - most)) if most else np.ones(len(indices))
+            return within(stream, 1 + most, max(0.0, 1 - most)) if most else np.ones(len(share.indices))
 
         drawn: dict[str, NDArray[Any]] = {}
         height, width = shape
@@ -113,7 +114,7 @@ class Augment(transforms.AugmentSection):
             )
         if self.cutout:
             top, left = (
-                counter_draws.integers(seed, epoch, indices, stream, size) - self.cutout // 2
+                self._integers(share, stream, size) - self.cutout // 2
                 for stream, size in ((counter_draws.CUTOUT_Y, height), (counter_draws.CUTOUT_X, width))
             )
             drawn["cutout"] = np.stack([top, left], 1).astype(np.int32)
@@ -147,16 +148,31 @@ class Augment(transforms.AugmentSection):
             masks = cut_out(masks[..., None], drawn["cutout"], self.cutout, fill)[..., 0]
         return masks
 
-    def change_on_host(self, images: Tensor, seed: int, epoch: int, indices: Indices) -> Tensor:
-        """`change` with the draws of the samples `indices`, of which `images` are."""
+    def change_batch(
+        self, images: Tensor, masks: Tensor | None, share: Share
+    ) -> tuple[Tensor, Tensor | None]:
+        """`change` and `change_masks` with the draws for `share`, of a batch on the host or a device."""
+        if not self.changes:
+            return images, masks
+        drawn = self.draw_changes(share, images.shape[1:3])
+        if masks is not None:
+            masks = self.change_masks(masks, _on(masks.device, drawn))
+        if images.device.type != "cpu":
+            return self.change(images, _on(images.device, drawn)), masks
         height, width = images.shape[1:3]
-        drawn = self.draw_changes(seed, epoch, indices, (height, width))
         changed, at_once = torch.empty_like(images), max(1, _CACHED_PIXELS // (height * width))
         for start in range(0, len(images), at_once):
             part = slice(start, start + at_once)
-            tensors = {name: torch.from_numpy(values[part]) for name, values in drawn.items()}
-            changed[part] = self.change(images[part], tensors)
-        return changed
+            some = {name: torch.from_numpy(values[part]) for name, values in drawn.items()}
+            changed[part] = self.change(images[part], some)
+        return changed, masks
+
+    def _integers(self, share: Share, stream: int, high: int) -> Indices:
+        return counter_draws.integers(self.seed, share.epoch, share.indices, stream, high)
+
+
+def _on(device: torch.device, drawn: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(values).to(device) for name, values in drawn.items()}
 
 
 def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
@@ -227,7 +243,7 @@ Figures = NDArray[np.float64]
 
 
 def bends(
-    angle: Figures, scale: Figures, shift_y: Figures, shift_x: Figures, shape: tuple[int, int]
+    angle: Figures, scale: Figures, shift_y: Figures, shift_x: Figures, shape: Sequence[int]
 ) -> NDArray[np.float32]:
     """Where the pixels of a bent image come from: six coefficients each, for `bend`.
 

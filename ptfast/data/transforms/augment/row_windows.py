@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,50 +11,129 @@ from torch import Tensor
 
 from ptfast.data.label_checks import holds
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.map_source import MapSource
+from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Indices, Share
 from ptfast.data.transforms.augment.augment_plan import Augment
-from ptfast.data.transforms.resized_crops import Sizes, box_edges
+from ptfast.data.transforms.resized_crops import box_edges
 
 Bytes = NDArray[np.uint8]
 
 
-def augmented(augment: Augment, images: Tensor, seed: int, share: Share) -> Tensor:
-    """Augmented copy of the images of one micro-batch, uint8 (batch, height, width, channels)."""
+def augmented(augment: Augment, raw: Any, share: Share) -> Any:
+    """A raw batch `(images, targets, ...)`, changed as drawn for `share`; targets only where they are masks.
+
+    Args:
+        raw: images as uint8 (batch, height, width, channels), masks as (batch, height, width) or (batch, 1,
+            height, width).
+    """
+    images, targets, *others = raw
+    masks = None if augment.mask_fill is None else planes(augment, targets)
     if augment.moves:
-        images = crop_and_flip(augment, images, seed, share)
-    return augment.change_on_host(images, seed, share.epoch, share.indices) if augment.changes else images
+        drawn = augment.draw(share)
+        images = _crop_and_flip(augment, images, drawn)
+        if masks is not None:
+            outside, dtype = _bytes_of(augment, masks), masks.dtype
+            masks = _as_masks(_crop_and_flip(augment, _as_bytes(masks), drawn, outside), dtype)
+    images, masks = augment.change_batch(images, masks, share)
+    return images, targets if masks is None else masks.reshape(targets.shape), *others
 
 
 def cropped(
-    augment: Augment, source: MapSource, seed: int, share: Share, places: Indices | None = None
-) -> Tensor:
-    """The images of one micro-batch by `augment.resized_crop`: uint8 (batch, side, side, channels).
+    augment: Augment, source: MapSource, share: Share, places: Indices | None = None
+) -> tuple[Tensor, Tensor]:
+    """The raw batch of `share` by `augment.resized_crop`: images are uint8 (batch, side, side, channels).
 
     Args:
-        places: of the images in `source`, where these are not their numbers.
+        places: of the samples in `source`, where these are not their numbers.
     """
-    places = share.indices if places is None else places
-    boxes = augment.draw_boxes(seed, share.epoch, share.indices, source.sizes(places))
-    flipped = augment.draw(seed, share.epoch, share.indices)[2]
-    images = source.crops(places, boxes, augment.size, flipped)
-    if augment.changes and images.device.type != "cpu":
-        shape = (augment.size, augment.size)
-        drawn = augment.draw_changes(seed, share.epoch, share.indices, shape)
-        on_device = {name: torch.from_numpy(values).to(images.device) for name, values in drawn.items()}
-        return augment.change(images, on_device)
-    return augment.change_on_host(images, seed, share.epoch, share.indices) if augment.changes else images
+    places, size = share.indices if places is None else places, augment.size
+    boxes, flipped = augment.draw_boxes(share, source.sizes(places)), augment.draw(share)[2]
+    images, targets = source.crops(places, boxes, size, flipped), source.labels(places)
+    masks = None
+    if augment.mask_fill is not None:
+        masks = planes(augment, targets)
+        height, width = masks.shape[1:]
+        edges = torch.from_numpy(box_edges(boxes, height, width))
+        masks = cut_masks(masks, *edges, torch.from_numpy(flipped), size=size)
+    images, masks = augment.change_batch(images, masks, share)
+    return images, targets if masks is None else masks.reshape(*targets.shape[:-2], size, size)
 
 
-def crop_and_flip(
-    augment: Augment, images: Tensor, seed: int, share: Share, outside: Bytes | None = None
-) -> Tensor:
-    """Crops of images (batch, height, width, channels), mirrored first, as they are drawn for `share`.
+class MemoryBatches:
+    """Gathers augmented batches straight out of padded images in memory, masks with them.
+
+    Padded images and their mirrored copies lie in memory channels last, so that each row of a crop is one run
+    of bytes and a batch is one gather of rows: no image is touched in Python.
 
     Args:
+        holder: of the padded copies; None for this process.
+
+    Cost: the memory of the padded images, twice if they are flipped; 1 to 2 us for an image of 32x32.
+    """
+
+    def __init__(self, source: TensorSource, augment: Augment, holder: Holder | None = None) -> None:
+        self._augment, self._targets = augment, source.targets
+        self._windows = [_windows(augment, source.inputs, holder)]
+        if augment.mask_fill is not None:
+            masks = planes(augment, source.targets)
+            self._mask_type = masks.dtype
+            self._windows += [_windows(augment, _as_bytes(masks), holder, _bytes_of(augment, masks))]
+        self._epoch, self._corners = -1, list[Indices]()
+
+    @staticmethod
+    def nbytes(source: TensorSource, augment: Augment) -> int:
+        """Bytes that the padded copies take."""
+        if not augment.moves:
+            return 0
+        stored = [source.inputs]
+        if augment.mask_fill is not None:
+            stored.append(_as_bytes(planes(augment, source.targets)))
+        copies, pad = 2 if augment.flip else 1, 2 * augment.crop_padding
+        return sum(
+            copies * samples * (height + pad) * (width + pad) * channels
+            for samples, height, width, channels in (images.shape for images in stored)
+        )
+
+    def __call__(self, share: Share) -> Any:
+        if share.epoch != self._epoch:
+            everything = np.arange(len(self._targets))
+            top, left, flipped = self._augment.draw(Share(share.epoch, everything, len(everything)))
+            slots = everything + flipped * len(everything)
+            self._corners = [windows.corners(slots, top, left) for windows in self._windows]
+            self._epoch = share.epoch
+        images, *masks = [
+            torch.from_numpy(windows.gather(corners[share.indices]))
+            for windows, corners in zip(self._windows, self._corners, strict=True)
+        ]
+        if not masks:
+            targets = self._targets.index_select(0, as_tensor(share.indices))
+            return self._augment.change_batch(images, None, share)[0], targets
+        planes = _as_masks(masks[0], self._mask_type)
+        images, changed = self._augment.change_batch(images, planes, share)
+        assert changed is not None
+        return images, changed.reshape(-1, *self._targets.shape[1:])
+
+
+def _windows(
+    augment: Augment, images: Tensor, holder: Holder | None, outside: Bytes | None = None
+) -> RowWindows:
+    """All crops of images (samples, height, width, channels), of which the mirrored ones come behind."""
+    pixels = copies = images.contiguous().numpy()
+    if augment.moves:
+        copies = _pad(pixels, augment.crop_padding, holder, mirrored=bool(augment.flip), outside=outside)
+    return RowWindows(copies, pixels.shape[1:])
+
+
+def _crop_and_flip(
+    augment: Augment, images: Tensor, drawn: tuple[Indices, Indices, Indices], outside: Bytes | None = None
+) -> Tensor:
+    """Crops of images (batch, height, width, channels), mirrored first.
+
+    Args:
+        drawn: of `Augment.draw`.
         outside: what comes from outside, (channels,); black if not given.
     """
-    top, left, flipped = augment.draw(seed, share.epoch, share.indices)
+    top, left, flipped = drawn
     pixels = images.numpy()
     if augment.flip:
         mirror = flipped.astype(bool)
@@ -62,63 +143,6 @@ def crop_and_flip(
         return torch.from_numpy(pixels)
     windows = RowWindows(_pad(pixels, augment.crop_padding, outside=outside), pixels.shape[1:])
     return torch.from_numpy(windows.gather(windows.corners(np.arange(len(pixels)), top, left)))
-
-
-class AugmentedImages:
-    """Images in memory from which augmented batches are gathered.
-
-    Padded images and their mirrored copies lie in memory channels last, so that each row of a crop is one run
-    of bytes and a batch is one gather of rows: no image is touched in Python.
-
-    Args:
-        images: uint8 (samples, height, width, channels).
-        holder: of the padded copies; None for this process.
-        outside: what they are padded with, (channels,); black if not given.
-
-    Cost: the memory of the padded images, twice if they are flipped; 1 to 2 us for an image of 32x32.
-    """
-
-    def __init__(
-        self,
-        images: Tensor,
-        augment: Augment,
-        seed: int,
-        holder: Holder | None = None,
-        outside: Bytes | None = None,
-    ) -> None:
-        pixels = images.contiguous().numpy()
-        self._augment, self._seed, self._size = augment, seed, len(pixels)
-        copies = pixels
-        if augment.moves:
-            mirrored = bool(augment.flip)
-            copies = _pad(pixels, augment.crop_padding, holder, mirrored=mirrored, outside=outside)
-        self._windows = RowWindows(copies, pixels.shape[1:])
-        self._epoch, self._corners = -1, np.empty(0, np.int64)
-
-    @staticmethod
-    def nbytes(images: Tensor, augment: Augment) -> int:
-        """Bytes that the padded copies of `images` take."""
-        if not augment.moves:
-            return 0
-        samples, height, width, channels = images.shape
-        pad = 2 * augment.crop_padding
-        return samples * (height + pad) * (width + pad) * channels * (2 if augment.flip else 1)
-
-    def gather(self, share: Share) -> Tensor:
-        """The augmented images of a micro-batch: uint8 (batch, height, width, channels)."""
-        images = self.crops(share)
-        if not self._augment.changes:
-            return images
-        return self._augment.change_on_host(images, self._seed, share.epoch, share.indices)
-
-    def crops(self, share: Share) -> Tensor:
-        """Those images cropped and mirrored, and not changed otherwise."""
-        if share.epoch != self._epoch:
-            everything = np.arange(self._size)
-            top, left, flipped = self._augment.draw(self._seed, share.epoch, everything)
-            self._corners = self._windows.corners(everything + flipped * self._size, top, left)
-            self._epoch = share.epoch
-        return torch.from_numpy(self._windows.gather(self._corners[share.indices]))
 
 
 class RowWindows:
@@ -178,66 +202,6 @@ def _pad(
     return padded.reshape(copies * samples, *padded.shape[2:])
 
 
-def moved(augment: Augment, targets: Tensor, seed: int, share: Share) -> Tensor:
-    """Targets of one micro-batch, moved as `augmented` moves their images; others than masks as they are.
-
-    Args:
-        targets: (batch, height, width) or (batch, 1, height, width) where they are masks.
-    """
-    if augment.mask_fill is None:
-        return targets
-    masks = planes(augment, targets)
-    if augment.moves:
-        outside = _bytes_of(augment, masks)
-        masks = _as_masks(crop_and_flip(augment, _as_bytes(masks), seed, share, outside), masks.dtype)
-    return _changed(augment, masks, seed, share).reshape(targets.shape)
-
-
-def moved_by_crops(
-    augment: Augment, targets: Tensor, sizes: tuple[Sizes, Sizes], seed: int, share: Share
-) -> Tensor:
-    """Targets of one micro-batch, of the boxes that `cropped` cuts out of their images; as `moved`.
-
-    Args:
-        sizes: heights and widths of the images as they were before they were stored.
-    """
-    if augment.mask_fill is None:
-        return targets
-    masks, size = planes(augment, targets), augment.size
-    boxes = augment.draw_boxes(seed, share.epoch, share.indices, sizes)
-    flipped = augment.draw(seed, share.epoch, share.indices)[2]
-    height, width = masks.shape[1:]
-    top, bottom, left, right = torch.from_numpy(box_edges(boxes, height, width))
-    masks = cut_masks(masks, top, bottom, left, right, torch.from_numpy(flipped), size)
-    return _changed(augment, masks, seed, share).reshape(*targets.shape[:-2], size, size)
-
-
-class AugmentedMasks:
-    """Masks in memory, gathered as `AugmentedImages` gathers their images.
-
-    Args:
-        targets: (samples, height, width) or (samples, 1, height, width).
-        holder: of the padded copies; None for this process.
-    """
-
-    def __init__(self, targets: Tensor, augment: Augment, seed: int, holder: Holder | None = None) -> None:
-        masks = planes(augment, targets)
-        self._augment, self._seed = augment, seed
-        self._shape, self._dtype = targets.shape[1:], masks.dtype
-        outside = _bytes_of(augment, masks)
-        self._copies = AugmentedImages(_as_bytes(masks), augment, seed, holder, outside)
-
-    @staticmethod
-    def nbytes(targets: Tensor, augment: Augment) -> int:
-        """Bytes that the padded copies of `targets` take."""
-        return AugmentedImages.nbytes(_as_bytes(planes(augment, targets)), augment)
-
-    def gather(self, share: Share) -> Tensor:
-        """The masks of a micro-batch, moved as their images are."""
-        masks = _as_masks(self._copies.crops(share), self._dtype)
-        return _changed(self._augment, masks, self._seed, share).reshape(-1, *self._shape)
-
-
 def planes(augment: Augment, targets: Tensor) -> Tensor:
     """Masks as (samples, height, width), of a type that holds `augment.mask_fill` where that is needed."""
     assert augment.mask_fill is not None
@@ -267,14 +231,6 @@ def _nearest(start: Tensor, end: Tensor, size: int) -> Tensor:
     """The pixels of lines from `start` to `end` under the centres of `size` that stand for them."""
     places = 2 * torch.arange(size, device=start.device) + 1
     return start[:, None] + torch.div(places * (end - start)[:, None], 2 * size, rounding_mode="floor")
-
-
-def _changed(augment: Augment, masks: Tensor, seed: int, share: Share) -> Tensor:
-    if not augment.bends and not augment.cutout:
-        return masks
-    height, width = masks.shape[1:]
-    drawn = augment.draw_changes(seed, share.epoch, share.indices, (height, width))
-    return augment.change_masks(masks, {name: torch.from_numpy(values) for name, values in drawn.items()})
 
 
 def _as_bytes(masks: Tensor) -> Tensor:
