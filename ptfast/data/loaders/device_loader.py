@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.machine import available_memory
-from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.core.units import num_bytes
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.step_batches import ChunkedBatches
@@ -20,7 +17,7 @@ from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Indices, Sampler, Share
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.transforms.augment.augment_plan import Augment
-from ptfast.data.transforms.augment.row_windows import cut_masks, planes
+from ptfast.data.transforms.augment.row_windows import cut_masks, padded_bytes, planes
 from ptfast.data.transforms.resized_crops import Sizes, box_edges
 
 
@@ -49,22 +46,16 @@ class ResidentImages:
         self._down = torch.arange(height, device=images.device)
         self._across = torch.arange(width, device=images.device)
 
-    @staticmethod
-    def nbytes(images: Tensor, augment: Augment) -> int:
-        """Bytes that `images` take with their padding."""
-        samples, height, width, channels = images.shape
-        pad = 2 * augment.crop_padding
-        return samples * (height + pad) * (width + pad) * channels * images.element_size()
-
-    def gather(self, index: Tensor, top: Tensor, left: Tensor, flipped: Tensor) -> Tensor:
-        """Crops of the images `index`, mirrored first where `flipped` is 1.
+    def gather(self, index: Tensor, corners: Sequence[Tensor] = ()) -> Tensor:
+        """The images `index`, (batch, height, width, channels): crops of them, or without `corners` whole.
 
         Args:
-            index, top, left, flipped: int64 (batch,), on the device; a corner is one of the padded image.
-
-        Returns:
-            (batch, height, width, channels), of their type.
+            index: int64 (batch,), on the device.
+            corners: top and left in the padded images, and 1 where they are mirrored first; all like `index`.
         """
+        if not corners:
+            return self._samples.index_select(0, index)
+        top, left, flipped = corners
         rows = (index * self._padded_height + top)[:, None] + self._down
         columns = left[:, None] + self._across
         # Column x of the mirror image is the one as far from the other end.
@@ -95,7 +86,7 @@ class ResidentImages:
             uint8 (batch, size, size, channels): those of `crops.resized_crop`, but for a rare step
             of 1; two where products are of tf32.
         """
-        images = self._samples.index_select(0, index)
+        images = self.gather(index)
         batch, height, width, channels = images.shape
         across, down = _weights(left, right, width, size), _weights(top, bottom, height, size)
         across = torch.where(flipped[:, None, None] > 0, across.flip(1), across)
@@ -104,10 +95,6 @@ class ResidentImages:
         narrow = (across @ columns).add_(0.5).floor_().clamp_(max=255).view(batch, size, height, channels)
         rows = narrow.transpose(1, 2).reshape(batch, height, size * channels)
         return (down @ rows).add_(0.5).clamp_(max=255).to(torch.uint8).view(batch, size, size, channels)
-
-    def take(self, index: Tensor) -> Tensor:
-        """The images `index` as they are."""
-        return self._samples.index_select(0, index)
 
 
 def _weights(start: Tensor, end: Tensor, length: int, size: int) -> Tensor:
@@ -128,8 +115,6 @@ def _weights(start: Tensor, end: Tensor, length: int, size: int) -> Tensor:
     return (weights / step).add_(0.5).floor_().mul_(step).float()
 
 
-CHUNK_BYTES = 64 * 2**20
-"""Bytes that are gathered at once, as normalised inputs: some steps of small images, one of large ones."""
 MOST_OF_MEMORY = 0.5
 """Share of the device's free memory that the data may take; the rest is for training."""
 
@@ -160,103 +145,73 @@ class DeviceBatches(ChunkedBatches):
         augment: Augment,
         sizes: Callable[[Indices], tuple[Sizes, Sizes]],
     ) -> None:
-        super().__init__(sampler)
-        self._prepare, self._augment = prepare, augment
         # Pinning would round them up to a power of two and never let go of that: the driver copies in pieces.
         inputs, targets = source.inputs.to(prepare.device), source.targets.to(prepare.device)
-        self._targets: Tensor | None = targets
-        self._target_shape = targets.shape[1:]
+        width = 4 if source.images else inputs.element_size()
+        super().__init__(sampler, prepare, inputs[0].numel() * width)
+        self._augment, self._sizes = augment, sizes
         self._images = ResidentImages(inputs, augment.crop_padding) if source.images else None
-        self._masks: ResidentImages | None = None
-        if augment.mask_fill is not None:
-            masks = planes(augment, targets)[..., None]
-            self._masks = ResidentImages(
-                masks, augment.crop_padding, augment.mask_fill if augment.hides else 0
-            )
-            # They are stored once, with their padding.
-            self._targets = None
         self._inputs = inputs if self._images is None else None
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
-        self._sizes = sizes
-        width = 4 if source.images else inputs.element_size()
-        self._set_chunk(inputs[0].numel() * width, CHUNK_BYTES)
-        self._epoch: tuple[int, int] | None = None
+        self._target_shape = targets.shape[1:]
+        # Masks are stored once, with their padding.
+        self._targets, self._masks = targets, None
+        if augment.mask_fill is not None:
+            masks, fill = planes(augment, targets)[..., None], augment.mask_fill if augment.hides else 0
+            self._targets, self._masks = None, ResidentImages(masks, augment.crop_padding, fill)
+        self._epoch = -1
 
-    def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
-        epoch, first, end = self.sampler.plan.epoch_of(step)
-        if self._epoch != (epoch, first):
-            self._begin(epoch, first, end)
-        start = (step - first) // self._chunk_steps * self._chunk_steps
-        plan = self._plan[start : start + self._chunk_steps]
-        sizes = [size for share_sizes, _ in plan for size, _ in share_sizes]
-        begin = self._begins[start]
-        inputs, targets = self._gather(slice(begin, begin + sum(sizes)))
-        pieces = zip(inputs.split(sizes), targets.split(sizes), strict=True)
-        return first + start, [
-            StepBatch(tuple([MicroBatch(next(pieces), counted) for _, counted in share_sizes]), num_samples)
-            for share_sizes, num_samples in plan
-        ]
+    def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        epoch, first, end = self.sampler.plan.epoch_of(first_step)
+        if epoch != self._epoch:
+            self._begin(epoch, range(first, end))
+        sizes = [len(share.indices) for share in shares]
+        begin = self._begins[first_step - first]
+        inputs, targets = self._moved(slice(begin, begin + sum(sizes)))
+        return zip(inputs.split(sizes), targets.split(sizes), strict=True)
 
-    def _begin(self, epoch: int, first: int, end: int) -> None:
+    def _begin(self, epoch: int, steps: range) -> None:
         """Send the order of an epoch and its draws to the device."""
-        plan = [self.sampler.step(step) for step in range(first, end)]
-        index = np.concatenate([share.indices for shares, _ in plan for share in shares])
-        self._plan = [
-            ([(len(share.indices), share.num_samples) for share in shares], num_samples)
-            for shares, num_samples in plan
-        ]
-        lengths = [sum(size for size, _ in share_sizes) for share_sizes, _ in self._plan]
-        self._begins = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        augment, share = self._augment, Share(epoch, index, len(index))
+        plan = [self.sampler.step(step)[0] for step in steps]
+        index = np.concatenate([share.indices for shares in plan for share in shares])
+        lengths = [sum(len(share.indices) for share in shares) for shares in plan]
+        self._begins = np.cumsum([0, *lengths]).tolist()
+        augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
+        corners: Sequence[Indices] = augment.draw(whole) if augment.moves else ()
+        if augment.resized_crop is not None:
+            edges = box_edges(augment.draw_boxes(whole, self._sizes(index)), *shape)
+            shape, corners = (augment.size, augment.size), (*edges, corners[2])
         self._index = self._sent(index)
-        self._corners = [self._sent(each) for each in self._draw(share)]
-        shape = self._shape if augment.resized_crop is None else (augment.size, augment.size)
-        drawn = augment.draw_changes(share, shape)
+        self._corners = [self._sent(each) for each in corners]
+        drawn = augment.draw_changes(whole, shape)
         self._drawn = {name: self._sent(value) for name, value in drawn.items()}
-        self._epoch = (epoch, first)
-
-    def _draw(self, share: Share) -> Sequence[NDArray[np.int64]]:
-        """Where each image is cropped, and whether it is mirrored; nothing where neither is wanted."""
-        augment = self._augment
-        if augment.resized_crop is None:
-            return augment.draw(share) if augment.moves else []
-        boxes = augment.draw_boxes(share, self._sizes(share.indices))
-        return [*box_edges(boxes, *self._shape), augment.draw(share)[2]]
+        self._epoch = epoch
 
     def _sent(self, values: np.ndarray) -> Tensor:
         return self._prepare.move(as_tensor(values))
 
-    def _gather(self, part: slice) -> tuple[Tensor, Tensor]:
+    def _moved(self, part: slice) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a part of the epoch's order, as the model takes them."""
-        index = self._index[part]
-        if self._images is None:
-            assert self._inputs is not None
-            inputs = self._prepare.laid_out(self._inputs.index_select(0, index))
-            return inputs, self._gather_targets(index, [], {})
+        index, augment = self._index[part], self._augment
         corners = [each[part] for each in self._corners]
         drawn = {name: each[part] for name, each in self._drawn.items()}
-        if self._augment.resized_crop is not None:
-            images = self._images.cut(index, *corners, size=self._augment.size)
-        elif corners:
-            images = self._images.gather(index, *corners)
+        if self._images is None:
+            assert self._inputs is not None
+            inputs = self._inputs.index_select(0, index)
+        elif augment.resized_crop is not None:
+            inputs = self._images.cut(index, *corners, size=augment.size)
         else:
-            images = self._images.take(index)
-        if self._augment.changes:
-            images = self._augment.change(images, drawn)
-        return self._prepare.laid_out(images), self._gather_targets(index, corners, drawn)
-
-    def _gather_targets(self, index: Tensor, corners: list[Tensor], drawn: dict[str, Tensor]) -> Tensor:
-        """Targets of samples; masks moved as their images are."""
+            inputs = self._images.gather(index, corners)
+        inputs = self._prepare.laid_out(augment.change(inputs, drawn))
         if self._masks is None:
             assert self._targets is not None
-            return self._targets.index_select(0, index)
-        augment = self._augment
+            return inputs, self._targets.index_select(0, index)
         if augment.resized_crop is not None:
-            masks = cut_masks(self._masks.take(index)[..., 0], *corners, size=augment.size)
+            masks = cut_masks(self._masks.gather(index)[..., 0], *corners, size=augment.size)
         else:
-            masks = (self._masks.gather(index, *corners) if corners else self._masks.take(index))[..., 0]
+            masks = self._masks.gather(index, corners)[..., 0]
         masks = augment.change_masks(masks, drawn)
-        return masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
+        return inputs, masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
 
 
 def build_device_batches(
@@ -271,20 +226,13 @@ def build_device_batches(
         what = "only samples of one shape can be kept on the device, and these are collated batch by batch"
         hint = "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value="device", suggestion=hint)
-    needed, free = resident_bytes(source, augment), free_bytes(device)
+    needed = padded_bytes(augment, source) if source.images else source.inputs.nbytes
+    needed += source.targets.nbytes if augment.mask_fill is None else 0
+    free = free_bytes(device)
     if needed > MOST_OF_MEMORY * free:
         what = f"the data takes {num_bytes(needed)} on {device.type}, which has {num_bytes(free)} free"
         raise MachineError("E005", what, key="dataloader.kind", value="device", suggestion=hint)
     return DeviceBatches(sampler, prepare, source, augment, sizes)
-
-
-def resident_bytes(source: TensorSource, augment: Augment) -> int:
-    """Bytes that the samples of `source` take on a device."""
-    inputs: Any = source.inputs
-    stored = ResidentImages.nbytes(inputs, augment) if source.images else inputs.nbytes
-    if augment.mask_fill is None:
-        return stored + source.targets.nbytes
-    return stored + ResidentImages.nbytes(planes(augment, source.targets)[..., None], augment)
 
 
 def free_bytes(device: torch.device) -> int:

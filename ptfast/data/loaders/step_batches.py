@@ -8,6 +8,7 @@ from itertools import tee
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loading import Prepare
@@ -69,26 +70,37 @@ class SampledBatches(Batches):
 
 
 class ChunkedBatches(Batches):
-    """Batches of which many steps are gathered at once. Subclasses give `_chunk`."""
+    """Batches of which many steps are gathered at once. Subclasses give `_gather`.
 
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler, self.shares = sampler, sampler.step
-        self._chunk_steps = 1
+    Args:
+        sample_bytes: of a sample's inputs once normalised.
+    """
+
+    def __init__(self, sampler: Sampler, prepare: Prepare, sample_bytes: int) -> None:
+        self.sampler, self.shares, self._prepare = sampler, sampler.step, prepare
+        step_bytes = max(1, sampler.batch_size * sample_bytes)
+        self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         step = first_step
         while step < last_step:
-            start, batches = self._chunk(step)
+            _, first, end = self.sampler.plan.epoch_of(step)
+            # Chunks begin at fixed places in an epoch.
+            start = step - (step - first) % self._chunk_steps
+            stop = min(start + self._chunk_steps, end)
+            plan = [self.sampler.step(s) for s in range(start, stop)]
+            pieces = self._gather([share for shares, _ in plan for share in shares], start)
+            batches = [
+                StepBatch(
+                    tuple([MicroBatch(next(pieces), share.num_samples) for share in shares]), num_samples
+                )
+                for shares, num_samples in plan
+            ]
             yield from batches[step - start : last_step - start]
-            step = start + len(batches)
+            step = stop
 
-    def _set_chunk(self, sample_bytes: int, chunk_bytes: int) -> None:
-        """Gather as many steps at once as take about `chunk_bytes`."""
-        step_bytes = max(1, self.sampler.batch_size * sample_bytes)
-        self._chunk_steps = max(1, min(1024, chunk_bytes // step_bytes))
-
-    def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
-        """First step and batches of the chunk that holds `step`; chunks begin at fixed places in an epoch."""
+    def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets of each of `shares`, which are all of the steps from `first_step` on."""
         raise NotImplementedError
 
 
@@ -100,35 +112,20 @@ class StaticBatches(ChunkedBatches):
     """
 
     def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource) -> None:
-        super().__init__(sampler)
-        self._prepare = prepare
         inputs = prepare.inputs(source.inputs)
+        super().__init__(sampler, prepare, inputs[0].numel() * inputs.element_size())
         self._targets = prepare.move(source.targets)
         # Rows are gathered from contiguous memory and only looked at as channels first.
         self._permuted = prepare.channels_last and inputs.dim() == 4
         self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
-        self._set_chunk(self._inputs[0].numel() * self._inputs.element_size(), CHUNK_BYTES)
 
-    def _chunk(self, step: int) -> tuple[int, list[StepBatch]]:
-        _, first, end = self.sampler.plan.epoch_of(step)
-        start = step - (step - first) % self._chunk_steps
-        stop = min(start + self._chunk_steps, end)
-        plan = [self.sampler.step(s) for s in range(start, stop)]
-        shares = [share for step_shares, _ in plan for share in step_shares]
+    def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         index_parts, sizes, stride = _aligned(shares)
         index = self._prepare.move(as_tensor(np.concatenate(index_parts)))
-        inputs = self._inputs.index_select(0, index)
+        inputs, targets = self._inputs.index_select(0, index), self._targets.index_select(0, index)
         if self._permuted:
             inputs = inputs.permute(0, 3, 1, 2)
-        pieces = zip(
-            inputs.split(sizes)[::stride],
-            self._targets.index_select(0, index).split(sizes)[::stride],
-            strict=True,
-        )
-        return start, [
-            StepBatch(tuple([MicroBatch(next(pieces), share.num_samples) for share in shares]), num_samples)
-            for shares, num_samples in plan
-        ]
+        return zip(inputs.split(sizes)[::stride], targets.split(sizes)[::stride], strict=True)
 
 
 def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:

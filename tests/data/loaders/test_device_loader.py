@@ -17,7 +17,7 @@ from test_loaders import BOTH, NONE, colour, loader, same
 from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch
 from ptfast.data.build_data import Data
-from ptfast.data.loaders import device_loader
+from ptfast.data.loaders import device_loader, step_batches
 from ptfast.data.map_source import MapSource, TensorSource
 
 __all__ = ["Armed", "colour"]
@@ -61,7 +61,7 @@ def test_the_data_takes_no_pinned_memory() -> None:
 
 def test_several_chunks_and_ranks_are_cut_alike(colour: Data, monkeypatch: pytest.MonkeyPatch):
     whole = list(loader(colour, "plain", micro_batches=4, augment=ALL).steps(0, 11))
-    monkeypatch.setattr(device_loader, "CHUNK_BYTES", 2 * 24 * 180 * 4)
+    monkeypatch.setattr(step_batches, "CHUNK_BYTES", 2 * 24 * 180 * 4)
     for rank in (0, 1):
         here = loader(colour, "device", micro_batches=4, augment=ALL, rank=rank, num_ranks=2)
         assert here.batches._chunk_steps == 2
@@ -111,7 +111,7 @@ def test_what_is_read_sample_by_sample_is_read_once(colour: Data):
 
 def test_nothing_is_copied_within_an_epoch(colour: Data, monkeypatch: pytest.MonkeyPatch):
     here = loader(colour, "device", augment=ALL)
-    monkeypatch.setattr(device_loader, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(step_batches, "CHUNK_BYTES", 1)
     here.batches._chunk_steps = 1
     batches = here.steps(0, 10)
     next(batches)

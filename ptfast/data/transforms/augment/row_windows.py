@@ -53,8 +53,8 @@ def cropped(
     if augment.mask_fill is not None:
         masks = planes(augment, targets)
         height, width = masks.shape[1:]
-        edges = torch.from_numpy(box_edges(boxes, height, width))
-        masks = cut_masks(masks, *edges, torch.from_numpy(flipped), size=size)
+        top, bottom, left, right = torch.from_numpy(box_edges(boxes, height, width))
+        masks = cut_masks(masks, top, bottom, left, right, torch.from_numpy(flipped), size)
     images, masks = augment.change_batch(images, masks, share)
     return images, targets if masks is None else masks.reshape(*targets.shape[:-2], size, size)
 
@@ -83,16 +83,7 @@ class MemoryBatches:
     @staticmethod
     def nbytes(source: TensorSource, augment: Augment) -> int:
         """Bytes that the padded copies take."""
-        if not augment.moves:
-            return 0
-        stored = [source.inputs]
-        if augment.mask_fill is not None:
-            stored.append(_as_bytes(planes(augment, source.targets)))
-        copies, pad = 2 if augment.flip else 1, 2 * augment.crop_padding
-        return sum(
-            copies * samples * (height + pad) * (width + pad) * channels
-            for samples, height, width, channels in (images.shape for images in stored)
-        )
+        return padded_bytes(augment, source) * (2 if augment.flip else 1) if augment.moves else 0
 
     def __call__(self, share: Share) -> Any:
         if share.epoch != self._epoch:
@@ -200,6 +191,17 @@ def _pad(
     shape = (copies, samples, height + 2 * padding, width + 2 * padding, channels)
     padded, _ = (holder or Holder()).fill(shape, fill)
     return padded.reshape(copies * samples, *padded.shape[2:])
+
+
+def padded_bytes(augment: Augment, source: TensorSource) -> int:
+    """Bytes that images, and masks with them, take with their padding."""
+    stored, pad = [source.inputs], 2 * augment.crop_padding
+    if augment.mask_fill is not None:
+        stored.append(planes(augment, source.targets)[..., None])
+    return sum(
+        len(images) * (images.shape[1] + pad) * (images.shape[2] + pad) * images[0, 0, 0].nbytes
+        for images in stored
+    )
 
 
 def planes(augment: Augment, targets: Tensor) -> Tensor:
