@@ -13,12 +13,10 @@ from ptfast.data.loaders.worker_processes import RAISED
 
 
 class Collate:
-    """Makes a batch of a list of samples; sent to worker processes as it is.
+    """Makes a batch of a list of samples, by torch's `default_collate` or a function of the user's.
 
     Args:
-        function: of the list; None for torch's `default_collate`.
-        key: that names the function in the config, for errors.
-        value: the key's value there.
+        key, value: by which the config names the function, for errors.
     """
 
     def __init__(self, function: Callable[[list[Any]], Any] | None, *, key: str, value: str) -> None:
@@ -27,7 +25,6 @@ class Collate:
         self.name = name_of(self._function)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The batch."""
         try:
             batch = self._function(samples)
         except RAISED as error:

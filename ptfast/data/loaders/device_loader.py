@@ -29,12 +29,11 @@ class ResidentImages:
         padding: pixels on each side, with which they are kept.
         fill: what these have, black or a label.
 
-    Cost: the memory of the padded images. Mirroring is a matter of the order in which columns are gathered.
+    Cost: the memory of the padded images; mirroring takes none.
     """
 
     def __init__(self, images: Tensor, padding: int, fill: int = 0) -> None:
         samples, height, width, channels = images.shape
-        self._height, self._width = height, width
         if padding:
             padded = images.new_full((samples, height + 2 * padding, width + 2 * padding, channels), fill)
             padded[:, padding : padding + height, padding : padding + width] = images
@@ -75,16 +74,11 @@ class ResidentImages:
         """Boxes of the images `index`, scaled to squares and mirrored then where `flipped` is 1.
 
         A pixel of a crop is a weighted sum over a box, across and then down. Both are products of matrices,
-        one for each image, so that boxes of any sizes are one operation.
+        one for each image, so that boxes of any sizes are one operation. Pixels are those of
+        `resized_crops.resized_crop`, but for a rare step of 1; two where products are of tf32.
 
         Args:
-            index, flipped: int64 (batch,), on the device.
             top, bottom, left, right: first row of a box and the row behind it, columns likewise.
-            size: side of a square.
-
-        Returns:
-            uint8 (batch, size, size, channels): those of `crops.resized_crop`, but for a rare step
-            of 1; two where products are of tf32.
         """
         images = self.gather(index)
         batch, height, width, channels = images.shape
@@ -129,8 +123,7 @@ class DeviceBatches(ChunkedBatches):
     Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled images.
 
     Args:
-        sampler: of this rank's shares.
-        source: the samples, on the host; images are uint8 (samples, height, width, channels).
+        source: the samples, on the host.
         sizes: heights and widths of samples as they were before they were stored, for resized crops.
 
     Cost: the memory of the samples as they are stored (images with their padding), and that of some batches.

@@ -27,12 +27,10 @@ CACHE_LIMIT_BYTES = 128 * 2**20
 
 
 class EvaluationLoader:
-    """One rank's share of an evaluation split.
+    """One rank's share of an evaluation split, as `EvalLoader` has it.
 
     Args:
         num_steps: after which the batches end, if they do not before.
-        num_samples: evaluated over all ranks; None for data of unknown length.
-        left_out: samples of the split that are not.
         side: stream on which batches are copied while others are evaluated.
         caches: prepare the batches once, and keep them.
     """
@@ -64,7 +62,6 @@ class EvaluationLoader:
         return batches if self.side is None else prefetched(batches, self.side)
 
     def close(self) -> None:
-        """Stop the worker processes of an evaluation that was broken off."""
         self.batches.close()
 
 
@@ -81,15 +78,12 @@ def build_eval_loader(
 ) -> EvaluationLoader:
     """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
 
-    Ranks yield the same number of batches; where one has fewer samples, the last is a stand-in of no samples.
-
     Args:
         loading: as for training. Samples that are not in memory are read by worker processes for the kinds
             `auto` and `workers`.
         batch_size: samples of one forward pass on this rank.
         drop_last: leave out the samples at the split's end that make no whole batch. Ranks then share out
             batches, so that the same samples are left out for any number of them.
-        side: as of `EvaluationLoader`.
 
     Raises:
         ConfigError: C011 for a last batch to be left out of a stream, whose end nobody knows.

@@ -29,8 +29,6 @@ _WORKER_BYTES = 256 * 2**20
 
 
 class Choice(NamedTuple):
-    """The loader that was chosen."""
-
     kind: str
     """One of the kinds of `build_train_loader`, never `auto`."""
     reason: str
@@ -70,14 +68,9 @@ def choose(
 
     Args:
         others: the splits that are held in memory with it.
-        kind: as `dataloader.kind`.
-        workers: as `dataloader.workers`.
-        micro_batch_size: samples that are read at a time.
+        kind, workers, prefetch: as in `dataloader`.
         num_samples: that the whole run takes from `train`; None where nobody knows.
-        prefetch: micro-batches that each worker reads ahead.
-        num_ranks: that read together.
         before: the reason for `kind`, where an earlier part of the run has chosen it for `auto`.
-        augments: whether batches are augmented.
         crops: whether boxes are cut out of the training images, which are then held as large as they are.
         device: that trains.
 

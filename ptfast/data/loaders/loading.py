@@ -55,7 +55,7 @@ class ReaderOptions:
         return f"{workers} process{'es' * (workers > 1)}{threads}"
 
     def pool(self, batches: Callable[[Any], Any], workers: int, among: int | None = None) -> WorkerPool:
-        """Worker processes that fetch `batches`; the arguments are those of `WorkerPool`."""
+        """A `WorkerPool` that fetches `batches` like this."""
         return WorkerPool(
             batches, workers, self.prefetch, pin=self.pins, threads=self.worker_threads, among=among
         )
@@ -102,8 +102,7 @@ def prefetched(
     """The same batches, each filled on `side` while the one before it trains.
 
     On the stream that trains, a copy would wait for the kernels of the step before, and every step for its
-    copy. One batch ahead, the next is there even when the host has waited for the device to read a figure. A
-    copy starts when the step before last has ended, and overlaps with a whole step.
+    copy. Here it starts when the step before last has ended, and overlaps with a whole step.
 
     Args:
         report: receives what time goes to: `transfer` while the training waits for a batch on its way, else
@@ -132,7 +131,6 @@ class Prepare:
 
     Args:
         images: whether raw inputs are uint8 (batch, height, width, channels).
-        normalizer: applied to the inputs on the device, None to leave them as they are.
         channels_last: memory format of 4-d inputs; their shape is (batch, channels, height, width) either
             way.
         note_unreadable: receives indices and targets of each raw batch.

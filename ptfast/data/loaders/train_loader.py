@@ -47,7 +47,6 @@ class Loader:
 
     Args:
         reason: why samples are read by `loading.kind`, for the panel.
-        transforms: of each micro-batch, in their order.
         side: stream on which batches are copied while others train.
         report: receives what time goes to, as for `prefetched`.
     """
@@ -127,7 +126,8 @@ def build_train_loader(
     Args:
         seed: of the order of the samples and of their augmentation.
         augment: of `build_augment`; None for no augmentation.
-        transforms, side, report: as of `Loader`.
+        transforms: of each micro-batch, in their order.
+        side, report: as of `Loader`.
 
     Raises:
         ConfigError: C011 for a kind that iterable data cannot have, and for samples that no thread may read.
@@ -178,13 +178,13 @@ _CLOSE_S = 2.0
 """How long the thread may take to notice that nobody does; one that is stuck ends with the process."""
 
 
-def read_ahead(batches: Iterator[StepBatch], depth: int = 1) -> Iterator[StepBatch]:
-    """The same batches, of which a thread reads `depth` ahead.
+def read_ahead(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+    """The same batches, of which a thread reads one ahead.
 
     Decoding, gathering and normalising leave the interpreter to others for most of their time. The thread
     ends with the last batch, or when nobody wants more; what goes wrong in it is raised here, in its turn.
     """
-    queue: Queue[tuple[StepBatch | None, BaseException | None]] = Queue(depth)
+    queue: Queue[tuple[StepBatch | None, BaseException | None]] = Queue(1)
     unwanted = threading.Event()
 
     def put(item: tuple[StepBatch | None, BaseException | None]) -> bool:

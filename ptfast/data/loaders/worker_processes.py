@@ -61,14 +61,11 @@ class _Fetch(Dataset[Any]):
 class WorkerPool:
     """Processes that turn shares into raw batches.
 
-    Worker processes pay where cores are to spare and reading a sample takes long; what they compute is the
-    same bits as without them.
+    They pay where cores are to spare and reading a sample takes long; they compute the same bits.
 
     Args:
         batches: fetches one share; copied into every worker.
-        workers: processes, >= 1.
         prefetch: micro-batches that each prepares ahead.
-        pin: whether batches come in pinned memory.
         start_method: of processes; None for the platform's own.
         threads: of each process.
         among: processes that there are with those of other pools; None for its own.
@@ -120,7 +117,6 @@ class WorkerPool:
                 self.close()
 
     def close(self) -> None:
-        """Stop the processes."""
         iterator, self._iterator = self._iterator, None
         if iterator is None:
             return
@@ -192,11 +188,7 @@ def _next(iterator: Any) -> Any:
 
 
 def failed(error: BaseException, dataset: Any = None) -> PtfastError:
-    """The error for what reading a batch has raised.
-
-    Args:
-        dataset: the user's, whose method the message names; None where it is not known.
-    """
+    """The error for what reading a batch has raised, naming the method of the user's `dataset` if known."""
     if (lack := _lack(error)) is not None:
         return lack
     what = f"the data set raises {summary_of(error)}"

@@ -35,19 +35,14 @@ def finalise(bits: int) -> int:
 
 
 def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.uint64]:
-    """64 random bits for each index.
+    """64 random bits for each index: uint64 of the shape of `indices`.
 
     A generator object per sample costs microseconds to seed; a hash of a counter costs nanoseconds, needs
     nothing saved to resume, and gives a sample the same draw in whatever batch, rank or worker it lands.
 
     Args:
         seed: any integer; its low 64 bits count.
-        epoch: pass over the data, >= 0.
-        indices: sample indices, any shape.
         stream: what the draw is for, one of this module's constants.
-
-    Returns:
-        uint64 of the shape of `indices`.
 
     Source: `finalise` of arrays, keyed by seed, epoch and stream.
     """

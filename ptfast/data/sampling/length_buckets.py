@@ -40,8 +40,6 @@ class LengthPlan(BatchPlan):
     Args:
         lengths: tokens of each sample.
         limit: tokens of the longest that the data allows.
-        padding: how batches come to one length.
-        batch_size: samples of a step over all ranks.
         batch_tokens: a step takes as many samples instead as fit into so many tokens, padding included.
         last: `keep` or `drop` the batch of an epoch that is short, or `pad` it with samples of like length.
             It is of other lengths in every epoch. Where tokens are counted none is short.

@@ -121,8 +121,7 @@ class Sampler:
     """The shares of one rank at every step.
 
     Args:
-        sharding: of data whose length is known.
-        order: the order of the samples in an epoch, where they are not shuffled as a whole.
+        order: of the samples in an epoch, where they are not shuffled as a whole.
 
     Raises:
         DataError: D002 without samples, D006 if every batch would be dropped.

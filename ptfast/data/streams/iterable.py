@@ -33,7 +33,6 @@ class Reader:
 
     @property
     def index(self) -> int:
-        """Its place among the readers of all ranks."""
         return self.rank * self.num_workers + self.worker
 
     @property
@@ -69,7 +68,6 @@ class IterableSource(BaseSource):
         return True
 
     def first(self) -> Any:
-        """The first sample, for a look at it."""
         return self._first[0]
 
     @property
@@ -169,9 +167,6 @@ def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
 
     A stream cannot be shuffled as a whole. What lies more than a few `size` apart stays apart, so data sorted
     by class needs its shards shuffled, too.
-
-    Args:
-        size: samples held back, >= 1; 1 leaves them in their order.
 
     Cost: the memory of `size` samples in every process that reads.
     """

@@ -72,9 +72,6 @@ def build_stream_batches(
     """The batches of iterable data, on one rank.
 
     Where readers have parts of their own, `last` of the plan, `keep` or `drop`, is about the end of a pass.
-
-    Args:
-        once: end with the first pass.
     """
     augment = augment or Augment()
     if augment.resized_crop is not None:
@@ -131,11 +128,7 @@ class Marks:
 
 
 class StreamBatches(Batches):
-    """The step batches of a stream on one rank. Subclasses say what each reader reads, and give `steps`.
-
-    Args:
-        once: end with the first pass.
-    """
+    """The step batches of a stream on one rank. Subclasses say what each reader reads, and give `steps`."""
 
     reads: type[Reading]
 

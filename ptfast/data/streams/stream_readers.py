@@ -192,12 +192,10 @@ class Digest:
 def check_same(digests: Sequence[int], name: str, step: int) -> None:
     """Refuse a data set that is read as one stream by all ranks, and is another on some.
 
-    Each rank would keep its share of a stream that the others have not: samples would be lost, and nobody
-    would know.
+    Each rank would keep its share of a stream that the others have not: samples would be lost unnoticed.
 
     Args:
         digests: of the samples of a step, by rank.
-        name: of the data set's class.
     """
     if len(set(digests)) <= 1:
         return
@@ -207,12 +205,7 @@ def check_same(digests: Sequence[int], name: str, step: int) -> None:
 
 
 def check_parted(digests: Sequence[int], name: str) -> None:
-    """Refuse a data set that is said to share itself out over readers, all of whom read the same.
-
-    Args:
-        digests: of what each reader has read so far.
-        name: of the data set's class.
-    """
+    """Refuse a data set that is said to share itself out over readers, all of whom have read the same."""
     if len(digests) <= 1 or len(set(digests)) > 1 or not digests[0]:
         return
     what = (

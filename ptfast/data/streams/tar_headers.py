@@ -68,11 +68,7 @@ class InTar(str):
         return self
 
     def read(self, most: int = sys.maxsize) -> bytes:
-        """Its first bytes, at most so many; fewer if they are not there any more.
-
-        Raises:
-            OSError: the tar cannot be read.
-        """
+        """Its first bytes, at most so many; fewer if they are not there any more."""
         with Path(self.tar).open("rb", buffering=0) as file:
             return read_at(file, self.offset, min(self.size, most))
 

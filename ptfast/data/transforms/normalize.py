@@ -29,8 +29,7 @@ class Normalizer:
     operations in the same order everywhere, so that it makes no bit of difference when a loader applies it.
 
     Args:
-        mean, std: one figure per channel of an image (raw scale), or per feature of a vector; std is not
-            zero.
+        mean, std: one figure per channel of an image (raw scale), or per feature of a vector.
         images: whether inputs are (batch, channels, height, width).
     """
 

@@ -121,14 +121,11 @@ class Augment(transforms.AugmentSection):
         return drawn
 
     def change(self, images: Tensor, drawn: dict[str, Tensor]) -> Tensor:
-        """Apply what follows the gathering of a batch, on the device that the images are on.
+        """Apply what follows the gathering of a batch: a changed copy, of the same type and shape.
 
         Args:
             images: uint8 (batch, height, width, channels).
             drawn: of each image, what `draw_changes` gave, on the same device.
-
-        Returns:
-            A changed copy, of the same type and shape.
         """
         if self.bends:
             images = bend(images, drawn["bend"])
@@ -181,7 +178,6 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
     Args:
         wanted: mapping or object of the fields of `Augment`.
         images: whether the samples are uint8 images.
-        task_name: what the run calls its task, for messages.
         normalize: whether inputs are normalised; a square at the mean is then one of zeros.
 
     Raises:
@@ -263,10 +259,6 @@ def bends(
 def bend(images: Tensor, coefficients: Tensor) -> Tensor:
     """Images turned, scaled and shifted, each by its own amount, with bilinear weights; black from outside.
 
-    Args:
-        images: uint8 (batch, height, width, channels).
-        coefficients: of `bends`, (batch, 6).
-
     Cost: some 16 us for an image of 32x32 on one core.
     """
     planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
@@ -277,13 +269,7 @@ def bend(images: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def bend_masks(masks: Tensor, coefficients: Tensor, fill: int) -> Tensor:
-    """Masks bent as `bend` does their images, by the nearest pixel.
-
-    Args:
-        masks: labels (batch, height, width), of a type that holds `fill`.
-        coefficients: of `bends`, (batch, 6).
-        fill: label of what comes from outside.
-    """
+    """Masks bent as `bend` does their images, by the nearest pixel; `fill` from outside."""
     # Zeros come from outside; labels are exact in float32 up to 2**24.
     planes = masks[:, None].float() - fill
     grid = _grid(coefficients, masks.shape[1:3])
@@ -307,9 +293,6 @@ def colours(brightness: Figures, contrast: Figures, saturation: Figures) -> NDAr
     Brightness multiplies pixels, contrast their distance from the mean grey of the image, saturation that
     from the grey of the pixel. One after the other they are linear in pixel, grey and mean grey, so that all
     three come down to one factor for each of these.
-
-    Args:
-        brightness, contrast, saturation: factors, (batch,), 1 for no change.
     """
     of_pixel = brightness * contrast * saturation
     of_grey = brightness * contrast * (1 - saturation)
@@ -322,10 +305,7 @@ def recolour(images: Tensor, factors: Tensor) -> Tensor:
 
     In whole numbers, and rounded only once: the same bits on every device and with any number of threads.
 
-    Args:
-        images: uint8 (batch, height, width, channels); three channels are red, green and blue, others weigh
-            alike in grey.
-        factors: of `colours`, (batch, 3).
+    Three channels are red, green and blue; others weigh alike in grey.
 
     Cost: some 15 us for an image of 32x32 on one core.
     """

@@ -118,12 +118,7 @@ def _windows(
 def _crop_and_flip(
     augment: Augment, images: Tensor, drawn: tuple[Indices, Indices, Indices], outside: Bytes | None = None
 ) -> Tensor:
-    """Crops of images (batch, height, width, channels), mirrored first.
-
-    Args:
-        drawn: of `Augment.draw`.
-        outside: what comes from outside, (channels,); black if not given.
-    """
+    """Crops of images, mirrored first, as `Augment.draw` has `drawn` them; black from outside if not said."""
     top, left, flipped = drawn
     pixels = images.numpy()
     if augment.flip:
@@ -216,13 +211,7 @@ def planes(augment: Augment, targets: Tensor) -> Tensor:
 def cut_masks(
     masks: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, flipped: Tensor, size: int
 ) -> Tensor:
-    """Boxes of masks, scaled to squares and mirrored then where `flipped` is 1.
-
-    Args:
-        masks: (batch, height, width).
-        top, bottom, left, right: int64 (batch,): first row of a box and the row behind it, columns likewise.
-        size: side of a square.
-    """
+    """Boxes of masks, scaled by the nearest pixel to squares, mirrored then; as `ResidentImages.cut`."""
     rows, columns = _nearest(top, bottom, size), _nearest(left, right, size)
     columns = torch.where(flipped[:, None] > 0, columns.flip(1), columns)
     samples = torch.arange(len(masks), device=masks.device)
