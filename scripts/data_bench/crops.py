@@ -21,8 +21,8 @@ MEAN, STD = [125.3, 123.0, 113.9], [63.0, 62.1, 66.7]
 def build(folder: Path) -> list[Row]:
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.data.sampling.sampler import Sampler, Sharding
-    from ptfast.data.transforms.augment.augment_plan import build_augment
-    from ptfast.data.transforms.augment.row_windows import MemoryBatches
+    from ptfast.data.transforms.augment_plan import build_augment
+    from ptfast.data.transforms.row_windows import MemoryBatches
 
     data, crop_flip = noise(), {"crop_padding": 4, "flip": True}
     augment = build_augment(crop_flip, data.info, images=True, task_name="auto", normalize=True)
@@ -74,7 +74,7 @@ def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
     from ptfast.data.loaders.loading import ReaderOptions
     from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
-    from ptfast.data.transforms.augment.augment_plan import build_augment
+    from ptfast.data.transforms.augment_plan import build_augment
 
     sharding = Sharding(BatchPlan(NUM_IMAGES, constant(BATCH_SIZE)), 1)
     loading = ReaderOptions(torch.device("cpu"), channels_last=True, kind=kind)

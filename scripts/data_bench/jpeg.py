@@ -20,7 +20,7 @@ from ptfast.data.packs.pack_writer import make
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.sources.imagefolder import ImageFolder
-from ptfast.data.transforms.augment.augment_plan import build_augment
+from ptfast.data.transforms.augment_plan import build_augment
 
 NUM_FILES = 128
 BATCH, SIZE, PACKED_SIZE = 32, 224, 256

@@ -65,7 +65,7 @@ def loader(data: Any, kind: str, read_ahead: bool = False) -> Any:
     from ptfast.data.loaders.loading import ReaderOptions
     from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
-    from ptfast.data.transforms.augment.augment_plan import build_augment
+    from ptfast.data.transforms.augment_plan import build_augment
 
     sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
     loading = ReaderOptions(

@@ -15,7 +15,7 @@ from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.sampling.sampler import Sharding
-from ptfast.data.transforms.augment.augment_plan import build_augment
+from ptfast.data.transforms.augment_plan import build_augment
 
 
 def loading(given: Mapping[str, Any]) -> tuple[ReaderOptions, dict[str, Any]]:

@@ -16,9 +16,9 @@ from ptfast.data.loaders.step_batches import ChunkedBatches
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Indices, Sampler, Share
 from ptfast.data.sources.image_files import HeldImages
-from ptfast.data.transforms.augment.augment_plan import Augment
-from ptfast.data.transforms.augment.row_windows import cut_masks, padded_bytes, planes
+from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import Sizes, box_edges
+from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes
 
 
 class ResidentImages:

@@ -20,7 +20,7 @@ from ptfast.data.map_source import TensorSource
 from ptfast.data.sampling.sampler import InOrder, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
-from ptfast.data.transforms.augment.augment_plan import Augment
+from ptfast.data.transforms.augment_plan import Augment
 
 CACHE_LIMIT_BYTES = 128 * 2**20
 """Splits in memory that take no more than this once normalised are prepared once and cached."""

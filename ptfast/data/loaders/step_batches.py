@@ -15,8 +15,8 @@ from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Sampler, Share
-from ptfast.data.transforms.augment.augment_plan import Augment
-from ptfast.data.transforms.augment.row_windows import augmented, cropped
+from ptfast.data.transforms.augment_plan import Augment
+from ptfast.data.transforms.row_windows import augmented, cropped
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of normalised data that are gathered at once from memory."""

@@ -28,8 +28,8 @@ from ptfast.data.map_source import BaseSource, MapSource, TensorSource
 from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
-from ptfast.data.transforms.augment.augment_plan import Augment
-from ptfast.data.transforms.augment.row_windows import MemoryBatches
+from ptfast.data.transforms.augment_plan import Augment
+from ptfast.data.transforms.row_windows import MemoryBatches
 
 STATIC_LIMIT_BYTES = 512 * 2**20
 """Data that takes no more than this once normalised is normalised up front."""

@@ -25,7 +25,7 @@ from ptfast.data.streams.stream_readers import (
     check_same,
     sum_of,
 )
-from ptfast.data.transforms.augment.augment_plan import Augment
+from ptfast.data.transforms.augment_plan import Augment
 
 
 class ReaderLayout(NamedTuple):

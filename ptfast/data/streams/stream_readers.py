@@ -19,8 +19,8 @@ from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import OwnGenerators, seeded
 from ptfast.data.sampling.sampler import Share, micro_batch_bounds
 from ptfast.data.streams.iterable import IterableSource, Reader
-from ptfast.data.transforms.augment.augment_plan import Augment
-from ptfast.data.transforms.augment.row_windows import augmented
+from ptfast.data.transforms.augment_plan import Augment
+from ptfast.data.transforms.row_windows import augmented
 
 
 class Mark(NamedTuple):

@@ -75,7 +75,7 @@ def draw_boxes(
 def crop_all(
     images: Iterable[NDArray[np.uint8]], boxes: Boxes, size: int, mirrored: NDArray[np.integer]
 ) -> Tensor:
-    """The boxes of uint8 images (height, width, channels) of any sizes: uint8 (images, size, size, channels)."""
+    """The boxes of uint8 images (height, width, channels) of any sizes, scaled to (size, size, channels)."""
     crops = [resized_crop(*each, size) for each in zip(images, boxes, mirrored.tolist(), strict=True)]
     return torch.stack(crops)
 

@@ -28,7 +28,7 @@ from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
+from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
 from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.build_task import build_task, collate_of

@@ -23,7 +23,7 @@ from ptfast.core.protocols import DataInfo, StepBatch
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sources.digits import Digits
-from ptfast.data.transforms.augment.augment_plan import Augment
+from ptfast.data.transforms.augment_plan import Augment
 
 CPU = torch.device("cpu")
 NONE = {"crop_padding": 0, "flip": False}

@@ -16,9 +16,9 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data.map_source import TensorSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Share
-from ptfast.data.transforms.augment import augment_plan as P
-from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
-from ptfast.data.transforms.augment.row_windows import MemoryBatches, augmented
+from ptfast.data.transforms import augment_plan as P
+from ptfast.data.transforms.augment_plan import Augment, build_augment
+from ptfast.data.transforms.row_windows import MemoryBatches, augmented
 
 INDICES = np.array([7, 3, 11, 0, 5, 2, 9])
 SHAPE = (9, 14)

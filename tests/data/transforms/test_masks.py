@@ -25,9 +25,9 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data.build_data import build_data
 from ptfast.data.sampling.sampler import Share
 from ptfast.data.sources.arrays import Arrays
-from ptfast.data.transforms.augment.augment_plan import Augment, build_augment
-from ptfast.data.transforms.augment.row_windows import augmented
+from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import Mix
+from ptfast.data.transforms.row_windows import augmented
 from ptfast.tasks.build_task import build_task
 from ptfast.tasks.semantic_segmentation import SemanticSegmentation
 from ptfast.training.evaluate import ViewAveraged, check_views

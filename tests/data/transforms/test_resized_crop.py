@@ -30,9 +30,9 @@ from ptfast.data.sampling.sampler import Share
 from ptfast.data.sources.digits import Digits
 from ptfast.data.sources.image_files import HeldImages, ImageFiles
 from ptfast.data.sources.imagefolder import ImageFolder
-from ptfast.data.transforms.augment.augment_plan import Augment
-from ptfast.data.transforms.augment.row_windows import cropped
+from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes, pixel_edges
+from ptfast.data.transforms.row_windows import cropped
 
 WANTED = {"resized_crop": (0.3, 1.0), "resized_ratio": (0.75, 1.3333), "flip": True}
 SIDE = 8

@@ -13,7 +13,7 @@ from ptfast.data.label_checks import holds
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Indices, Share
-from ptfast.data.transforms.augment.augment_plan import Augment
+from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import box_edges
 
 Bytes = NDArray[np.uint8]
