@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,35 +26,31 @@ CACHE_LIMIT_BYTES = 128 * 2**20
 """Splits in memory that take no more than this once normalised are prepared once and cached."""
 
 
+@dataclass
 class EvaluationLoader:
-    """One rank's share of an evaluation split, as `EvalLoader` has it.
+    """One rank's share of an evaluation split."""
 
-    Args:
-        num_steps: after which the batches end, if they do not before.
-        side: stream on which batches are copied while others are evaluated.
-        caches: prepare the batches once, and keep them.
-    """
+    batches: Batches
+    num_steps: int = sys.maxsize
+    """After which the batches end, if they do not before."""
+    num_samples: int | None = None
+    """Evaluated over all ranks; None for data of unknown length."""
+    left_out: int = 0
+    """Samples of the split that are not."""
+    side: SideStream | None = None
+    """Stream on which batches are copied while others are evaluated."""
+    caches: bool = False
+    """Prepare the batches once, and keep them."""
 
-    def __init__(
-        self,
-        batches: Batches,
-        num_steps: int = sys.maxsize,
-        *,
-        num_samples: int | None = None,
-        left_out: int = 0,
-        side: SideStream | None = None,
-        caches: bool = False,
-    ) -> None:
-        self.batches, self.num_samples, self.left_out = batches, num_samples, left_out
-        self.side, self._num_steps, self._caches = side, num_steps, caches
+    def __post_init__(self) -> None:
         self._cached: list[MicroBatch] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
         if self._cached is not None:
             return iter(self._cached)
-        steps = self.batches.steps(0, self._num_steps)
+        steps = self.batches.steps(0, self.num_steps)
         batches = (micro_batch for step in steps for micro_batch in step.micro_batches)
-        if self._caches:
+        if self.caches:
             # Tensors made under inference mode would be refused by any later use that needs gradients.
             with torch.inference_mode(False):
                 self._cached = list(batches)

@@ -126,30 +126,20 @@ def _fill(batches: Iterator[T], side: SideStream) -> tuple[T, Any] | None:
     return None if batch is None else (batch, side.mark())
 
 
+@dataclass
 class Prepare:
-    """Brings raw batches of one source onto the device.
+    """Brings raw batches of one source onto the device."""
 
-    Args:
-        images: whether raw inputs are uint8 (batch, height, width, channels).
-        channels_last: memory format of 4-d inputs; their shape is (batch, channels, height, width) either
-            way.
-        note_unreadable: receives indices and targets of each raw batch.
-        pin: copy through pinned memory, so that the host does not wait for the transfer.
-    """
-
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        images: bool,
-        normalizer: Normalizer | None,
-        channels_last: bool,
-        pin: bool,
-        note_unreadable: Callable[[Indices, Tensor], None] | None = None,
-    ) -> None:
-        self.device, self._images, self._normalizer = device, images, normalizer
-        self.channels_last, self.pin, self._note_unreadable = channels_last, pin, note_unreadable
-        self._on_host = device.type == "cpu"
+    device: torch.device
+    images: bool
+    """Raw inputs are uint8 (batch, height, width, channels)."""
+    normalizer: Normalizer | None
+    channels_last: bool
+    """Memory format of 4-d inputs; their shape is (batch, channels, height, width) either way."""
+    pin: bool
+    """Copy through pinned memory, so that the host does not wait for the transfer."""
+    note_unreadable: Callable[[Indices, Tensor], None] | None = None
+    """Receives indices and targets of each raw batch."""
 
     def __call__(self, raw: Any) -> Any:
         """The batch for a raw one: `(inputs, targets)`, or a user's own structure with its tensors moved."""
@@ -158,8 +148,8 @@ class Prepare:
         return self.move(raw)
 
     def micro_batch(self, raw: Any, share: Share) -> MicroBatch:
-        if self._note_unreadable is not None:
-            self._note_unreadable(share.indices, raw[1])
+        if self.note_unreadable is not None:
+            self.note_unreadable(share.indices, raw[1])
         return MicroBatch(self(raw), share.num_samples)
 
     def inputs(self, inputs: Tensor) -> Tensor:
@@ -168,18 +158,18 @@ class Prepare:
 
     def laid_out(self, inputs: Tensor) -> Tensor:
         """Raw inputs that are on the device, in the model's layout, normalised."""
-        if self._images:
+        if self.images:
             inputs = _channels_first(inputs, self.channels_last)
         elif self.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return inputs if self._normalizer is None else self._normalizer(inputs)
+        return inputs if self.normalizer is None else self.normalizer(inputs)
 
     def move(self, value: Any) -> Any:
         """`value` with every tensor in it on the device."""
         return map_tensors(self._sent, value)
 
     def _sent(self, tensor: Any) -> Any:
-        if self._on_host:
+        if self.device.type == "cpu":
             return tensor
         if self.pin and isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned():
             tensor = tensor.pin_memory()

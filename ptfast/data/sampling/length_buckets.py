@@ -11,7 +11,7 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.data.map_source import Padding
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.sampler import Indices, micro_batch_bounds, permutation
+from ptfast.data.sampling.sampler import Indices, Sampler, permutation
 
 MOST_STEPS = 10_000
 """Steps whose padding is counted; more of an epoch are as they are."""
@@ -124,33 +124,15 @@ class LengthPlan(BatchPlan):
         return permutation(counter_draws.key(self._seed, counter_draws.BATCHES), epoch, num_batches)
 
 
-def padding_share(
-    plan: BatchPlan,
-    lengths: NDArray[np.int64],
-    limit: int,
-    padding: Padding,
-    micro_batches: int,
-    seed: int,
-    own_order: Indices | None = None,
-) -> float:
-    """Which part of all tokens of the first epoch is padding, in [0, 1).
-
-    Args:
-        own_order: of the samples in that epoch, where neither `plan` nor `seed` says it.
-    """
-    order = plan.order(0) if own_order is None else own_order
-    order = permutation(seed, 0, len(lengths)) if order is None else order
-    pieces: list[tuple[int, int]] = []
-    for step in range(min(plan.steps_per_epoch or 0, MOST_STEPS)):
-        _, start, stop = plan.batch(step)
-        cuts = micro_batch_bounds(stop - start, micro_batches)
-        pieces += [(start + first, start + last) for first, last in cuts if last > first]
+def padding_share(sampler: Sampler, lengths: NDArray[np.int64], limit: int, padding: Padding) -> float:
+    """Which part of all tokens of the first epoch is padding, in [0, 1); `sampler` is that of a lone rank."""
     texts = padded = 0
-    for start, stop in pieces:
-        # A padded epoch ends with its beginning.
-        own = lengths[order.take(np.arange(start, stop), mode="wrap")]
-        texts += int(own.sum())
-        padded += padding.width(int(own.max()), limit) * len(own)
+    for step in range(min(sampler.plan.steps_per_epoch or 0, MOST_STEPS)):
+        for share in sampler.step(step)[0]:
+            if share.num_samples:
+                own = lengths[share.indices]
+                texts += int(own.sum())
+                padded += padding.width(int(own.max()), limit) * len(own)
     return 1 - texts / padded if padded else 0.0
 
 

@@ -147,10 +147,7 @@ class StreamBatches(Batches):
         self._source, self._once, self._per_rank = source, once, sharding.per_rank
         number = max(1, layout.workers)
         readers = [Reader(sharding.rank, sharding.num_ranks, worker, number) for worker in range(number)]
-        self._readings = [
-            self.reads(source, reader, augment, sharding.plan, sharding.micro_batches, once)
-            for reader in readers
-        ]
+        self._readings = [self.reads(source, reader, augment, sharding, once) for reader in readers]
         self._pools = [
             loading.pool(reading, 1, among=layout.workers) for reading in self._readings if layout.workers
         ]

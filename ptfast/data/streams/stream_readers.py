@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import DataError
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import OwnGenerators, seeded
-from ptfast.data.sampling.sampler import Share, micro_batch_bounds
+from ptfast.data.sampling.sampler import Sharding, Share
 from ptfast.data.streams.iterable import IterableSource, Reader
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented
@@ -53,9 +52,7 @@ class Reading:
     source: IterableSource
     reader: Reader
     augment: Augment
-    plan: BatchPlan
-    micro_batches: int
-    """Of a step, over all ranks."""
+    sharding: Sharding
     once: bool
     """End with the first pass, whose last batch may be short; else batches continue into the next pass."""
 
@@ -66,7 +63,7 @@ class Reading:
     @property
     def size(self) -> int:
         """Samples of a full micro-batch."""
-        return self.plan.batch_size // self.micro_batches
+        return self.sharding.plan.batch_size // self.sharding.micro_batches
 
     def __call__(self, start: tuple[int, Mark]) -> Item:
         if self._items is None:
@@ -101,23 +98,21 @@ class WholeReading(Reading):
     """
 
     def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
-        reader, per_rank = self.reader, self.micro_batches // self.reader.num_ranks
-        mine = slice(reader.rank * per_rank, (reader.rank + 1) * per_rank)
+        reader, plan, per_rank = self.reader, self.sharding.plan, self.sharding.per_rank
         passes = _Passes(self.source, mark, self.once)
         samples = iter(passes)
         with self._generators.in_place(), self.source.as_reader(reader):
-            skipped = self.plan.batch(first_step)[1] - mark.first
+            skipped = plan.batch(first_step)[1] - mark.first
             next(islice(samples, skipped, skipped), None)
         for step in count(first_step):
-            _, first, end = self.plan.batch(step)
+            _, first, end = plan.batch(step)
             now = passes.mark
             batch = self._take(samples, end - first)
             looked_at = reader.num_ranks > 1 and step < first_step + CHECKED
             digest = Digest().add(batch) if looked_at else 0
             if not batch or (len(batch) < end - first and not self.once):
                 break
-            bounds = micro_batch_bounds(len(batch), self.micro_batches)[mine]
-            for number, (start, stop) in enumerate(bounds, step * per_rank):
+            for number, (start, stop) in enumerate(self.sharding.bounds(len(batch)), step * per_rank):
                 if number % reader.num_workers == reader.worker:
                     # A stand-in for an empty share, which keeps the ranks in step.
                     taken = slice(start, stop) if stop > start else slice(1)

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from torch import nn
@@ -19,7 +20,7 @@ from ptfast.data.loaders.train_loader import Transform
 from ptfast.data.map_source import Padding
 from ptfast.data.sampling import Batching
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
-from ptfast.data.sampling.sampler import smallest_micro_batch
+from ptfast.data.sampling.sampler import Sampler, Sharding, smallest_micro_batch
 from ptfast.data.sources.ragged_text import Documents, PackedSequences
 from ptfast.techniques.curriculum.growing_sizes import (
     build_batch_sizes,
@@ -227,8 +228,8 @@ def describe_padding(
     lengths, limit = data.train.lengths(), data.info.context_length
     if lengths is None or limit is None or plan.grows:
         return None, None
-    own_order = data.order(seed, 0)
-    share = padding_share(plan, lengths, limit, _padding(batching), micro_batches, seed, own_order)
+    sampler = Sampler(Sharding(plan, micro_batches), seed, partial(data.order, seed))
+    share = padding_share(sampler, lengths, limit, _padding(batching))
     longest = "the longest of each batch" if batching.padding == "longest" else f"{limit} tokens"
     alike = "batches of like length, " if batching.buckets else ""
     to = f"padded to {longest}" + (f" in steps of {batching.multiple}" if batching.multiple > 1 else "")

@@ -42,6 +42,11 @@ def plan_of(lengths: np.ndarray = LENGTHS, **options: Any) -> LengthPlan:
     return LengthPlan(lengths, limit=LIMIT, **{"padding": Padding(), **defaults, **options})
 
 
+def alone(plan: BatchPlan) -> Sampler:
+    """The samples of a plan that one rank takes all of."""
+    return Sampler(Sharding(plan, 1), seed=1)
+
+
 def batches_of(plan: LengthPlan, epoch: int = 0) -> list[list[int]]:
     steps = plan.steps_per_epoch or 0
     found = [plan.batch(epoch * steps + step) for step in range(steps)]
@@ -151,12 +156,12 @@ def test_lengths_of_a_batch_are_alike_and_batches_in_no_order() -> None:
     batches = batches_of(plan_of())
     means = [float(LENGTHS[batch].mean()) for batch in batches]
     assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.3
-    share = padding_share(plan_of(), LENGTHS, LIMIT, Padding(), 1, 1)
+    share = padding_share(alone(plan_of()), LENGTHS, LIMIT, Padding())
     padded = sum(int(LENGTHS[batch].max()) * len(batch) for batch in batches)
     assert share == pytest.approx(1 - LENGTHS.sum() / padded)
     assert share < 0.05
-    assert padding_share(BatchPlan(1500, constant(16)), LENGTHS, LIMIT, Padding(), 1, 1) > 0.5
-    fixed = padding_share(BatchPlan(1500, constant(16)), LENGTHS, LIMIT, Padding(fixed=True), 1, 1)
+    assert padding_share(alone(BatchPlan(1500, constant(16))), LENGTHS, LIMIT, Padding()) > 0.5
+    fixed = padding_share(alone(BatchPlan(1500, constant(16))), LENGTHS, LIMIT, Padding(fixed=True))
     assert fixed == pytest.approx(1 - LENGTHS.mean() / LIMIT)
 
 
@@ -350,7 +355,7 @@ def test_characters_are_looked_up_all_at_once(texts: list[str]) -> None:
 def test_padding_is_counted_where_a_last_batch_is_filled_up() -> None:
     lengths = np.array([1, 2, 3, 4, 5])
     plan = BatchPlan(5, constant(4), "pad")
-    share = padding_share(plan, lengths, 8, Padding(fixed=True), 4, 0)
+    share = padding_share(Sampler(Sharding(plan, 4), 0), lengths, 8, Padding(fixed=True))
     order = permutation(0, 0, 5)
     seen = lengths[np.concatenate([order, order[:3]])]
     assert share == pytest.approx(1 - seen.sum() / (8 * 8))
