@@ -124,8 +124,8 @@ def by_hand(bench: Bench) -> Mlp:
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.durations import Duration
     from ptfast.data.build_data import build_data
+    from ptfast.data.loaders.build_loaders import build_train_loader
     from ptfast.data.loaders.loading import ReaderOptions
-    from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
 
     data = build_data(bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)

@@ -71,8 +71,8 @@ def noise() -> Any:
 def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
     """Whole epochs as the training loop takes them, one a call."""
     from ptfast.core.batch_plan import BatchPlan, constant
+    from ptfast.data.loaders.build_loaders import build_train_loader
     from ptfast.data.loaders.loading import ReaderOptions
-    from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment_plan import build_augment
 

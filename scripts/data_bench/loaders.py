@@ -62,8 +62,8 @@ def opened(root: Path, hold: bool) -> Any:
 def loader(data: Any, kind: str, read_ahead: bool = False) -> Any:
     """The training loader of one kind."""
     from ptfast.core.batch_plan import BatchPlan, constant
+    from ptfast.data.loaders.build_loaders import build_train_loader
     from ptfast.data.loaders.loading import ReaderOptions
-    from ptfast.data.loaders.train_loader import build_train_loader
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment_plan import build_augment
 

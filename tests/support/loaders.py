@@ -10,10 +10,9 @@ import torch
 
 from ptfast.core.batch_plan import BatchPlan, Stages, constant
 from ptfast.data.build_data import Data
-from ptfast.data.loaders.eval_loader import build_eval_loader
+from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.loaders.loading import ReaderOptions
-from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.transforms.augment_plan import build_augment
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from queue import Empty, Full, Queue
 from typing import Any, TypeVar
 
 import torch
@@ -124,6 +127,60 @@ def _fill(batches: Iterator[T], side: SideStream) -> tuple[T, Any] | None:
     with side.filling():
         batch = next(batches, None)
     return None if batch is None else (batch, side.mark())
+
+
+_LOOK_S = 0.1
+"""How often a thread that waits for room looks whether anybody still wants its batches."""
+_CLOSE_S = 2.0
+"""How long the thread may take to notice that nobody does; one that is stuck ends with the process."""
+
+
+def read_ahead(batches: Iterator[T]) -> Iterator[T]:
+    """The same batches, of which a thread reads one ahead.
+
+    Decoding, gathering and normalising leave the interpreter to others for most of their time. The thread
+    ends with the last batch, or when nobody wants more; what goes wrong in it is raised here, in its turn.
+    """
+    queue: Queue[tuple[T | None, BaseException | None]] = Queue(1)
+    unwanted = threading.Event()
+
+    def put(item: tuple[T | None, BaseException | None]) -> bool:
+        while not unwanted.is_set():
+            try:
+                queue.put(item, timeout=_LOOK_S)
+            except Full:
+                continue
+            return True
+        return False
+
+    def read() -> None:
+        error: BaseException | None = None
+        try:
+            for batch in batches:
+                if not put((batch, None)):
+                    return
+        except BaseException as caught:
+            error = caught
+        put((None, error))
+
+    thread = threading.Thread(target=read, name="ptfast-read-ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, error = queue.get()
+            if error is not None:
+                raise error
+            if batch is None:
+                return
+            yield batch
+    finally:
+        unwanted.set()
+        late_s = time.monotonic() + _CLOSE_S
+        while thread.is_alive() and time.monotonic() < late_s:
+            try:
+                queue.get(timeout=_LOOK_S)
+            except Empty:
+                continue
 
 
 @dataclass

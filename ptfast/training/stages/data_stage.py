@@ -18,12 +18,11 @@ from ptfast.core.protocols import IGNORE_INDEX, DataInfo, EvalLoader
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
+from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.collate import Collate
-from ptfast.data.loaders.eval_loader import build_eval_loader
 from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
 from ptfast.data.loaders.shared_memory import build_holder
-from ptfast.data.loaders.train_loader import build_train_loader
 from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling
 from ptfast.data.sampling.sampler import Sharding

@@ -17,8 +17,8 @@ from ptfast.core.protocols import DataInfo, EvalLoader, RunDisplay, Task
 from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import State
 from ptfast.data.build_data import Data
+from ptfast.data.loaders.build_loaders import Loader
 from ptfast.data.loaders.loading import ReaderOptions
-from ptfast.data.loaders.train_loader import Loader
 from ptfast.optim.parameters.groups import Grouping
 from ptfast.techniques.backend.torch_settings import apply_backend
 from ptfast.techniques.compile.compilation import Compilation

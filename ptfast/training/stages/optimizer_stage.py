@@ -6,7 +6,7 @@ import numpy as np
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import EvalLoader, Watched
-from ptfast.data.loaders.eval_loader import build_eval_loader
+from ptfast.data.loaders.build_loaders import build_eval_loader
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.optim.build_optimizer import build_optimizer, has_momentum, start_momentum
 from ptfast.optim.parameters.groups import reference_lr, scale_for_batch

@@ -85,7 +85,7 @@ def test_images_without_room_for_padded_copies_are_augmented_batch_by_batch(
     colour: Data, monkeypatch: pytest.MonkeyPatch
 ):
     quick = loader(colour, "memory", augment=BOTH)
-    monkeypatch.setattr("ptfast.data.loaders.train_loader.available_memory", lambda: 0)
+    monkeypatch.setattr("ptfast.data.loaders.build_loaders.available_memory", lambda: 0)
     slow = loader(colour, "memory", augment=BOTH)
     assert same(quick.steps(0, 6), slow.steps(0, 6)) == 6
     assert (quick.reason, slow.reason) == (

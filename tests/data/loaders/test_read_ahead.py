@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from ptfast.config.read import read_config
 from ptfast.core.errors import ConfigError
-from ptfast.data.loaders.train_loader import read_ahead
+from ptfast.data.loaders.loading import read_ahead
 from ptfast.report.panel import build_panel
 
 
@@ -69,7 +69,7 @@ def test_what_goes_wrong_is_raised_in_its_turn() -> None:
 
 
 def test_a_reader_that_is_stuck_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptfast.data.loaders.train_loader._CLOSE_S", 0.1, raising=False)
+    monkeypatch.setattr("ptfast.data.loaders.loading._CLOSE_S", 0.1, raising=False)
     stuck = threading.Event()
     batches = ahead(number for number in range(2) if number == 0 or stuck.wait(20))
     assert next(batches) == 0

@@ -1,36 +1,35 @@
-"""The training loader: step batches, the same bits from every kind, and what they go through."""
+"""The loaders of a run, for training and evaluation: where batches come from, and what they go through."""
 
 from __future__ import annotations
 
-import threading
-import time
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from queue import Empty, Full, Queue
 from typing import Any
 
-from ptfast.core.errors import ConfigError
+import torch
+
+from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.machine import available_memory
-from ptfast.core.protocols import MicroBatch, StepBatch
-from ptfast.data.dataset import Data
+from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
+from ptfast.data.dataset import Data, Source
 from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import build_device_batches
 from ptfast.data.loaders.loader_choice import HELD, count_workers
-from ptfast.data.loaders.loading import ReaderOptions, SideStream, build_prepare, prefetched
+from ptfast.data.loaders.loading import ReaderOptions, SideStream, build_prepare, prefetched, read_ahead
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.loaders.step_batches import (
-    Batches,
-    RawBatches,
-    SampledBatches,
-    StaticBatches,
-)
-from ptfast.data.map_source import BaseSource, MapSource, TensorSource
-from ptfast.data.sampling.sampler import Sampler, Sharding
+from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
+from ptfast.data.map_source import MapSource, TensorSource
+from ptfast.data.sampling.sampler import InOrder, Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import MemoryBatches
 
+CACHE_LIMIT_BYTES = 128 * 2**20
+"""Splits in memory that take no more than this once normalised are prepared once and cached."""
 STATIC_LIMIT_BYTES = 512 * 2**20
 """Data that takes no more than this once normalised is normalised up front."""
 
@@ -133,8 +132,10 @@ def build_train_loader(
         ConfigError: C011 for a kind that iterable data cannot have, and for samples that no thread may read.
         DataError: D002 or D006 if there are too few samples.
     """
-    if loading.read_ahead:
-        check_read_ahead(data.train)
+    if loading.read_ahead and not (data.train.repeatable or data.train.in_memory):
+        what = "samples may draw from the random generators of the training, which a thread would share"
+        hint = "Use dataloader=workers, which have generators of their own"
+        raise ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
     augment = (augment or Augment()).model_copy(update={"seed": seed})
     if isinstance(data.train, IterableSource):
         prepare = build_prepare(data.train, data.info, loading)
@@ -172,63 +173,98 @@ def _read_samples(
     return SampledBatches(sampler.step, prepare, fetch), reason
 
 
-_LOOK_S = 0.1
-"""How often a thread that waits for room looks whether anybody still wants its batches."""
-_CLOSE_S = 2.0
-"""How long the thread may take to notice that nobody does; one that is stuck ends with the process."""
+@dataclass
+class EvaluationLoader:
+    """One rank's share of an evaluation split."""
+
+    batches: Batches
+    num_steps: int = sys.maxsize
+    """After which the batches end, if they do not before."""
+    num_samples: int | None = None
+    """Evaluated over all ranks; None for data of unknown length."""
+    left_out: int = 0
+    """Samples of the split that are not."""
+    side: SideStream | None = None
+    """Stream on which batches are copied while others are evaluated."""
+    caches: bool = False
+    """Prepare the batches once, and keep them."""
+
+    def __post_init__(self) -> None:
+        self._cached: list[MicroBatch] | None = None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        if self._cached is not None:
+            return iter(self._cached)
+        steps = self.batches.steps(0, self.num_steps)
+        batches = (micro_batch for step in steps for micro_batch in step.micro_batches)
+        if self.caches:
+            # Tensors made under inference mode would be refused by any later use that needs gradients.
+            with torch.inference_mode(False):
+                self._cached = list(batches)
+            return iter(self._cached)
+        return batches if self.side is None else prefetched(batches, self.side)
+
+    def close(self) -> None:
+        self.batches.close()
 
 
-def read_ahead(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-    """The same batches, of which a thread reads one ahead.
+def build_eval_loader(
+    source: Source,
+    info: DataInfo,
+    loading: ReaderOptions,
+    *,
+    batch_size: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+    drop_last: bool = False,
+    side: SideStream | None = None,
+) -> EvaluationLoader:
+    """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
 
-    Decoding, gathering and normalising leave the interpreter to others for most of their time. The thread
-    ends with the last batch, or when nobody wants more; what goes wrong in it is raised here, in its turn.
+    Args:
+        loading: as for training. Samples that are not in memory are read by worker processes for the kinds
+            `auto` and `workers`.
+        batch_size: samples of one forward pass on this rank.
+        drop_last: leave out the samples at the split's end that make no whole batch. Ranks then share out
+            batches, so that the same samples are left out for any number of them.
+
+    Raises:
+        ConfigError: C011 for a last batch to be left out of a stream, whose end nobody knows.
+        DataError: D006 where nothing would be left.
     """
-    queue: Queue[tuple[StepBatch | None, BaseException | None]] = Queue(1)
-    unwanted = threading.Event()
-
-    def put(item: tuple[StepBatch | None, BaseException | None]) -> bool:
-        while not unwanted.is_set():
-            try:
-                queue.put(item, timeout=_LOOK_S)
-            except Full:
-                continue
-            return True
-        return False
-
-    def read() -> None:
-        error: BaseException | None = None
-        try:
-            for batch in batches:
-                if not put((batch, None)):
-                    return
-        except BaseException as caught:
-            error = caught
-        put((None, error))
-
-    thread = threading.Thread(target=read, name="ptfast-read-ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            batch, error = queue.get()
-            if error is not None:
-                raise error
-            if batch is None:
-                return
-            yield batch
-    finally:
-        unwanted.set()
-        late_s = time.monotonic() + _CLOSE_S
-        while thread.is_alive() and time.monotonic() < late_s:
-            try:
-                queue.get(timeout=_LOOK_S)
-            except Empty:
-                continue
-
-
-def check_read_ahead(source: BaseSource) -> None:
-    """Raise ConfigError C011 for samples that draw from the global generators, as the training does."""
-    if not (source.repeatable or source.in_memory):
-        what = "samples may draw from the random generators of the training, which a thread would share"
-        hint = "Use dataloader=workers, which have generators of their own"
-        raise ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
+    prepare = build_prepare(source, info, loading)
+    if isinstance(source, IterableSource):
+        if drop_last:
+            what, hint = "the last batch of a stream is not known beforehand", "Set eval.last=keep"
+            raise ConfigError("C011", what, key="eval.last", value="drop", suggestion=hint)
+        # A held-out split may well have fewer shards than the training data that the workers are for.
+        workers = source.readers_at_most(count_workers(loading.workers), num_ranks)
+        kind = loading.kind if loading.kind == "workers" else "plain"
+        sharding = Sharding(BatchPlan(None, constant(batch_size * num_ranks)), num_ranks, rank, num_ranks)
+        how = replace(loading, kind=kind, workers=workers)
+        return EvaluationLoader(build_stream_batches(source, prepare, sharding, how, once=True), side=side)
+    size = len(source)
+    counted = size // batch_size * batch_size if drop_last else size
+    if not counted and size:
+        what = (
+            f"{size:,} held-out samples do not fill a batch of {batch_size:,}, and smaller ones are dropped"
+        )
+        hint = f"Set eval.last=keep or eval.batch_size={max(1, size // 2)}, say"
+        raise DataError("D006", what, key="eval.last", value="drop", suggestion=hint)
+    order = InOrder(counted, batch_size, rank, num_ranks, unit=batch_size if drop_last else 1)
+    fetch: Any = RawBatches(source, Augment())
+    if isinstance(source, TensorSource):
+        held = source
+        # Neighbours need no copy.
+        fetch = lambda share: held.slice(int(share.indices[0]), int(share.indices[-1]) + 1)  # noqa: E731
+    elif loading.kind in ("auto", "workers") and not source.in_memory:
+        workers = count_workers(loading.workers)
+        fetch = loading.pool(fetch, workers) if workers else fetch
+    return EvaluationLoader(
+        SampledBatches(order.step, prepare, fetch),
+        order.num_steps,
+        num_samples=counted,
+        left_out=size - counted,
+        side=side,
+        caches=isinstance(source, TensorSource) and source.prepared_bytes <= CACHE_LIMIT_BYTES,
+    )
