@@ -80,19 +80,19 @@ def choose(
     """
     if isinstance(train, IterableSource):
         return _of_stream(train, kind, workers, num_ranks, before)
-    needed = _held_bytes(train, others, crops)
-    if before is not None and kind in HELD and needed is not None and needed > available_memory():
+    sizes = [train.original_bytes if crops else train.held_bytes, *(source.held_bytes for source in others)]
+    needed = None if None in sizes else sum(filter(None, sizes))
+    too_large = kind in HELD and needed is not None and needed > available_memory()
+    if before is not None and too_large:
         kind, before = "auto", None
     if kind == "auto":
         looked = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
         return _on_device(looked, train, device) if augments and not crops else looked
     if kind in HELD and train.own_batches:
-        what, hint = (
-            "a collate function of your own makes batches only when they are needed",
-            "Use dataloader=auto",
-        )
+        what = "a collate function of your own makes batches only when they are needed"
+        hint = "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
-    if kind in HELD and needed is not None and needed > available_memory() and not train.in_memory:
+    if needed is not None and too_large and not train.in_memory:
         what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
         hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
         raise MachineError("E005", what, key="dataloader.kind", value=kind, suggestion=hint)
@@ -101,10 +101,12 @@ def choose(
         hint = "Make one with ptfast pack SRC DST and name that, or use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     count = 0
-    if kind == "workers":
+    if kind == "workers" and workers != "auto":
+        count = int(workers)
+    elif kind == "workers":
         # Whoever asks for workers by name gets one at least.
-        ahead_bytes = time_samples(train).num_bytes * micro_batch_size * prefetch if workers == "auto" else 0
-        count = max(1, count_workers(workers, ahead_bytes)) if workers == "auto" else int(workers)
+        ahead_bytes = time_samples(train).num_bytes * micro_batch_size * prefetch
+        count = max(1, count_workers(workers, ahead_bytes))
     return Choice(kind, before or "as the config says", count)
 
 
@@ -192,8 +194,3 @@ def _on_device(choice: Choice, train: MapSource, device: torch.device | None) ->
     if train.held_bytes is None or 2 * train.held_bytes > free_bytes(device) // 4:
         return choice
     return choice._replace(kind="device", reason=f"{num_bytes(train.held_bytes)}, room on the GPU")
-
-
-def _held_bytes(train: Source, others: Iterable[Source], crops: bool) -> int | None:
-    sizes = [train.original_bytes if crops else train.held_bytes, *(source.held_bytes for source in others)]
-    return None if None in sizes else sum(filter(None, sizes))
