@@ -170,10 +170,10 @@ class DeviceBatches(ChunkedBatches):
         lengths = [sum(len(share.indices) for share in shares) for shares in plan]
         self._begins = np.cumsum([0, *lengths]).tolist()
         augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
-        corners: Sequence[Indices] = augment.draw(whole) if augment.moves else ()
+        corners = [*augment.draw(whole)] if augment.moves else []
         if augment.resized_crop is not None:
             edges = box_edges(augment.draw_boxes(whole, self._sizes(index)), *shape)
-            shape, corners = (augment.size, augment.size), (*edges, corners[2])
+            shape, corners = (augment.size, augment.size), [*edges, corners[2]]
         self._index = self._sent(index)
         self._corners = [self._sent(each) for each in corners]
         drawn = augment.draw_changes(whole, shape)
