@@ -12,10 +12,11 @@ from torch import Tensor
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.data_fingerprint import describe_part
+from ptfast.data.decoding.image_decoding import Pixels, in_threads
 from ptfast.data.label_checks import as_classes, check_range, signed
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.sampling.sampler import Indices
-from ptfast.data.transforms.resized_crops import Boxes, Sizes, crop_all
+from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
 
 
 class Padding(NamedTuple):
@@ -171,8 +172,8 @@ class MapSource(BaseSource):
         targets = getattr(self, "targets", None)
         return targets if isinstance(targets, Tensor) else None
 
-    def originals(self, indices: Indices) -> list[NDArray[np.uint8]]:
-        """Images `indices` as they are stored, each (height, width, channels) of its own."""
+    def original(self, index: int) -> Pixels:
+        """Image `index` as it is stored, (height, width, channels) of its own."""
         raise NotImplementedError
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
@@ -186,7 +187,11 @@ class MapSource(BaseSource):
             boxes: of `ptfast.data.transforms.resized_crops.draw_boxes`, relative to the images.
             mirrored: 1 for what is to be mirrored.
         """
-        raise NotImplementedError
+
+        def crop(place: int) -> Tensor:
+            return resized_crop(self.original(indices[place]), boxes[place], bool(mirrored[place]), size)
+
+        return torch.stack(in_threads(len(indices), crop))
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
         """Count, sums and sums of squares of the pixels of samples, per channel, where they are known."""
@@ -218,9 +223,8 @@ class TensorSource(MapSource):
         height, width = self.inputs.shape[1:3]
         return np.full(len(indices), height), np.full(len(indices), width)
 
-    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        pixels = self.inputs.numpy()
-        return crop_all((pixels[i] for i in indices), boxes, size, mirrored)
+    def original(self, index: int) -> Pixels:
+        return self.inputs[index].numpy()
 
     @property
     def held_bytes(self) -> int:
@@ -247,14 +251,13 @@ class TensorSource(MapSource):
 
 
 class SubsetSource(MapSource):
-    """Some samples of another source."""
+    """Some samples of another source; of one that skips files, `take` gives such a source itself."""
 
     def __init__(self, source: MapSource, indices: Indices) -> None:
         self.source, self.indices = source, indices
         self.images, self.in_memory = source.images, source.in_memory
         self.packed, self.repeatable = source.packed, source.repeatable
-        self.skips, self.image_size, self.own_batches = source.skips, source.image_size, source.own_batches
-        self.decodes_on_device, self.cuts = source.decodes_on_device, source.cuts
+        self.image_size, self.own_batches, self.cuts = source.image_size, source.own_batches, source.cuts
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -274,14 +277,11 @@ class SubsetSource(MapSource):
         labels = self.source.known_labels()
         return None if labels is None else labels[as_tensor(self.indices)]
 
-    def originals(self, indices: Indices) -> list[NDArray[np.uint8]]:
-        return self.source.originals(self.indices[indices])
+    def original(self, index: int) -> Pixels:
+        return self.source.original(self.indices[index])
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         return self.source.sizes(self.indices[indices])
-
-    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        return self.source.crops(self.indices[indices], boxes, size, mirrored)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
         return self.source.pixel_sums(self.indices[indices])
@@ -296,12 +296,6 @@ class SubsetSource(MapSource):
 
     def ignores_labels(self) -> bool:
         return self.source.ignores_labels()
-
-    def note_unreadable(self, indices: Indices, targets: Tensor) -> None:
-        self.source.note_unreadable(self.indices[indices], targets)
-
-    def unreadable(self) -> list[str]:
-        return self.source.unreadable()
 
     def lengths(self) -> NDArray[np.int64] | None:
         lengths = self.source.lengths()

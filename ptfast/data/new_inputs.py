@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
-from ptfast.data.decoding.image_decoding import Decoder
+from ptfast.data.decoding.image_decoding import Decoder, fit
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
 from ptfast.data.loaders.loading import Prepare, build_normalizer
 from ptfast.data.sources.arrays import as_inputs, read_npy, read_npz
@@ -81,7 +81,7 @@ def _each_image(
     extra: dict[str, Any], paths: Sequence[str], skip: Callable[[DataError], None] | None
 ) -> Iterator[Named]:
     channels, height, width = extra["input_shape"]
-    decoder = Decoder(height if height == width else None)
+    decoder = Decoder()
     for path in _files(paths):
         if path.suffix in (".npy", ".npz"):
             yield from _each_row(path, images=True)
@@ -93,6 +93,8 @@ def _each_image(
                 raise
             skip(error)
             continue
+        if height == width:
+            pixels = fit(pixels, height)
         if channels == 1:
             grey = pixels @ np.array([0.299, 0.587, 0.114])
             pixels = np.rint(grey * (extra.get("max_value", 255) / 255)).astype(np.uint8)[..., None]

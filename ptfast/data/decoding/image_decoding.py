@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -17,14 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.errors import DataError
-from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.streams.tar_headers import InTar
 from ptfast.data.transforms.resized_crops import resize
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MAX_PIXELS = 100_000_000
 """A header that promises more is taken for a decompression bomb."""
-_CHUNK = 256
 AS_RGB = 3
 """`ImageReadMode.RGB` of torchvision."""
 _HEADER_BYTES = 2**16
@@ -46,15 +43,9 @@ class Decoder:
 
     JPEG goes through libjpeg-turbo by torchvision, which is 2 to 3 times as fast as PIL and gives the same
     pixels; everything else, and JPEG in CMYK, through PIL.
-
-    Args:
-        image_size: side of the square that images are brought to (shorter side resized, centre cropped); None
-            keeps their size.
-        remedy: for a file that cannot be decoded; None for what it is.
     """
 
-    def __init__(self, image_size: int | None = None, remedy: str | None = None) -> None:
-        self.image_size, self.remedy = image_size, remedy
+    def __init__(self) -> None:
         self._decode_jpeg: Callable[..., Tensor] | Literal[False] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,10 +53,7 @@ class Decoder:
 
     def __call__(self, path: str) -> Decoded:
         """Decode one file."""
-        try:
-            return self.decode(read_file(path), path)
-        except DataError as error:
-            raise error if self.remedy is None else error.suggesting(self.remedy) from None
+        return self.decode(read_file(path), path)
 
     def decode(self, content: bytes, name: str) -> Decoded:
         """Decode the bytes of a file called `name`.
@@ -80,9 +68,8 @@ class Decoder:
             if shape is not None:
                 _check_pixels(shape[0] * shape[1], name)
             if shape is not None and shape[2] in (1, 3):
-                decoded = Decoded(self._jpeg(content, name).pixels, shape[2] == 1)
-            else:
-                decoded = _by_pil(content, name)
+                return Decoded(self._jpeg(content, name).pixels, shape[2] == 1)
+            return _by_pil(content, name)
         except DataError:
             raise
         except Exception as error:
@@ -91,9 +78,6 @@ class Decoder:
             reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
             what = f"is damaged or truncated: {reason.rstrip('.')}"
             raise DataError("D005", what, key=name, suggestion=REMEDY) from None
-        if self.image_size is None:
-            return decoded
-        return Decoded(fit(decoded.pixels, self.image_size), decoded.converted)
 
     def _jpeg(self, content: bytes, name: str) -> Decoded:
         if self._decode_jpeg is None:
@@ -130,38 +114,6 @@ def read_file(path: str) -> bytes:
         return path.read() if isinstance(path, InTar) else Path(path).read_bytes()
     except OSError as error:
         raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
-
-
-def decode_all(
-    decoder: Decoder, paths: Sequence[str], threads: int, holder: Holder | None = None
-) -> tuple[Tensor, int]:
-    """Decode files of one size into one tensor (files, height, width, 3), with `threads` threads.
-
-    Args:
-        holder: of the tensor; ranks that hold it together lend their threads to the one that decodes.
-    """
-    first, holder = decoder(paths[0]).pixels, holder or Holder()
-
-    def decode(images: Pixels, start: int) -> int:
-        converted = 0
-        for place, path in enumerate(paths[start : start + _CHUNK], start):
-            decoded = decoder(path)
-            if decoded.pixels.shape != first.shape:
-                raise mixed_sizes(path, decoded.pixels.shape, first.shape)
-            images[place] = decoded.pixels
-            converted += decoded.converted
-        return converted
-
-    def fill(images: Pixels) -> int:
-        with ThreadPoolExecutor(max(1, threads) * holder.num_holders) as pool:
-            try:
-                return sum(pool.map(partial(decode, images), range(0, len(paths), _CHUNK)))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-
-    images, converted = holder.fill((len(paths), *first.shape), fill)
-    return torch.from_numpy(images), converted
 
 
 def mixed_sizes(path: str, shape: Iterable[int], expected: Iterable[int]) -> DataError:

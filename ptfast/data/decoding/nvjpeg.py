@@ -37,7 +37,7 @@ class NvJpegFiles(ImageFiles):
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
         device = self.device()
         try:
-            images = self._decoded([self.paths[int(i)] for i in indices], device)
+            images = self._on_device([self.paths[int(i)] for i in indices], device)
         except (RuntimeError, DataError):
             return super().crops(indices, boxes, size, mirrored).to(device)
         return torch.stack(
@@ -52,7 +52,7 @@ class NvJpegFiles(ImageFiles):
         """The GPU of this rank."""
         return torch.device("cuda", torch.cuda.current_device())
 
-    def _decoded(self, paths: list[str], device: torch.device) -> list[Tensor]:
+    def _on_device(self, paths: list[str], device: torch.device) -> list[Tensor]:
         """uint8 (3, height, width) of each file, on the device."""
         contents = {path: read_file(path) for path in paths}
         plain = [path for path, content in contents.items() if _is_plain(content)]
@@ -60,7 +60,7 @@ class NvJpegFiles(ImageFiles):
         images = dict(zip(plain, decode_on_device(buffers, device), strict=True)) if plain else {}
         for path, content in contents.items():
             if path not in images:
-                pixels = torch.from_numpy(self._whole.decode(content, path).pixels)
+                pixels = torch.from_numpy(self.decoder.decode(content, path).pixels)
                 images[path] = pixels.permute(2, 0, 1).to(device)
         return [images[path] for path in paths]
 

@@ -13,15 +13,16 @@ from torch import Tensor
 from ptfast.core.errors import DataError
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits, image_info
-from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, in_threads, mixed_sizes
+from ptfast.data.decoding.image_decoding import Decoder, Pixels, mixed_sizes
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
+from ptfast.data.map_source import Held, TensorSource
 from ptfast.data.packs.pack_reader import ROW, Manifest
 from ptfast.data.sampling.sampler import Indices
-from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
+from ptfast.data.sources.image_files import ImageSource
+from ptfast.data.transforms.resized_crops import Sizes
 
 
-class PackedImages(MapSource):
+class PackedImages(ImageSource):
     """Images of one split of a pack.
 
     Reading a pixel is reading memory: the system keeps what is used often and drops the rest, so that data of
@@ -35,9 +36,7 @@ class PackedImages(MapSource):
             None where all have one size.
     """
 
-    images = True
     packed = True
-    repeatable = True
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, image_size: int | None) -> None:
         self._facts = facts = manifest.splits[split]
@@ -45,14 +44,11 @@ class PackedImages(MapSource):
         self._rows: NDArray[Any] = np.fromfile(folder / f"{split}.index", ROW)
         self._ends = np.cumsum(self._rows["length"])
         self.targets = torch.from_numpy(self._rows["label"].astype(np.int64))
-        shape = tuple(facts.shape) if facts.shape is not None else None
-        self._shape = shape if image_size is None or shape == (image_size, image_size, 3) else None
+        shape = tuple(facts.shape or ())
+        self.shape = shape if image_size is None or shape == (image_size, image_size, 3) else ()
         """Of every image as it is stored, where it is fetched so and all are of one."""
         self._decoder = Decoder()
         self._bytes: Pixels | None = None
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     @property
     def held_bytes(self) -> int | None:
@@ -70,39 +66,31 @@ class PackedImages(MapSource):
         return {**self.__dict__, "_bytes": None}
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        targets = self.targets.index_select(0, as_tensor(indices))
-        if self._shape is not None:
-            pixels = self._mapped().reshape(-1, *self._shape)[indices]
-        else:
-            pixels = self._fitted(indices)
-        return torch.from_numpy(pixels), targets
+        if not self.shape:
+            return super().fetch(indices, epoch)
+        pixels = self._mapped().reshape(-1, *self.shape)[indices]
+        return torch.from_numpy(pixels), self.labels(indices)
 
-    def image(self, index: int | np.integer) -> Pixels:
+    def original(self, index: int) -> Pixels:
         """One image as it is stored, (height, width, 3); without a copy unless it has to be decoded."""
         row = self._rows[index]
         stored = self._mapped()[self._ends[index] - row["length"] : self._ends[index]]
         if self.kind == "pixels":
             return stored.reshape(row["height"], row["width"], 3)
-        return self._decoder.decode(stored.tobytes(), self._name(index)).pixels
+        return self._decoder.decode(stored.tobytes(), self.name_of(index)).pixels
 
-    def originals(self, indices: Indices) -> list[Pixels]:
-        return [self.image(i) for i in indices]
+    def name_of(self, index: int) -> str:
+        return f"image {index} of {self.folder / self.split}.bin"
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         rows = self._rows[indices]
         return rows["original_height"].astype(np.int64), rows["original_width"].astype(np.int64)
 
-    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        def crop(place: int) -> Tensor:
-            return resized_crop(self.image(indices[place]), boxes[place], bool(mirrored[place]), size)
-
-        return torch.stack(in_threads(len(indices), crop))
-
     def hold(self, holder: Holder | None = None) -> Held:
         """All images; where they are fetched as they are stored, without a copy: ranks share one memory."""
-        if self._shape is None:
+        if not self.shape:
             return super().hold(holder)
-        images = torch.from_numpy(self._mapped().reshape(-1, *self._shape))
+        images = torch.from_numpy(self._mapped().reshape(-1, *self.shape))
         return Held(TensorSource(images, self.targets, images=True), 0)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
@@ -127,18 +115,7 @@ class PackedImages(MapSource):
         if len(other):
             row = rows[other[0]]
             shape = (int(row["height"]), int(row["width"]))
-            raise mixed_sizes(self._name(int(other[0])), shape, (height, width))
-
-    def _fitted(self, indices: Indices) -> Pixels:
-        def fitted(place: int) -> Pixels:
-            image = self.image(indices[place])
-            return image if self.image_size is None else fit(image, self.image_size)
-
-        images = in_threads(len(indices), fitted)
-        for index, image in zip(indices, images, strict=True):
-            if image.shape != images[0].shape:
-                raise mixed_sizes(self._name(index), image.shape, images[0].shape)
-        return np.stack(images)
+            raise mixed_sizes(self.name_of(other[0]), shape, (height, width))
 
     def _mapped(self) -> Pixels:
         if self._bytes is None:
@@ -147,9 +124,6 @@ class PackedImages(MapSource):
             mapped = np.memmap(self.folder / f"{self.split}.bin", np.uint8, "c")
             self._bytes = mapped.view(np.ndarray)
         return self._bytes
-
-    def _name(self, index: int | np.integer) -> str:
-        return f"image {index} of {self.folder / self.split}.bin"
 
 
 def load_packed_images(folder: Path, manifest: Manifest, image_size: int | None) -> Splits:

@@ -1,9 +1,11 @@
-"""Images in files, decoded each time they are fetched."""
+"""Images of sizes of their own, brought to one as they are fetched: out of files, or of memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -14,9 +16,9 @@ from torch import Tensor
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.decoding.image_decoding import (
+    Decoded,
     Decoder,
     Pixels,
-    decode_all,
     fit,
     in_threads,
     mixed_sizes,
@@ -25,51 +27,73 @@ from ptfast.data.decoding.image_decoding import (
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Indices
-from ptfast.data.transforms.resized_crops import Boxes, Sizes, crop_all, resized_crop
+from ptfast.data.transforms.resized_crops import Sizes
 
 OnCorrupt = Literal["error", "skip"]
 REMEDY = "Replace the file, remove it, or leave such files out with data.on_corrupt=skip"
 _SOME = 64
 """Files whose sizes tell how large all are, about."""
+_CHUNK = 256
 
 
-class ImageFiles(MapSource):
-    """Images that are decoded each time they are fetched, by as many threads as torch has here.
+class ImageSource(MapSource):
+    """Images of one class each, fitted to `image_size` as they are fetched. Subclasses give `original`.
 
-    Decoding leaves the interpreter to others, so that threads of one process do it side by side.
-
-    Args:
-        paths: of the files.
-        targets: int64 (files,).
-        decoder: brings whole images to their size.
-        on_corrupt: `error` refuses a file that cannot be decoded. `skip` shows the next one that can be in
-            its place, with a label that does not count, so that every other sample keeps its index.
+    They are read by as many threads as torch has here: decoding leaves the interpreter to others.
     """
 
     images = True
     repeatable = True
+    targets: Tensor
+    """int64 (images,)."""
+    shape: tuple[int, ...] = ()
+    """(height, width, channels) of every image as it is fetched; empty until it is known."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def name_of(self, index: int) -> str:
+        """Image `index` by its name, for messages."""
+        raise NotImplementedError
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        def fetched(place: int) -> Pixels:
+            image = self.original(indices[place])
+            return image if self.image_size is None else fit(image, self.image_size)
+
+        images = in_threads(len(indices), fetched)
+        expected = self.shape or images[0].shape
+        for index, image in zip(indices, images, strict=True):
+            if image.shape != expected:
+                raise mixed_sizes(self.name_of(index), image.shape, expected)
+        return torch.from_numpy(np.stack(images)), self.labels(indices)
+
+
+class ImageFiles(ImageSource):
+    """Images that are decoded each time they are fetched.
+
+    Args:
+        paths: of the files.
+        targets: int64 (files,).
+        on_corrupt: `error` refuses a file that cannot be decoded. `skip` shows the next one that can be in
+            its place, with a label that does not count, so that every other sample keeps its index.
+        threads: that decode what is held in memory.
+    """
 
     def __init__(
         self,
         paths: Sequence[str],
         targets: Tensor,
-        decoder: Decoder,
+        image_size: int | None = None,
         on_corrupt: OnCorrupt = "error",
         threads: int = 1,
     ) -> None:
-        self.paths, self.targets, self.decoder, self.skips = paths, targets, decoder, on_corrupt == "skip"
-        self.threads = threads
+        self.paths, self.targets, self.image_size = paths, targets, image_size
+        self.skips, self.threads, self.decoder = on_corrupt == "skip", threads, Decoder()
         self.corrupt: set[int] = set()
         """Samples that are known to be unreadable."""
         self._converted: set[int] = set()
-        self.shape: tuple[int, ...] = ()
-        """(height, width, channels) of every image; empty until it is known."""
-        self.image_size = decoder.image_size
-        self._whole = Decoder(remedy=decoder.remedy)
         self._sizes = np.zeros((2, len(paths)), np.int32)
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     @property
     def held_bytes(self) -> int | None:
@@ -85,13 +109,14 @@ class ImageFiles(MapSource):
         # In place of an unreadable file another is shown, which counts for itself.
         return len(self._converted - self.corrupt)
 
-    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        pixels = self._pixels(indices, self.decoder)
-        expected = self.shape or pixels[0].shape
-        for index, image in zip(indices, pixels, strict=True):
-            if image.shape != expected:
-                raise mixed_sizes(self.paths[int(index)], image.shape, expected)
-        return torch.from_numpy(np.stack(pixels)), self.labels(indices)
+    def name_of(self, index: int) -> str:
+        return self.paths[index]
+
+    def original(self, index: int) -> Pixels:
+        decoded = self._readable(int(index))
+        if decoded.converted:
+            self._converted.add(int(index))
+        return decoded.pixels
 
     def labels(self, indices: Indices) -> Tensor:
         """The targets of samples `indices`, which have been fetched; `IGNORE_INDEX` for unreadable ones."""
@@ -100,9 +125,6 @@ class ImageFiles(MapSource):
             labels[torch.from_numpy(np.isin(indices, list(self.corrupt)))] = IGNORE_INDEX
         return labels
 
-    def originals(self, indices: Indices) -> list[Pixels]:
-        return self._pixels(indices, self._whole)
-
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         """Heights and widths of the images by their files, each read once."""
         for index in indices:
@@ -110,12 +132,6 @@ class ImageFiles(MapSource):
                 self._sizes[:, index] = self._size_of(index)
         heights, widths = self._sizes[:, indices].astype(np.int64)
         return heights, widths
-
-    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        def crop(path: str, place: int) -> Tensor:
-            return resized_crop(self._whole(path).pixels, boxes[place], bool(mirrored[place]), size)
-
-        return torch.stack(self._each(indices, crop))
 
     def note_unreadable(self, indices: Indices, targets: Tensor) -> None:
         self.corrupt.update(indices[targets.numpy() == IGNORE_INDEX].tolist())
@@ -134,38 +150,58 @@ class ImageFiles(MapSource):
                 raise
             return 1, 1
 
-    def _pixels(self, indices: Indices, decoder: Decoder) -> list[Pixels]:
-        decoded = self._each(indices, lambda path, _: decoder(path))
-        self._converted.update(int(i) for i, image in zip(indices, decoded, strict=True) if image.converted)
-        return [image.pixels for image in decoded]
-
-    def _each(self, indices: Indices, read: Callable[[str, int], Any]) -> list[Any]:
-        """Call `read` on the file and the place of each of `indices`."""
-        return in_threads(len(indices), lambda place: self._readable(int(indices[place]), place, read))
-
-    def _readable(self, index: int, place: int, read: Callable[[str, int], Any]) -> Any:
-        """Call `read` on file `index`, or where files may be skipped, of the next that it can read."""
+    def _readable(self, index: int) -> Decoded:
+        """File `index` decoded, or where files may be skipped, the next that can be."""
         if not self.skips:
-            return read(self.paths[index], place)
+            return self._decoded(self.paths[index])
         for other in chain(range(index, len(self.paths)), range(index)):
             if other not in self.corrupt:
                 try:
-                    return read(self.paths[other], place)
+                    return self._decoded(self.paths[other])
                 except DataError:
                     self.corrupt.add(other)
         raise DataError("D005", "cannot be decoded, nor any other file", key=self.paths[index])
 
+    def _decoded(self, path: str) -> Decoded:
+        try:
+            return self.decoder(path)
+        except DataError as error:
+            raise error.suggesting(REMEDY) from None
+
     def hold(self, holder: Holder | None = None) -> Held:
+        """Every image in one tensor; ranks that share it lend their threads to the one that decodes."""
         if self.skips:
             return super().hold(holder)
-        images, num_converted = decode_all(self.decoder, self.paths, self.threads, holder)
-        return Held(TensorSource(images, self.targets, images=True), num_converted)
+        holder = holder or Holder()
+        size, shape = self.image_size, self.shape or tuple(self.fetch(np.arange(1))[0].shape[1:])
+
+        def decode(images: Pixels, start: int) -> int:
+            converted = 0
+            for place, path in enumerate(self.paths[start : start + _CHUNK], start):
+                pixels, was_converted = self._decoded(path)
+                pixels = pixels if size is None else fit(pixels, size)
+                if pixels.shape != shape:
+                    raise mixed_sizes(path, pixels.shape, shape)
+                images[place] = pixels
+                converted += was_converted
+            return converted
+
+        def fill(images: Pixels) -> int:
+            with ThreadPoolExecutor(max(1, self.threads) * holder.num_holders) as pool:
+                try:
+                    return sum(pool.map(partial(decode, images), range(0, len(self), _CHUNK)))
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+
+        images, num_converted = holder.fill((len(self), *shape), fill)
+        return Held(TensorSource(torch.from_numpy(images), self.targets, images=True), num_converted)
 
     def take(self, indices: Indices) -> ImageFiles:
         taken = type(self)(
             self._select(indices),
             self.targets.index_select(0, as_tensor(indices)),
-            self.decoder,
+            self.image_size,
             "skip" if self.skips else "error",
             self.threads,
         )
@@ -185,43 +221,29 @@ def set_shapes(sources: Mapping[str, ImageFiles]) -> tuple[int, ...]:
     return (shape[2], *shape[:2])
 
 
-class HeldImages(MapSource):
+class HeldImages(ImageSource):
     """The images of another source in memory, as large as they are there.
 
     A crop of an image that was brought to its final size before would show other pixels. In memory it costs
     no decoding, which is most of the work for a JPEG.
 
-    Args:
-        source: images that have `originals`.
-
     Cost: the memory of all pixels, a few times that of the files.
     """
 
-    images = True
     in_memory = True
-    repeatable = True
 
     def __init__(self, source: MapSource) -> None:
         everything = np.arange(len(source))
         self.image_size = source.image_size
-        self._pixels: list[Pixels] = source.originals(everything)
+        self._pixels: list[Pixels] = in_threads(len(source), source.original)
         self._sizes = np.stack(source.sizes(everything))
         self.targets = source.labels(everything)
 
-    def __len__(self) -> int:
-        return len(self._pixels)
+    def name_of(self, index: int) -> str:
+        return "data"
 
-    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        images = self.originals(indices)
-        if self.image_size is not None:
-            images = [fit(pixels, self.image_size) for pixels in images]
-        for pixels in images:
-            if pixels.shape != images[0].shape:
-                raise mixed_sizes("data", pixels.shape, images[0].shape)
-        return torch.from_numpy(np.stack(images)), self.targets.index_select(0, as_tensor(indices))
-
-    def originals(self, indices: Indices) -> list[Pixels]:
-        return [self._pixels[i] for i in indices]
+    def original(self, index: int) -> Pixels:
+        return self._pixels[index]
 
     def in_one_size(self) -> TensorSource:
         """The same as one tensor."""
@@ -235,6 +257,3 @@ class HeldImages(MapSource):
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         heights, widths = self._sizes[:, indices]
         return heights, widths
-
-    def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        return crop_all(self.originals(indices), boxes, size, mirrored)

@@ -13,11 +13,10 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.machine import spare_cores
 from ptfast.data.data_fingerprint import Contents, class_parts
 from ptfast.data.dataset import Splits, image_info
-from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
 from ptfast.data.packs.packed_images import load_packed_images
 from ptfast.data.sources.class_folders import Listing, list_tree, passed_over
-from ptfast.data.sources.image_files import REMEDY, ImageFiles, OnCorrupt, set_shapes
+from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 
 DecodesJpeg = Literal["cpu", "nvjpeg"]
 
@@ -70,9 +69,9 @@ class ImageFolder:
             return load_packed_images(self.root, manifest, self.image_size)
         passed: list[str] = []
         classes, listings = list_tree(self.root, passed=passed)
-        decoder, files_class = Decoder(self.image_size, REMEDY), self._files_class()
+        files_class = self._files_class()
         sources = {
-            split: files_class(paths, torch.tensor(labels), decoder, self.on_corrupt, self.threads)
+            split: files_class(paths, torch.tensor(labels), self.image_size, self.on_corrupt, self.threads)
             for split, (paths, labels) in listings.items()
         }
         info = image_info(set_shapes(sources), class_names=classes)

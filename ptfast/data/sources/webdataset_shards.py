@@ -19,10 +19,9 @@ from ptfast.core.errors import DataError
 from ptfast.core.machine import spare_cores
 from ptfast.data.data_fingerprint import Contents, describe_part
 from ptfast.data.dataset import Splits, image_info
-from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, permutation
-from ptfast.data.sources.image_files import REMEDY, ImageFiles, OnCorrupt, set_shapes
+from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 from ptfast.data.streams.remote_shards import is_url, open_shards
 from ptfast.data.streams.shard_index import Label, Shard
 from ptfast.data.streams.tar_headers import InTar
@@ -76,7 +75,7 @@ class WebDataset:
             split: ShardedImages(
                 index.members(),
                 _targets(index, names),
-                Decoder(self.image_size, REMEDY),
+                self.image_size,
                 self.on_corrupt,
                 threads,
             )
@@ -97,12 +96,8 @@ class WebDataset:
 class ShardedImages(ImageFiles):
     """Images that are read out of their shards and decoded each time they are fetched."""
 
-    def __init__(
-        self, members: Members, targets: torch.Tensor, decoder: Decoder, on_corrupt: OnCorrupt, threads: int
-    ) -> None:
-        super().__init__(members, targets, decoder, on_corrupt, threads)
-        self.members = members
-        self.shuffle_buffer: int | None = None
+    paths: Members
+    shuffle_buffer: int | None = None
 
     def shuffle_within(self, size: int) -> bool:
         self.shuffle_buffer = size
@@ -111,10 +106,10 @@ class ShardedImages(ImageFiles):
     def order(self, seed: int, epoch: int) -> Indices | None:
         if self.shuffle_buffer is None:
             return None
-        return nearby(seed, epoch, self.members.shards, self.shuffle_buffer)
+        return nearby(seed, epoch, self.paths.shards, self.shuffle_buffer)
 
     def _select(self, indices: Indices) -> Members:
-        return self.members[indices]
+        return self.paths[indices]
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -70,14 +69,6 @@ def draw_boxes(
     )
     tops[open_], lefts[open_] = (height - box_heights[open_]) // 2, (width - box_widths[open_]) // 2
     return np.stack([tops / heights, lefts / widths, box_heights / heights, box_widths / widths], 1)
-
-
-def crop_all(
-    images: Iterable[NDArray[np.uint8]], boxes: Boxes, size: int, mirrored: NDArray[np.integer]
-) -> Tensor:
-    """The boxes of uint8 images (height, width, channels) of any sizes, scaled to (size, size, channels)."""
-    crops = [resized_crop(*each, size) for each in zip(images, boxes, mirrored.tolist(), strict=True)]
-    return torch.stack(crops)
 
 
 def resized_crop(pixels: NDArray[np.uint8], box: NDArray[np.float64], mirrored: bool, size: int) -> Tensor:

@@ -15,7 +15,6 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError, MachineError
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.decoding import nvjpeg
-from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.decoding.nvjpeg import NvJpegFiles
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.sources.image_files import ImageFiles
@@ -56,7 +55,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def crops(kind: type[ImageFiles], paths: list[str], on_corrupt: str = "error") -> tuple[Tensor, Tensor]:
-    files = kind(paths, torch.arange(5), Decoder(16), on_corrupt)  # pyright: ignore[reportArgumentType]
+    files = kind(paths, torch.arange(5), 16, on_corrupt)  # pyright: ignore[reportArgumentType]
     boxes = draw_boxes(0, 0, INDICES, *files.sizes(INDICES), (0.2, 1.0), (0.7, 1.4))
     return files.crops(INDICES, boxes, 24, MIRRORED), files.labels(INDICES)
 

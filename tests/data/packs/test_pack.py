@@ -86,7 +86,7 @@ def test_images_of_all_sizes_are_brought_to_one_as_they_are_fetched(mixed: Path,
 
 def test_crops_are_those_of_the_files(mixed: Path, tmp_path: Path):
     paths = [str(path) for name in "ab" for path in sorted((mixed / name).iterdir())]
-    files = ImageFiles(paths, torch.zeros(9, dtype=torch.long), Decoder())
+    files = ImageFiles(paths, torch.zeros(9, dtype=torch.long))
     indices = np.array([3, 0, 8, 5])
     sizes = files.sizes(indices)
     boxes = draw_boxes(0, 1, indices, *sizes, (0.08, 1.0), (0.75, 1.3333))
@@ -106,7 +106,7 @@ def test_a_size_shrinks_and_never_enlarges(mixed: Path, tmp_path: Path):
     originals = [Decoder()(str(path)).pixels for path in paths]
     for index, original in enumerate(originals):
         short = min(original.shape[:2])
-        stored = source.image(index)
+        stored = source.original(index)
         assert min(stored.shape[:2]) == min(short, 15)
         assert np.array_equal(stored, shrink(original, 15))
     heights, widths = source.sizes(np.arange(9))

@@ -17,14 +17,14 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.build_data import build_data
-from ptfast.data.decoding.image_decoding import Decoder, fit, size_of
+from ptfast.data.decoding.image_decoding import fit, size_of
 from ptfast.data.loaders import loader_choice
 from ptfast.data.map_source import TensorSource
 from ptfast.data.new_inputs import read_inputs
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.sources.imagefolder import ImageFolder
 from ptfast.data.transforms.normalize import statistics
-from ptfast.data.transforms.resized_crops import crop_all, draw_boxes
+from ptfast.data.transforms.resized_crops import draw_boxes, resized_crop
 
 NO_VAL = Duration(0, "percent")
 
@@ -112,7 +112,7 @@ def test_statistics_from_disk_are_remembered(
 ):
     monkeypatch.setenv("PTFAST_CACHE", str(tmp_path_factory.mktemp("cache")))
     paths = [str(path) for path in sorted((tree / "train").rglob("*.jpg"))]
-    source = ImageFiles(paths, torch.zeros(len(paths)), Decoder())
+    source = ImageFiles(paths, torch.zeros(len(paths)))
     first = statistics(source, lambda: "a key")
     source.fetch = None  # pyright: ignore[reportAttributeAccessIssue]
     assert statistics(source, lambda: "a key") == first
@@ -265,7 +265,7 @@ def test_the_size_of_a_file_is_what_its_header_says(tmp_path: Path):
 
 def files_of(tree: Path, **kwargs: Any) -> ImageFiles:
     paths = sorted(str(path) for path in (tree / "train").rglob("*.*g"))
-    return ImageFiles(paths, torch.arange(len(paths)), Decoder(8), **kwargs)
+    return ImageFiles(paths, torch.arange(len(paths)), 8, **kwargs)
 
 
 def test_crops_come_from_whole_files_whatever_the_threads(tree: Path):
@@ -277,7 +277,8 @@ def test_crops_come_from_whole_files_whatever_the_threads(tree: Path):
     boxes = draw_boxes(0, 0, indices, heights, widths, (0.2, 1.0), (0.7, 1.4))
     mirrored = np.array([1, 0, 1, 0])
     wholes = [np.asarray(Image.open(files.paths[i]).convert("RGB")) for i in indices]
-    expected = crop_all(wholes, boxes, 16, mirrored)
+    each = zip(wholes, boxes, mirrored.tolist(), strict=True)
+    expected = torch.stack([resized_crop(*whole, 16) for whole in each])
     assert torch.equal(files.crops(indices, boxes, 16, mirrored), expected)
     torch.set_num_threads(2)
     try:

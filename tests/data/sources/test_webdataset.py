@@ -249,7 +249,7 @@ def test_a_buffer_keeps_the_order_nearby_in_what_is_held_out_too() -> None:
     assert order is not None
     assert sorted(order) == list(range(18))
     train: Any = data.train
-    of = train.members.shards[order]
+    of = train.paths.shards[order]
     assert np.count_nonzero(np.diff(of)) == 3
 
 

@@ -9,8 +9,9 @@ from running import same_pixels
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as v2
 
+from ptfast.data.map_source import MapSource
 from ptfast.data.sampling import counter_draws
-from ptfast.data.transforms.resized_crops import crop_all, draw_boxes, resize, resized_crop
+from ptfast.data.transforms.resized_crops import draw_boxes, resize, resized_crop
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
@@ -111,7 +112,12 @@ def test_a_crop_has_one_pixel_at_least():
 def test_images_of_any_size_become_one_batch():
     images = [image(30, 40, seed=1), image(20, 20, seed=2)]
     images[1].flags.writeable = False
+
+    class Images(MapSource):
+        def original(self, index: int) -> np.ndarray:
+            return images[index]
+
     boxes = draw_boxes(0, 0, np.arange(2), np.array([30, 20]), np.array([40, 20]), SCALE, RATIO)
-    batch = crop_all(images, boxes, 16, np.array([0, 1]))
+    batch = Images().crops(np.arange(2), boxes, 16, np.array([0, 1]))
     assert batch.shape == (2, 16, 16, 3)
     assert torch.equal(batch[1], resized_crop(images[1], boxes[1], True, 16))

@@ -20,7 +20,6 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.build_data import Data, build_data
-from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.loaders.device_loader import ResidentImages
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.map_source import TensorSource
@@ -56,7 +55,7 @@ def files(jpegs: Path) -> Data:
     """The same as files that are decoded as they are needed."""
     paths = [str(path) for path in sorted(jpegs.rglob("*.jpg"))]
     info = DataInfo(kind="image", task="classification", num_classes=2, input_shape=(3, SIDE, SIDE))
-    return Data(info, ImageFiles(paths, torch.arange(12) // 6, Decoder(SIDE)), None, None, "")
+    return Data(info, ImageFiles(paths, torch.arange(12) // 6, SIDE), None, None, "")
 
 
 def loader(data: Data, kind: str, **changes: Any) -> Any:
