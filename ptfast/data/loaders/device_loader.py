@@ -154,20 +154,23 @@ class DeviceBatches(ChunkedBatches):
             self._targets, self._masks = None, ResidentImages(masks, augment.crop_padding, fill)
         self._epoch = -1
 
-    def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        epoch, first, end = self.sampler.plan.epoch_of(first_step)
+    def _planned(self, start: int, stop: int) -> list[tuple[list[Share], int]]:
+        epoch, first, end = self.sampler.plan.epoch_of(start)
         if epoch != self._epoch:
-            self._begin(epoch, range(first, end))
+            self._begin(epoch, first, end)
+        return self._plan[start - first : stop - first]
+
+    def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         sizes = [len(share.indices) for share in shares]
-        begin = self._begins[first_step - first]
+        begin = self._begins[first_step - self._first]
         inputs, targets = self._moved(slice(begin, begin + sum(sizes)))
         return zip(inputs.split(sizes), targets.split(sizes), strict=True)
 
-    def _begin(self, epoch: int, steps: range) -> None:
+    def _begin(self, epoch: int, first: int, end: int) -> None:
         """Send the order of an epoch and its draws to the device."""
-        plan = [self.sampler.step(step)[0] for step in steps]
-        index = np.concatenate([share.indices for shares in plan for share in shares])
-        lengths = [sum(len(share.indices) for share in shares) for shares in plan]
+        self._plan, self._first = super()._planned(first, end), first
+        index = np.concatenate([share.indices for shares, _ in self._plan for share in shares])
+        lengths = [sum(len(share.indices) for share in shares) for shares, _ in self._plan]
         self._begins = np.cumsum([0, *lengths]).tolist()
         augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
         corners = [*augment.draw(whole)] if augment.moves else []

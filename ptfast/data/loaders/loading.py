@@ -198,6 +198,9 @@ class Prepare:
     note_unreadable: Callable[[Indices, Tensor], None] | None = None
     """Receives indices and targets of each raw batch."""
 
+    def __post_init__(self) -> None:
+        self._on_host = self.device.type == "cpu"
+
     def __call__(self, raw: Any) -> Any:
         """The batch for a raw one: `(inputs, targets)`, or a user's own structure with its tensors moved."""
         if isinstance(raw, (tuple, list)) and len(raw) == 2 and isinstance(raw[0], Tensor):
@@ -226,7 +229,7 @@ class Prepare:
         return map_tensors(self._sent, value)
 
     def _sent(self, tensor: Any) -> Any:
-        if self.device.type == "cpu":
+        if self._on_host:
             return tensor
         if self.pin and isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned():
             tensor = tensor.pin_memory()

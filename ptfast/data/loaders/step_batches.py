@@ -88,7 +88,7 @@ class ChunkedBatches(Batches):
             # Chunks begin at fixed places in an epoch.
             start = step - (step - first) % self._chunk_steps
             stop = min(start + self._chunk_steps, end)
-            plan = [self.sampler.step(s) for s in range(start, stop)]
+            plan = self._planned(start, stop)
             pieces = self._gather([share for shares, _ in plan for share in shares], start)
             batches = [
                 StepBatch(
@@ -98,6 +98,10 @@ class ChunkedBatches(Batches):
             ]
             yield from batches[step - start : last_step - start]
             step = stop
+
+    def _planned(self, start: int, stop: int) -> list[tuple[list[Share], int]]:
+        """The shares of the steps from `start` to `stop`, all of one epoch."""
+        return [self.sampler.step(step) for step in range(start, stop)]
 
     def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets of each of `shares`, which are all of the steps from `first_step` on."""
