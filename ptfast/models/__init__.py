@@ -28,7 +28,6 @@ def panel(model: Model) -> dict[str, object]:
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="whitening first layer",
-        family="model",
         kind="training",
         on=("model.whitening=3",),
         off=("model.whitening=0",),
@@ -44,6 +43,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="model",
     panel=panel,
     techniques=TECHNIQUES,
 )

@@ -183,9 +183,7 @@ def panel(groups_note: str | None) -> dict[str, object]:
 _SMALL = ("model.hidden=[16]",)
 _LAYERWISE_AVOID = "Batches of hundreds, at which a plain optimizer trains as well, with fewer settings."
 
-_optimizer = partial(
-    Technique, family="optimizer", kind="training", off=("optimizer=adamw",), alternatives="optimizer"
-)
+_optimizer = partial(Technique, kind="training", off=("optimizer=adamw",), alternatives="optimizer")
 
 TECHNIQUES: tuple[Technique, ...] = (
     _optimizer(
@@ -415,6 +413,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="optimizer",
     rules=(
         no_schedule_beside_schedule_free,
         one_way_of_clipping_groups,

@@ -39,7 +39,6 @@ def marks_for_a_gpu(debug: Debug, device: str) -> PtfastError | None:
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="debugging aids off",
-        family="debug",
         kind="exact",
         why="Anomaly detection, profilers and gradient checks hook into every operation; when off, they "
         "leave nothing in the loop.",
@@ -52,23 +51,12 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="debug",
     machine_rules=(marks_for_a_gpu,),
     unused=(
-        Unused(
-            ("debug.wait", "debug.warmup", "debug.active"),
-            lambda debug: debug.mode in ("profiler", "memory"),
-            "to debug={debug.mode}",
-            "debug=profiler",
-        ),
-        Unused(
-            ("debug.torch_check",),
-            lambda debug: debug.mode == "gradcheck",
-            "to debug={debug.mode}",
-            "debug=gradcheck",
-        ),
-        Unused(
-            ("debug.operators",), lambda debug: debug.mode == "nvtx", "to debug={debug.mode}", "debug=nvtx"
-        ),
+        Unused.unless("debug.mode", ("profiler", "memory"), "debug.wait", "debug.warmup", "debug.active"),
+        Unused.unless("debug.mode", ("gradcheck",), "debug.torch_check"),
+        Unused.unless("debug.mode", ("nvtx",), "debug.operators"),
     ),
     free_keys=("debug",),
     techniques=TECHNIQUES,

@@ -10,7 +10,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         family="data",
         kind="training",
         on=("data.normalize=true",),
-        off=("data.normalize=false",),
         why="Inputs with mean 0 and deviation 1 make the loss about equally steep in every direction, so one"
         " learning rate suits all.",
         claim="Fewer steps to the same loss; how many depends on how far the raw inputs are from it.",
@@ -55,7 +54,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="label smoothing",
-        family="regularisation",
         kind="training",
         on=("task.label_smoothing=0.1",),
         off=("task.label_smoothing=0",),
@@ -71,7 +69,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="stochastic depth",
-        family="regularisation",
         kind="training",
         on=("model.drop_path=0.1",),
         off=("model.drop_path=0",),
@@ -88,5 +85,6 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="regularisation",
     techniques=TECHNIQUES,
 )

@@ -68,10 +68,26 @@ class Unused(NamedTuple):
     """The choice made instead, after `means nothing`; `{SECTION.KEY}` stands for a value."""
     remedy: str
 
+    @classmethod
+    def unless(cls, choice: str, values: tuple[str, ...], *keys: str) -> Unused:
+        """Keys that count where `choice`, such as `debug.mode`, has one of `values`, the usual one first."""
+        section, _, name = choice.partition(".")
+        # What an option of the group sets is shown as that option: `debug=profiler`.
+        shown = section if name in ("mode", "strategy", "kind") else choice
+        return cls(
+            keys,
+            lambda **sections: getattr(sections[section], name) in values,
+            f"to {shown}={{{choice}}}",
+            f"{shown}={values[0]}",
+        )
+
 
 def call_with(function: Callable[..., Any], facts: Mapping[str, Any]) -> Any:
-    """Call `function` with those of `facts` that its parameters name."""
-    return function(**{name: facts[name] for name in signature(function).parameters})
+    """Call `function` with those of `facts` that its parameters name; with all where it takes any."""
+    parameters = signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function(**facts)
+    return function(**{name: facts[name] for name in parameters})
 
 
 def longer_than_run(key: str, length: Duration, epochs: int | None, steps: int | None) -> PtfastError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ptfast.core.sections.section import Rule, Unused
@@ -45,14 +45,14 @@ class Technique:
 
     name: str
     """Unique, a few lower-case words, such as `fused optimizer`."""
-    family: str
-    """The config group or family that it belongs to, such as `optimizer` or `transfers`."""
+    family: str = ""
+    """The config group or family that it belongs to, such as `transfers`; by default its `Family`'s."""
     kind: Kind
     """Its class: what it promises of the result."""
     on: tuple[str, ...] = ()
     """Overrides that switch it on; none for what is always on."""
     off: tuple[str, ...] = ()
-    """Overrides that switch it off; none for what is always on."""
+    """Overrides that switch it off; by default those of `on` with true and false exchanged."""
     why: str
     """Why it is faster, or reaches the same result sooner, as one sentence."""
     claim: str
@@ -80,6 +80,13 @@ class Technique:
     drift: float | None = None
     """For a reduced technique: the largest relative drift of the loss over ten steps that it stands for."""
 
+    def __post_init__(self) -> None:
+        if not self.off:
+            other = {"true": "false", "false": "true"}
+            words = [word.rpartition("=") for word in self.on]
+            off = tuple(f"{key}={other[value]}" for key, _, value in words if value in other)
+            object.__setattr__(self, "off", off)
+
     @property
     def options(self) -> tuple[str, ...]:
         """The option files that it is about, such as `precision/amp`."""
@@ -95,6 +102,8 @@ class Family:
     stage of `ptfast.training.build`.
     """
 
+    name: str = ""
+    """The family of those of its records that name no other."""
     rules: tuple[Rule, ...] = ()
     """Contradictions between keys."""
     machine_rules: tuple[Rule, ...] = ()
@@ -107,3 +116,7 @@ class Family:
     """Its rows of the panel; a row of None is left out."""
     techniques: tuple[Technique, ...] = ()
     """Its records, in the order of the table of techniques."""
+
+    def __post_init__(self) -> None:
+        records = tuple(replace(each, family=each.family or self.name) for each in self.techniques)
+        object.__setattr__(self, "techniques", records)

@@ -114,9 +114,7 @@ def panel(resolved: Resolved) -> dict[str, object]:
     }
 
 
-_loader = partial(
-    Technique, family="dataloader", kind="exact", off=("dataloader=plain",), alternatives="dataloader"
-)
+_loader = partial(Technique, kind="exact", off=("dataloader=plain",), alternatives="dataloader")
 
 TECHNIQUES: tuple[Technique, ...] = (
     _loader(
@@ -214,7 +212,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="full last batch",
-        family="dataloader",
         kind="training",
         on=("dataloader.last=pad",),
         off=("dataloader.last=keep",),
@@ -228,7 +225,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="shards read nearly in order",
-        family="dataloader",
         kind="training",
         on=("data.shuffle_buffer=1000",),
         off=("data.shuffle_buffer=null",),
@@ -254,7 +250,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         family="transfers",
         kind="exact",
         on=("dataloader.pin=true",),
-        off=("dataloader.pin=false",),
         why="Copies overlap with kernels only from page-locked memory.",
         claim="Hides the copy behind the step; worth what copies take, so most for images in float32.",
         source="PyTorch tutorial 'A guide on good usage of non_blocking and pin_memory()'.",
@@ -300,14 +295,14 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="dataloader",
     rules=(data_of_a_pack, thread_beside_own_order),
     machine_rules=(memory_to_pin, thread_for_a_cpu, crowded_cores),
     unused=(
-        Unused(
-            ("dataloader.workers", "dataloader.prefetch", "backend.worker_threads"),
-            lambda dataloader: dataloader.kind in ("auto", "workers"),
-            "to dataloader={dataloader.kind}",
-            "dataloader=workers",
+        Unused.unless(
+            "dataloader.kind",
+            ("workers", "auto"),
+            *("dataloader.workers", "dataloader.prefetch", "backend.worker_threads"),
         ),
     ),
     free_keys=tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead")),

@@ -91,9 +91,7 @@ _LINES = (
 )
 """A small language model on the lines of a text, which are of unequal length."""
 
-_batching = partial(
-    Technique, family="batching", kind="training", needs=("sequences",), alternatives="batching", trial=_LINES
-)
+_batching = partial(Technique, kind="training", needs=("sequences",), alternatives="batching", trial=_LINES)
 
 TECHNIQUES: tuple[Technique, ...] = (
     _batching(
@@ -170,7 +168,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="tokens kept on disk",
-        family="batching",
         kind="exact",
         why="A text is tokenised once; later runs read its token ids from a cache keyed by text and "
         "tokenizer.",
@@ -183,6 +180,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="batching",
     rules=(one_way_of_batching, one_order),
     unused=(
         Unused(

@@ -76,7 +76,6 @@ def panel(augment: AugmentSection) -> dict[str, object]:
 
 _augment = partial(
     Technique,
-    family="augment",
     kind="training",
     needs=("images",),
     trial=("model=resnet_digits", "optimizer.lr=0.005"),
@@ -199,7 +198,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="mixup",
-        family="augment",
         kind="training",
         on=("augment.mixup=0.2",),
         off=("augment.mixup=0",),
@@ -230,6 +228,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="augment",
     rules=(one_way_of_cropping,),
     unused=(
         Unused(

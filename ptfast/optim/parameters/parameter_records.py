@@ -6,13 +6,12 @@ from functools import partial
 
 from ptfast.core.sections.technique import Family, Technique
 
-_groups = partial(Technique, family="parameter groups", kind="training")
+_groups = partial(Technique, kind="training")
 
 TECHNIQUES: tuple[Technique, ...] = (
     _groups(
         name="no decay on norms and biases",
         on=("optimizer.decay_1d=false",),
-        off=("optimizer.decay_1d=true",),
         why="Weight decay is meant for matrices; decaying the few scales and biases only costs accuracy.",
         claim="Part of the recipes that train ResNet-50 on ImageNet at large batches (6.6 minutes on 2,048 "
         "GPUs, Jia et al.); its own share is small.",
@@ -135,5 +134,6 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="parameter groups",
     techniques=TECHNIQUES,
 )

@@ -47,7 +47,6 @@ def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="cuDNN benchmark",
-        family="backend",
         kind="reordered",
         on=("backend.cudnn_benchmark=auto",),
         off=("backend.cudnn_benchmark=false",),
@@ -61,7 +60,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="threads by cores",
-        family="backend",
         kind="reordered",
         why="Each rank uses its share of the cores that nobody else keeps busy; torchrun would give it one.",
         claim="Up to as many times as a rank has cores; with more threads than cores they take turns.",
@@ -72,10 +70,8 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="held memory",
-        family="backend",
         kind="exact",
         on=("backend.hold_memory=true",),
-        off=("backend.hold_memory=false",),
         why="Memory freed by one step is reused by the next, so the kernel need not unmap, clear and map "
         "pages again.",
         claim="Allocators that reuse memory as much as possible do better than the default; the guide gives "
@@ -90,10 +86,8 @@ TECHNIQUES: tuple[Technique, ...] = (
     # end with the same bits, and so do 872 steps of text_sst2, which leave 60,742 denormal moments.
     Technique(
         name="denormals flushed to zero",
-        family="backend",
         kind="reordered",
         on=("backend.flush_denormals=true",),
-        off=("backend.flush_denormals=false",),
         why="Moments of weights without gradients, such as embeddings of rare words, decay below 1e-38 "
         "within about 800 steps, where each CPU operation takes a hundred times as long.",
         claim="Calculations with denormal values can be very slow; the documentation gives no figure.",
@@ -108,6 +102,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="backend",
     rules=(repeatable_kernels,),
     free_keys=("backend.hold_memory",),
     panel=panel,

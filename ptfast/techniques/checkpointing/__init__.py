@@ -59,7 +59,6 @@ _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=14", "optimizer.l
 
 _checkpointing = partial(
     Technique,
-    family="checkpointing",
     kind="exact",
     off=("checkpointing=none",),
     alternatives="checkpointing",
@@ -123,26 +122,12 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="checkpointing",
     rules=(what_the_mode_needs,),
     unused=(
-        Unused(
-            ("checkpointing.every",),
-            lambda checkpointing: checkpointing.mode == "every_n",
-            "to checkpointing={checkpointing.mode}",
-            "checkpointing=every_n",
-        ),
-        Unused(
-            ("checkpointing.memory_budget",),
-            lambda checkpointing: checkpointing.mode == "budget",
-            "to checkpointing={checkpointing.mode}",
-            "checkpointing=budget",
-        ),
-        Unused(
-            ("checkpointing.blocks",),
-            lambda checkpointing: checkpointing.mode in ("full", "every_n", "selective"),
-            "to checkpointing={checkpointing.mode}",
-            "checkpointing=full",
-        ),
+        Unused.unless("checkpointing.mode", ("every_n",), "checkpointing.every"),
+        Unused.unless("checkpointing.mode", ("budget",), "checkpointing.memory_budget"),
+        Unused.unless("checkpointing.mode", ("full", "every_n", "selective"), "checkpointing.blocks"),
     ),
     panel=panel,
     techniques=TECHNIQUES,

@@ -75,7 +75,6 @@ _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=8", "optimizer=sg
 
 _compile = partial(
     Technique,
-    family="compile",
     kind="reordered",
     off=("compile=none",),
     alternatives="compile",
@@ -162,15 +161,11 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="compile",
     rules=(graphs_without_accumulation, blocks_under_fsdp),
     machine_rules=(compiler,),
     unused=(
-        Unused(
-            ("compile.blocks",),
-            lambda compile: compile.mode == "blocks",
-            "to compile={compile.mode}",
-            "compile=blocks",
-        ),
+        Unused.unless("compile.mode", ("blocks",), "compile.blocks"),
         Unused(
             ("compile.dynamic", "compile.keep"),
             lambda compile: compile.mode != "none",

@@ -49,7 +49,6 @@ def panel(resolved: Resolved) -> dict[str, object]:
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="progressive resizing",
-        family="curriculum",
         kind="training",
         on=("curriculum=image_size",),
         off=("curriculum=none",),
@@ -68,7 +67,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="sequence length warm-up",
-        family="curriculum",
         kind="training",
         on=("curriculum.length_from=auto",),
         off=("curriculum.length_from=null",),
@@ -95,7 +93,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="batch size warm-up",
-        family="curriculum",
         kind="training",
         on=("curriculum=batch_size",),
         off=("curriculum=none",),
@@ -113,6 +110,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="curriculum",
     rules=(growth_within_run,),
     unused=(
         Unused(("curriculum.over",), _grows, "where nothing grows", "curriculum.batch_size_from=auto, say"),

@@ -38,7 +38,7 @@ def panel(average: str | None) -> dict[str, object]:
 
 _RATE = ("optimizer.lr=0.01",)
 
-_evaluation = partial(Technique, family="evaluation", kind="training")
+_evaluation = partial(Technique, kind="training")
 
 TECHNIQUES: tuple[Technique, ...] = (
     _evaluation(
@@ -76,7 +76,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     _evaluation(
         name="test-time flip",
         on=("eval.flip=true",),
-        off=("eval.flip=false",),
         why="Averaging two views of an image is more accurate than one, which saves epochs at the same "
         "accuracy.",
         claim="airbench's 94 % on CIFAR-10 is counted with it. The forward passes of evaluations double.",
@@ -133,6 +132,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="evaluation",
     rules=(one_average,),
     unused=(
         Unused(

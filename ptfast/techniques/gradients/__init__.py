@@ -47,7 +47,7 @@ def panel(gradients: Gradients) -> dict[str, object]:
     }
 
 
-_gradients = partial(Technique, family="gradients", kind="training")
+_gradients = partial(Technique, kind="training")
 
 TECHNIQUES: tuple[Technique, ...] = (
     _gradients(
@@ -112,7 +112,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="gradient norm without a wait",
         kind="exact",
         on=("gradients.log_norm=true",),
-        off=("gradients.log_norm=false",),
         why="The norm is computed only where it is logged and stays on the device until then.",
         claim="What clip_grad_norm_(...).item() costs in every step is paid once per log line.",
         source="PyTorch Performance Tuning Guide, 'Avoid unnecessary CPU-GPU synchronization'.",
@@ -122,6 +121,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="gradients",
     rules=(one_way_of_clipping,),
     panel=panel,
     techniques=TECHNIQUES,

@@ -200,7 +200,7 @@ def panel(parallel: Parallel, resolved: Resolved) -> dict[str, object]:
 
 _DDP = ("parallel=ddp", "model=resnet_digits", "model.width=4")
 
-_parallel = partial(Technique, family="parallel", needs=("ranks",), trial=_DDP)
+_parallel = partial(Technique, needs=("ranks",), trial=_DDP)
 
 TECHNIQUES: tuple[Technique, ...] = (
     _parallel(
@@ -237,7 +237,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="gradients as views of buckets",
         kind="exact",
         on=("parallel.gradient_as_bucket_view=true",),
-        off=("parallel.gradient_as_bucket_view=false",),
         why="Gradients are written directly into the communication buffers, which saves a copy in time and "
         "memory.",
         claim="Saves memory of the size of all gradients (PyTorch's documentation).",
@@ -261,7 +260,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="static graph",
         kind="exact",
         on=("parallel.static_graph=true",),
-        off=("parallel.static_graph=false",),
         why="DDP records once which parameters are used in which order and stops checking.",
         claim="Spares the walk over the graph that unused parameters otherwise take in every step; with all "
         "parameters used, little.",
@@ -314,7 +312,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="BatchNorm over all ranks",
         kind="training",
         on=("parallel.sync_batchnorm=true",),
-        off=("parallel.sync_batchnorm=false",),
         why="Statistics over a few samples per rank are noisy; computed over all ranks, small shares train "
         "like one large batch.",
         claim="Lets detectors with 2 images a GPU train in batches of 256 (Peng et al.).",
@@ -327,38 +324,30 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="parallel",
     rules=(keys_of_the_strategy, readable_rendezvous, one_static_graph, finite_compression, whole_under_fsdp),
     machine_rules=(gpus_for_ranks,),
     unused=(
-        Unused(
-            ("parallel.powersgd_rank", "parallel.powersgd_start"),
-            lambda parallel: parallel.compression == "powersgd",
-            "to parallel.compression={parallel.compression}",
-            "parallel.compression=powersgd",
+        Unused.unless(
+            "parallel.compression", ("powersgd",), "parallel.powersgd_rank", "parallel.powersgd_start"
         ),
-        Unused(
-            ("parallel.bucket_mb", "parallel.gradient_as_bucket_view"),
-            lambda parallel: parallel.strategy == "ddp",
-            "to parallel={parallel.strategy}",
-            "parallel=ddp",
+        Unused.unless(
+            "parallel.strategy", ("ddp",), "parallel.bucket_mb", "parallel.gradient_as_bucket_view"
         ),
+        Unused.unless("parallel.strategy", ("fsdp",), "parallel.blocks"),
         Unused(
             ("parallel.rdzv",),
             lambda parallel: parallel.nnodes > 1 or bool(os.environ.get("PET_NNODES")),
             "to parallel.nnodes=1",
             "parallel.nnodes=2",
         ),
-        Unused(
-            ("parallel.blocks",),
-            lambda parallel: parallel.strategy == "fsdp",
-            "to parallel={parallel.strategy}",
-            "parallel=fsdp",
-        ),
     ),
-    free_keys=(
-        *(f"parallel.{name}" for name in ("strategy", "nproc", "nnodes", "rdzv", "timeout", "blocks")),
-        *(f"parallel.{name}" for name in ("gradient_as_bucket_view", "bucket_mb", "static_graph")),
-        "parallel.unused_parameters",
+    free_keys=tuple(
+        f"parallel.{name}"
+        for name in (
+            *("strategy", "nproc", "nnodes", "rdzv", "timeout", "blocks"),
+            *("gradient_as_bucket_view", "bucket_mb", "static_graph", "unused_parameters"),
+        )
     ),
     panel=panel,
     techniques=TECHNIQUES,

@@ -57,7 +57,6 @@ _SMALL = ("model.hidden=[16]",)
 
 _precision = partial(
     Technique,
-    family="precision",
     kind="reduced",
     off=("precision=default",),
     alternatives="precision",
@@ -146,7 +145,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="measured matrix products",
-        family="precision",
         kind="reordered",
         on=("precision.matmul_precision=auto",),
         off=("precision.matmul_precision=highest",),
@@ -161,6 +159,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="precision",
     rules=(float8_under_bf16,),
     machine_rules=(number_format, float8_products),
     panel=panel,

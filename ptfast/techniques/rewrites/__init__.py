@@ -30,10 +30,8 @@ def panel(rewrites: Rewrites, resolved: Resolved) -> dict[str, object]:
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="channels last",
-        family="rewrites",
         kind="reordered",
         on=("rewrites.channels_last=true",),
-        off=("rewrites.channels_last=false",),
         why="Convolution kernels read all channels of a pixel together; the default layout is converted back"
         " and forth around each of them.",
         claim="8 to 35 % on Volta GPUs, 26 to 76 % on Intel's CPUs since Ice Lake (PyTorch); over 796 "
@@ -49,10 +47,8 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="no bias before batch norm",
-        family="rewrites",
         kind="reordered",
         on=("rewrites.bias_before_norm=false",),
-        off=("rewrites.bias_before_norm=true",),
         why="BatchNorm subtracts the mean and with it any bias, so adding the bias and reducing its gradient"
         " are wasted passes over the activations.",
         claim="Some memory-bound kernels fewer for each such layer; the guide gives no figure.",
@@ -67,10 +63,8 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="chunked loss",
-        family="rewrites",
         kind="reordered",
         on=("rewrites.chunked_loss=true",),
-        off=("rewrites.chunked_loss=false",),
         why="With a large vocabulary, the logits, their softmax and its gradient are the largest "
         "activations; in chunks they never exist all at once.",
         claim="The memory of the loss of Gemma 2 (2B) falls from 24 GB to 1 MB, at the same speed, by "
@@ -86,6 +80,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="rewrites",
     panel=panel,
     techniques=TECHNIQUES,
 )

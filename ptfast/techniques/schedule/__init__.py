@@ -53,7 +53,6 @@ def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
 
 _schedule = partial(
     Technique,
-    family="schedule",
     kind="training",
     off=("schedule=constant",),
     alternatives="schedule",
@@ -175,6 +174,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 FAMILY = Family(
+    name="schedule",
     rules=(warmup_within_run, rising_milestones),
     panel=panel,
     techniques=TECHNIQUES,
