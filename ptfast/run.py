@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ptfast.data.streams.stream_loaders import Marks
-    from ptfast.optim.parameters.groups import Freezing
+    from ptfast.optim.parameter_groups import Freezing
     from ptfast.techniques.compile.compilation import Compilation
     from ptfast.techniques.ema.weight_averages import Average
     from ptfast.techniques.precision.number_formats import NumberFormats

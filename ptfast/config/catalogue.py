@@ -7,7 +7,6 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.sections.nearest_name import did_you_mean
 from ptfast.core.sections.technique import PROMISES, Family, Kind, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
-from ptfast.optim.parameters import parameter_records
 from ptfast.techniques import (
     backend,
     checkpointing,
@@ -28,7 +27,7 @@ __all__ = ["CATALOGUE", "FAMILIES", "PROMISES", "Kind", "Need", "Technique"]
 FAMILIES: tuple[Family, ...] = tuple(
     part.FAMILY
     for part in (
-        *(loaders, sampling, decoding, debug, optim, schedule, gradients, parameter_records),
+        *(loaders, sampling, decoding, debug, optim, schedule, gradients),
         *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, ema),
         *(parallel, models, loop_practices),
     )

@@ -1,9 +1,8 @@
-"""Records of the optimizers, and of how their steps are computed."""
+"""The optimizer of a run, its steps, and settings of single parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,7 +12,8 @@ from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
 from ptfast.core.sections.section import Count, Place, Section, TargetSection, Unused
 from ptfast.core.sections.targets import Target, keywords
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.technique import Family
+from ptfast.optim.optimizer_records import OPTIMIZERS, PARAMETERS
 from ptfast.techniques.ema import Ema
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel
@@ -180,238 +180,6 @@ def panel(groups_note: str | None) -> dict[str, object]:
     return {"parameters": groups_note}
 
 
-_SMALL = ("model.hidden=[16]",)
-_LAYERWISE_AVOID = "Batches of hundreds, at which a plain optimizer trains as well, with fewer settings."
-
-_optimizer = partial(Technique, kind="training", off=("optimizer=adamw",), alternatives="optimizer")
-
-TECHNIQUES: tuple[Technique, ...] = (
-    _optimizer(
-        name="fused optimizer step",
-        kind="reordered",
-        on=("optimizer.fused=auto",),
-        off=("optimizer.fused=false",),
-        why="One kernel updates weights and state in a single pass over memory; a step of separate "
-        "operations makes about ten.",
-        claim="The quickest of torch's three ways to take a step, before foreach and the loop over "
-        "parameters.",
-        source="PyTorch documentation of torch.optim, 'Algorithms'.",
-        measured="A step on one CPU thread at the size of ResNet-18 and of DistilBERT: AdamW 8.4 and 45 ms "
-        "instead of 46 and 322, SGD with Nesterov's momentum 6.1 and 32 ms instead of 38 and 283, "
-        "with plain momentum 6.1 and 33 ms instead of 16 and 113.",
-        command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
-        avoid="Never: optimizer.fused=auto skips it where it is not supported.",
-        audit="torch.optim.SGD, Adam or AdamW without fused=True.",
-        alternatives="step kernel",
-        trial=_SMALL,
-    ),
-    _optimizer(
-        name="foreach optimizer step",
-        kind="reordered",
-        on=("optimizer.foreach=true", "optimizer.fused=false"),
-        off=("optimizer.fused=false",),
-        why="Each operation of the step handles all parameters in a few launches instead of one launch per "
-        "parameter.",
-        claim="What torch takes on GPUs of itself: quicker there than a loop over parameters, slower than"
-        " a fused step.",
-        source="PyTorch documentation of torch.optim, 'Algorithms'.",
-        avoid="On the CPU, or where the fused step runs.",
-        audit="torch.optim with foreach=False on a GPU, or an optimizer that loops over parameters.",
-        alternatives="step kernel",
-        trial=_SMALL,
-    ),
-    _optimizer(
-        name="sgd with momentum",
-        on=("optimizer=sgd",),
-        why="The cheapest step, with one number of state per weight; convolutional networks with BatchNorm "
-        "need no more epochs than with adaptive optimizers.",
-        claim="On CIFAR-10 a lower test error than Adam's.",
-        source="Wilson, Roelofs, Stern, Srebro, Recht 2017, arXiv:1705.08292.",
-        measured="A fused step takes 0.73 of AdamW's time at ResNet-18's size and 0.71 at DistilBERT's.",
-        command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
-        avoid="Transformers, whose gradients differ too much in scale between layers.",
-        audit="A ResNet under Adam.",
-    ),
-    _optimizer(
-        name="adam",
-        on=("optimizer=adam",),
-        off=("optimizer=sgd",),
-        why="Step sizes do not depend on the gradient's scale, so one learning rate suits all layers.",
-        claim="On sparse features of IMDB's reviews a lower loss after as many epochs than SGD with "
-        "Nesterov's momentum by far; on images of CIFAR-10 about as low a one.",
-        source="Kingma, Ba 2015, arXiv:1412.6980.",
-        avoid="With weight decay, which AdamW keeps out of the moments.",
-        audit="SGD on a transformer.",
-        trial=("optimizer.lr=0.01",),
-    ),
-    _optimizer(
-        name="adamw",
-        on=("optimizer=adamw",),
-        off=("optimizer=sgd",),
-        why="Adam with decoupled weight decay, which is not rescaled by the gradient's magnitude.",
-        claim="A lower test error than Adam with L2 on CIFAR-10 and ImageNet32, at the same length.",
-        source="Loshchilov, Hutter 2019, arXiv:1711.05101.",
-        avoid="Memory is short: it keeps two numbers per weight.",
-        audit="torch.optim.Adam with a weight decay.",
-        trial=("optimizer.lr=0.01",),
-    ),
-    _optimizer(
-        name="schedule-free adamw",
-        on=("optimizer=adamw_schedulefree", "schedule=constant"),
-        off=("optimizer=adamw", "schedule=constant"),
-        why="Averaging the weights replaces a decaying learning rate, so the model is nearly as good at any "
-        "step as if the run had been planned to end there.",
-        claim="As good as schedules from convex problems to large models; it won the self-tuning track of "
-        "AlgoPerf in 2024.",
-        source="Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.",
-        avoid="A recipe whose schedule is tuned for its length.",
-        audit="A cosine in a run that is stopped early, or prolonged.",
-        needs=("schedulefree",),
-        trial=("optimizer.lr=0.01",),
-    ),
-    _optimizer(
-        name="schedule-free sgd",
-        on=("optimizer=sgd_schedulefree", "schedule=constant"),
-        off=("optimizer=sgd", "schedule=constant"),
-        why="The same for SGD, at a higher rate than with momentum.",
-        claim="As good as SGD under a schedule for image classification, and often better.",
-        source="Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.",
-        avoid="A recipe whose schedule is tuned for its length.",
-        audit="SGD with steps at milestones in a run that is stopped early, or prolonged.",
-        needs=("schedulefree",),
-    ),
-    _optimizer(
-        name="cautious weight decay",
-        on=("optimizer=adamw_cautious",),
-        why="Decay is skipped where it opposes the gradient, so the weights converge to a minimum of the "
-        "loss itself.",
-        claim="A lower loss and a higher accuracy than decoupled decay, without tuning, for language models "
-        "of millions to billions of weights and on ImageNet, with AdamW, Lion and Muon.",
-        source="Chen et al. 2025, arXiv:2510.12402.",
-        avoid="Without weight decay it has no effect.",
-        audit="AdamW with a weight decay of 0.1 or more.",
-        trial=("optimizer.lr=0.01", "optimizer.weight_decay=0.1"),
-    ),
-    _optimizer(
-        name="nadam",
-        on=("optimizer=nadam",),
-        why="Adam with Nesterov's look-ahead along the momentum.",
-        claim="A lower loss than Adam after as many steps in its author's few comparisons.",
-        source="Dozat 2016, 'Incorporating Nesterov Momentum into Adam', ICLR workshop.",
-        avoid="Step time matters: torch has no fused NAdam.",
-        audit="Adam with a high beta1, where the momentum often overshoots.",
-    ),
-    _optimizer(
-        name="radam",
-        on=("optimizer=radam",),
-        why="Steps are not rescaled until enough gradients have been seen, which makes a warm-up "
-        "unnecessary.",
-        claim="As good as Adam with a tuned warm-up, without one.",
-        source="Liu, Jiang, He, Chen, Liu, Gao, Han 2020, arXiv:1908.03265.",
-        avoid="Together with a warm-up, which does the same; torch has no fused RAdam.",
-        audit="Adam that diverges in its first steps, without schedule.warmup.",
-        trial=("optimizer.lr=0.03",),
-    ),
-    _optimizer(
-        name="adafactor",
-        on=("optimizer=adafactor",),
-        why="Second moments are stored per row and column, which frees memory for a larger model or batch.",
-        claim="Adam's results on machine translation with a state of almost nothing.",
-        source="Shazeer, Stern 2018, arXiv:1804.04235.",
-        avoid="Memory is not short.",
-        audit="Out-of-memory errors while Adam's state takes twice the weights.",
-    ),
-    _optimizer(
-        name="muon",
-        on=("optimizer=muon",),
-        why="Updates of hidden matrices are orthogonalised, so rare directions move as far as common ones "
-        "and fewer steps are needed.",
-        claim="The NanoGPT speed record, held with AdamW before, by 1.35 times; 94 % on CIFAR-10 in 2.59 "
-        "s on an A100.",
-        source="Jordan et al. 2024, 'Muon: An optimizer for hidden layers in neural networks'; "
-        "KellerJordan/cifar10-airbench.",
-        avoid="On a CPU or at small batches: the matrix iteration is expensive compared with such a step.",
-        audit="AdamW on a transformer or ResNet that is trained from scratch at a large batch.",
-    ),
-    _optimizer(
-        name="sgd beside muon",
-        on=("optimizer=muon", "optimizer.rest=sgd", "optimizer.rest_lr=0.05"),
-        off=("optimizer=muon", "optimizer.rest=adamw", "optimizer.rest_lr=null"),
-        why="Biases, norms and the first and last layers of a convolutional network train as well with SGD "
-        "as with AdamW, with half the state.",
-        claim="A part of 94 % on CIFAR-10 in 2.59 s on an A100.",
-        source="KellerJordan/cifar10-airbench, airbench94_muon.py.",
-        avoid="Transformers, whose embeddings and head have gradients of very different scale.",
-        audit="Muon on a convolutional network with AdamW for biases and norms.",
-        trial=("model=resnet_digits", "optimizer.lr=0.02"),
-        alternatives=None,
-    ),
-    _optimizer(
-        name="normalized weights",
-        on=("optimizer=muon", "optimizer.normalize=true"),
-        off=("optimizer=muon", "optimizer.normalize=false"),
-        why="A norm after a layer cancels its scale, so keeping the weights at one length keeps the relative"
-        " step size constant without a weight decay to tune.",
-        claim="A part of 94 % on CIFAR-10 in 2.59 s on an A100; its own share is not given.",
-        source="KellerJordan/cifar10-airbench, airbench94_muon.py.",
-        avoid="Layers without a norm after them, whose scale matters.",
-        audit="Muon with weight decay on layers that a BatchNorm follows.",
-        trial=("model=resnet_digits", "optimizer.lr=0.02"),
-        alternatives=None,
-    ),
-    _optimizer(
-        name="lars",
-        on=("optimizer=lars",),
-        off=("optimizer=sgd",),
-        why="Each layer moves by a fraction of its own norm, so batches of thousands, which keep many GPUs "
-        "busy, still converge.",
-        claim="ResNet-50 on ImageNet at a batch of 32,768 without loss of accuracy.",
-        source="You, Gitman, Ginsburg 2017, arXiv:1708.03888.",
-        measured="A step on one CPU thread takes 1.31 to 1.35 of fused AdamW's, and 0.25 to 0.53 of timm's "
-        "LARS.",
-        command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
-        avoid="Batches of hundreds, where a plain optimizer trains as well with fewer settings.",
-        audit="SGD at a batch of 8,192 or more, with a warm-up and still diverging.",
-    ),
-    _optimizer(
-        name="lamb",
-        on=("optimizer=lamb",),
-        why="Adam in which each layer moves by a fraction of its own norm, for transformers at batches of "
-        "thousands.",
-        claim="BERT at batches of 32,768 and more in 76 minutes on a TPUv3 pod, as good as at 512.",
-        source="You et al. 2020, arXiv:1904.00962.",
-        measured="A step on one CPU thread takes 2.1 of fused AdamW's, and 0.20 to 0.29 of timm's LAMB.",
-        command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
-        avoid="Batches of hundreds, where a plain optimizer trains as well with fewer settings.",
-        audit="AdamW at a batch of thousands of sequences.",
-    ),
-    _optimizer(
-        name="nvlamb",
-        on=("optimizer=nvlamb",),
-        why="LAMB with gradients clipped before the moments are updated, so that large early gradients do "
-        "not shrink later steps.",
-        claim="How NVIDIA trains BERT at large batches.",
-        source="Sreenivas et al. 2019, NVIDIA developer blog, 'Pretraining BERT with Layer-wise Adaptive "
-        "Learning Rates'.",
-        measured="A step on one CPU thread takes 2.6 to 2.8 of fused AdamW's, which takes 1.50 to 1.54 with "
-        "clipping, and 0.19 to 0.32 of timm's.",
-        command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
-        avoid="Batches of hundreds, where a plain optimizer trains as well with fewer settings.",
-        audit="LAMB with gradients.clip_norm, which takes further passes.",
-    ),
-    _optimizer(
-        name="novograd",
-        on=("optimizer=novograd",),
-        why="Gradients are normalised per layer, which needs one number of state per weight instead of two.",
-        claim="As good as tuned SGD or AdamW on images, speech and translation, with half of Adam's state.",
-        source="Ginsburg et al. 2019, arXiv:1905.11286.",
-        measured="A step on one CPU thread takes 1.07 to 1.14 of fused AdamW's, and 0.26 of timm's NovoGrad.",
-        command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
-        avoid="You want to keep a rate tuned for AdamW: NovoGrad needs its own.",
-        audit="AdamW where its state does not fit into the memory.",
-    ),
-)
-
 FAMILY = Family(
     name="optimizer",
     rules=(
@@ -432,5 +200,5 @@ FAMILY = Family(
         ),
     ),
     panel=panel,
-    techniques=TECHNIQUES,
+    techniques=(*OPTIMIZERS, *PARAMETERS),
 )

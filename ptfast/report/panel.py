@@ -32,7 +32,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         sections: of the config and its other values, by name; each function of `PANELS` takes its own.
     """
     from ptfast.core.machine import spare_cores
-    from ptfast.optim.parameters.groups import reference_lr
+    from ptfast.optim.parameter_groups import reference_lr
 
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
     num_parameters = sum(p.numel() for p in run.model.parameters())

@@ -24,7 +24,7 @@ from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.data.sampling.counter_draws import GOLDEN, finalise
 from ptfast.models.build_model import remedy
-from ptfast.optim.parameters.groups import Freezing
+from ptfast.optim.parameter_groups import Freezing
 from ptfast.profiling.operator_counting import StepCounter
 from ptfast.report.loggers import NoLogger
 from ptfast.run import Cadence, Run, Settings

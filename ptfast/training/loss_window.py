@@ -15,7 +15,7 @@ from ptfast.core.errors import DataError, NumericsError
 from ptfast.core.machine import held_memory_bytes, peak_memory_bytes, processor_time_s
 from ptfast.core.protocols import takes_own_steps
 from ptfast.data.label_checks import unfit_samples
-from ptfast.optim.parameters.groups import reference_lr
+from ptfast.optim.parameter_groups import reference_lr
 from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.techniques.precision.scaled_steps import ScaledSteps

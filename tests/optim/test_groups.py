@@ -23,7 +23,7 @@ from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.optim import Optimizer, ParameterGroup
 from ptfast.optim.build_optimizer import build_optimizer, start_momentum
-from ptfast.optim.parameters.groups import Grouping, layer_depths, reference_lr, scale_for_batch
+from ptfast.optim.parameter_groups import Grouping, layer_depths, reference_lr, scale_for_batch
 from ptfast.training.fit import fit
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ from ptfast.measure.lr.range_test import (
     suggestions,
 )
 from ptfast.measure.trial_rank import TrialRank, measure_once
-from ptfast.optim.parameters.groups import reference_lr
+from ptfast.optim.parameter_groups import reference_lr
 from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
 from ptfast.training.build import build
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ptfast.optim.build_optimizer import load_optimizer
-from ptfast.optim.parameters.groups import reference_lr
+from ptfast.optim.parameter_groups import reference_lr
 from ptfast.run import Run
 from ptfast.techniques.schedule.scheduled_run import LrSchedule
 from ptfast.training.loss_window import MOST_SKIPPED, sum_and_read

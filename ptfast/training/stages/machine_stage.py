@@ -19,7 +19,7 @@ from ptfast.core.saved_state import State
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.build_loaders import Loader
 from ptfast.data.loaders.loading import ReaderOptions
-from ptfast.optim.parameters.groups import Grouping
+from ptfast.optim.parameter_groups import Grouping
 from ptfast.techniques.backend.torch_settings import apply_backend
 from ptfast.techniques.compile.compilation import Compilation
 from ptfast.techniques.ema.weight_averages import Average

@@ -28,7 +28,7 @@ from ptfast.data.streams.iterable import IterableSource
 from ptfast.models import Model
 from ptfast.models.build_model import build_model, mismatch, remedy
 from ptfast.models.warm_start import load_weights
-from ptfast.optim.parameters.groups import Grouping
+from ptfast.optim.parameter_groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import apply_compile

@@ -9,7 +9,7 @@ from ptfast.core.protocols import EvalLoader, Watched
 from ptfast.data.loaders.build_loaders import build_eval_loader
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.optim.build_optimizer import build_optimizer, has_momentum, start_momentum
-from ptfast.optim.parameters.groups import reference_lr, scale_for_batch
+from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
 from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
 from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
 from ptfast.training.stages.data_stage import evaluated_at_once

@@ -1,1 +1,0 @@
-"""Which parameters train, and with what settings each."""
