@@ -76,12 +76,12 @@ def predict_files(
         print(f"ptfast: warning: {error}", file=sys.stderr)
 
     num_predicted = 0
-    with torch.inference_mode(), saved.precision.autocast(), naming_user_code(saved):
+    with torch.inference_mode(), saved.precision.autocast, naming_user_code(saved):
         for name, inputs in read_inputs(
             saved.info,
             paths,
             device=saved.device,
-            channels_last=bool(saved.context.resolved.channels_last),
+            channels_last=bool(saved.resolved.channels_last),
             normalize=config.data.normalize,
             skip=skip,
         ):
@@ -154,7 +154,7 @@ def continue_prompt(
     tokens = torch.tensor(tokenizer.encode(prompt), dtype=torch.int64, device=saved.device)
     if not len(tokens):
         raise ConfigError("C005", "holds no token", key="--prompt", value=prompt, place=COMMAND_LINE)
-    with saved.precision.autocast(), naming_user_code(saved):
+    with saved.precision.autocast, naming_user_code(saved):
         drawn = generate(
             saved.model,
             tokens,

@@ -58,7 +58,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         ("task", _task(run)),
         ("model", f"{model}, {num_parameters:,} parameters{layout}"),
         ("device", f"{device_name(run)}, {processes}, {threads}"),
-        ("precision", run.precision.describe()),
+        ("precision", run.precision.note),
         ("batch", call_with(_batch, facts)),
         ("steps", call_with(_steps, facts)),
         ("optimizer", f"{type(run.optimizer).__name__}, lr {rate}, {resolved.optimizer}"),

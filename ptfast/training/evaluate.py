@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,12 +63,12 @@ class ViewAveraged(nn.Module):
         outputs = self.model(images)
         if not self._flip:
             return outputs
-        mirrored = tree_map(partial(_mirror_back, shape=images.shape[-2:]), self.model(images.flip(-1)))
-        return tree_map(_mean, outputs, mirrored)
 
+        def mirrored_back(output: Tensor) -> Tensor:
+            as_large = output.dim() > 2 and output.shape[-2:] == images.shape[-2:]
+            return output.flip(-1) if as_large else output
 
-def _mirror_back(outputs: Tensor, shape: torch.Size) -> Tensor:
-    return outputs.flip(-1) if outputs.dim() > 2 and outputs.shape[-2:] == shape else outputs
+        return tree_map(_mean, outputs, tree_map(mirrored_back, self.model(images.flip(-1))))
 
 
 def _mean(one: Tensor, other: Tensor) -> Tensor:
@@ -192,13 +191,10 @@ def evaluate(
     Args:
         average: averaged weights. Where there are such, the figures are theirs, and those of the model's own
             weights stand beside them as `raw_loss` and the like.
-        flip, shift: average outputs over several views of an image, see `ViewAveraged`.
         full_size: samples that every batch is filled up to with stand-ins, which count for nothing.
-        stop_asked: whether to give up, asked before every batch.
         watched: goes through the batches, and may give up the wait for one.
         sharded: whether a forward pass takes all ranks, those too whose share is empty.
-        keep: called with what metrics give that is no single number, by name; of averaged weights where there
-            are such.
+        keep: called with what metrics of the first figures give that is no single number, by name.
 
     Raises:
         Abandoned: some rank was asked to give up.
@@ -206,59 +202,44 @@ def evaluate(
     predictor = averaged_over_views(model, flip=flip, shift=shift)
     if full_size is not None:
         predictor = FullSize(predictor, full_size)
-    figures_of_weights = partial(
-        _evaluate, predictor, model, task, loader, device, ranks, precision, stop_asked, watched, sharded
-    )
+
+    @torch.inference_mode()
+    def figures_of_weights(keep: Callable[[dict[str, MetricTable]], None]) -> dict[str, float]:
+        metrics = task.metrics().to(device)
+        loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
+        num_items: Any = 0
+        abandoned = 1
+        was_training = predictor.training
+        predictor.eval()
+        with precision.autocast, suppress(Stopped):
+            # BatchNorm's are the same everywhere; a model may have others.
+            broadcast_buffers(list(model.buffers()), ranks)
+            for index, (data, num_samples) in enumerate(watched(iter(loader))):
+                if stop_asked():
+                    break
+                if num_samples:
+                    looked = predictor if index else fitting(predictor, model, task, data, " in evaluation")
+                    loss, count = task.evaluate(looked, data, metrics)
+                    loss_sum += loss
+                    num_items += count
+                elif sharded:
+                    task.evaluate(predictor, data, task.metrics().to(device))
+            else:
+                abandoned = 0
+        predictor.train(was_training)
+        total_loss, total_items, num_abandoned = sum_and_read([loss_sum, num_items, abandoned], device, ranks)
+        if num_abandoned:
+            raise Abandoned
+        with warnings.catch_warnings():
+            # A rank whose share is empty has updated nothing, and gets the sums of the others.
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+            given = with_tables(metrics)
+        keep({name: value for name, value in given.items() if isinstance(value, MetricTable)})
+        values = {name: float(value) for name, value in given.items() if not isinstance(value, MetricTable)}
+        return task.figures(total_loss / max(total_items, 1), values)
+
     if average is None or not average.ready:
-        return figures_of_weights(keep=keep)
+        return figures_of_weights(keep)
     with average.swapped():
-        figures = figures_of_weights(keep=keep)
-    return figures | {f"raw_{name}": value for name, value in figures_of_weights().items()}
-
-
-@torch.inference_mode()
-def _evaluate(
-    predictor: nn.Module,
-    model: nn.Module,
-    task: Task,
-    loader: EvalLoader,
-    device: torch.device,
-    ranks: Ranks,
-    precision: NumberFormats,
-    stop_asked: Callable[[], bool],
-    watched: Watched,
-    sharded: bool,
-    keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None,
-) -> dict[str, float]:
-    metrics = task.metrics().to(device)
-    loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
-    num_items: Any = 0
-    abandoned = 1
-    was_training = predictor.training
-    predictor.eval()
-    with precision.autocast(), suppress(Stopped):
-        # BatchNorm's are the same everywhere; a model may have others.
-        broadcast_buffers(list(model.buffers()), ranks)
-        for index, (data, num_samples) in enumerate(watched(iter(loader))):
-            if stop_asked():
-                break
-            if num_samples:
-                looked = predictor if index else fitting(predictor, model, task, data, " in evaluation")
-                loss, count = task.evaluate(looked, data, metrics)
-                loss_sum += loss
-                num_items += count
-            elif sharded:
-                task.evaluate(predictor, data, task.metrics().to(device))
-        else:
-            abandoned = 0
-    predictor.train(was_training)
-    total_loss, total_items, num_abandoned = sum_and_read([loss_sum, num_items, abandoned], device, ranks)
-    if num_abandoned:
-        raise Abandoned
-    with warnings.catch_warnings():
-        # A rank whose share is empty has updated nothing, and gets the sums of the others.
-        warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-        given = with_tables(metrics)
-    keep({name: value for name, value in given.items() if isinstance(value, MetricTable)})
-    values = {name: float(value) for name, value in given.items() if not isinstance(value, MetricTable)}
-    return task.figures(total_loss / max(total_items, 1), values)
+        figures = figures_of_weights(keep)
+    return figures | {f"raw_{name}": value for name, value in figures_of_weights(lambda _: None).items()}

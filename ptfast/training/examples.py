@@ -51,7 +51,7 @@ def examples(run: Run) -> dict[str, Any]:
     run.model.eval()
     average = run.ema.swapped() if run.ema is not None and run.ema.ready else nullcontext()
     model = averaged_over_views(run.model, flip=run.settings.flip, shift=run.settings.shift)
-    with average, run.precision.autocast(), run.uncompiled():
+    with average, run.precision.autocast, run.uncompiled():
         for (inputs, targets), count in run.eval_loaders[split]:
             pairs = _pairs(run, run.task.predict(model, inputs), targets)[:count]
             if not pairs:

@@ -144,7 +144,7 @@ class FirstStep:
         seen = fitting(run.model, run.model, run.task, data, " in evaluation")
         run.forward.eval()
         # What a model keeps from one pass to the next has to stay good for training: no inference mode.
-        with run.uncompiled(), torch.no_grad(), run.precision.autocast(), naming_user_code(run):
+        with run.uncompiled(), torch.no_grad(), run.precision.autocast, naming_user_code(run):
             # Targets of mixed samples are no targets of an evaluation.
             mixed = isinstance(data, (tuple, list)) and any(isinstance(part, Mixed) for part in data)
             if self._measures and not mixed:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import nn
 
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError
-from ptfast.core.protocols import DataInfo, Task
+from ptfast.core.protocols import DataInfo
 from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import read_state
 from ptfast.core.units import duration, listed
@@ -25,7 +21,6 @@ from ptfast.report.terminal.display import Display, is_terminal, standard_output
 from ptfast.tasks.added_metrics import MetricTable, as_lists
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
-from ptfast.techniques.precision.number_formats import NumberFormats
 from ptfast.training.evaluate import evaluate
 from ptfast.training.stages.data_stage import (
     build_eval_loaders,
@@ -40,31 +35,11 @@ from ptfast.training.state import restore_model
 from ptfast.training.user_code import naming_user_code
 
 
-@dataclass
-class SavedModel:
-    """A model as it was trained, on its device and ready to evaluate."""
-
-    model: nn.Module
-    average: Average | None
-    """Of its weights, where they were averaged; not in the model yet."""
-    task: Task
-    info: DataInfo
-    context: BuildContext
-    step: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.context.device
-
-    @property
-    def precision(self) -> NumberFormats:
-        return self.context.precision
-
-
-def load_saved(config: Config, state_folder: Path) -> SavedModel:
+def load_saved(config: Config, state_folder: Path) -> BuildContext:
     """Build the model of a saved state, and the average of its weights where there is one. Needs no data.
 
-    It goes through those stages of `ptfast.training.build.build` that make a model.
+    It goes through those stages of `ptfast.training.build.build` that make a model, which is then as it was
+    trained, on its device and ready to evaluate; the average is not in it yet.
 
     Raises:
         SavedStateError: S001 when the state is damaged, S002 when it is of another model.
@@ -92,8 +67,8 @@ def load_saved(config: Config, state_folder: Path) -> SavedModel:
             parameter.requires_grad_(name in averaged)
         context.average = Average(model)
         context.average.load_state_dict(state.training["ema"])
-    step = int(state.facts["progress"]["step"])
-    return SavedModel(model.eval(), context.average, context.task, context.info, context, step)
+    model.eval()
+    return context
 
 
 def evaluate_saved(
@@ -114,23 +89,23 @@ def evaluate_saved(
     """
     saved = load_saved(config, state_folder)
     data = load_data(config, known=saved.info) if other_data else _load_data_again(config, saved.info)
-    context = saved.context
-    context.info = saved.info = data.info
-    choose_task(context)
-    saved.task = context.task
-    context.reading = readers(
-        context,
+    saved.info = data.info
+    choose_task(saved)
+    saved.reading = readers(
+        saved,
         worker_threads=config.backend.worker_threads,
         **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
     )
     side = open_side_stream(saved.device) if config.dataloader.side_stream else None
-    loaders = build_eval_loaders(context, data, side)
+    loaders = build_eval_loaders(saved, data, side)
     if not loaders:
         hint = "Hold some out with data.val=10%"
         raise ConfigError("C005", "the data has no split besides train", key="data", suggestion=hint)
     if split is not None and split not in loaders:
         hint = f"There are: {', '.join(loaders)}"
         raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
+    assert saved.state is not None
+    step = int(saved.state.facts["progress"]["step"])
     redraws, rows = is_terminal(standard_output()), []
     display = terminal_display()
     start_s = time.perf_counter()
@@ -147,7 +122,7 @@ def evaluate_saved(
                 average=saved.average,
                 flip=config.eval.flip,
                 shift=config.eval.shift,
-                full_size=full_size(context),
+                full_size=full_size(saved),
                 keep=tables.update,
             )
         if left_out := loaders[name].left_out:
@@ -159,11 +134,11 @@ def evaluate_saved(
         ]
         if not redraws:
             given = {key: as_lists(value) for key, (_, value) in tables.items()}
-            print(json.dumps({"step": saved.step, "split": name, **figures, **given}), flush=True)
+            print(json.dumps({"step": step, "split": name, **figures, **given}), flush=True)
     for loader in loaders.values():
         loader.close()
     rows += [("time", duration(time.perf_counter() - start_s)), ("state", str(state_folder))]
-    title = f"{config.recipe or 'train'}: evaluated at step {saved.step:,}"
+    title = f"{config.recipe or 'train'}: evaluated at step {step:,}"
     display.panel(title, rows)
     return EXIT_OK
 

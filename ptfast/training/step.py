@@ -132,7 +132,7 @@ class Trainer:
         run = self.run
         # Read on every step: a callback may replace the task.
         loss_of = run.task.loss if step > self.first_step else self.first_look.loss
-        with run.precision.autocast():
+        with run.precision.autocast:
             return loss_of(run.forward, data)
 
     def item_weight(self, batch: StepBatch) -> Tensor:
@@ -193,7 +193,7 @@ class Trainer:
         run.clock.to("forward")
         run.seed_step(run.settings.seed, step, 0)
         task: Any = run.task
-        with run.precision.autocast():
+        with run.precision.autocast:
             given: Any = task.step(run.forward, batch.micro_batches[0].data, optimizers)
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)):
             what = f"step gives {described(given)}, where the sum of its losses and their count are expected"

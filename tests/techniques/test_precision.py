@@ -22,11 +22,11 @@ CPU = torch.device("cpu")
 
 def test_fp32_enters_nothing():
     precision = build_precision(Section(mode="fp32"), CPU)
-    assert not precision.enabled
+    assert precision.half_type is None
     assert precision.scaler is None
-    with precision.autocast():
+    with precision.autocast:
         assert not torch.is_autocast_enabled("cpu")
-    assert precision.describe() == "fp32"
+    assert precision.note == "fp32"
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ def test_bf16_computes_in_it_on_any_cpu(cpu):
         cpu(f"flags\t\t: {flags}\n")
         precision = build_precision(Section(mode="bf16"), CPU)
         assert precision.scaler is None
-        with precision.autocast():
+        with precision.autocast:
             assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
         assert not torch.is_autocast_enabled("cpu")
-        assert precision.describe() == "bf16 autocast"
+        assert precision.note == "bf16 autocast"
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_a_cpu_without_the_instructions_is_warned_of_with_the_cost(cpu, mode, na
 def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
     cpu(text)
     precision = build_precision(Section(mode="amp"), CPU)
-    assert precision.enabled is has_bf16
+    assert (precision.half_type is not None) is has_bf16
     assert precision.warning is None
     fp32 = "fp32 (amp: this CPU has no bf16 instructions)"
-    assert precision.describe() == ("bf16 autocast (amp on cpu)" if has_bf16 else fp32)
+    assert precision.note == ("bf16 autocast (amp on cpu)" if has_bf16 else fp32)
 
 
 @pytest.mark.parametrize("text", [None, "", "flags\t\t:\n", "\0\xff: :\n:\n", "no colon at all"])
@@ -100,13 +100,13 @@ def test_where_linux_says_nothing_torch_is_asked(monkeypatch, tmp_path, text):
             monkeypatch.delattr(torch.cpu, "get_capabilities")
         else:
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda c=capabilities: c, raising=False)
-        assert build_precision(Section(mode="amp"), CPU).enabled is ("arm_bf16" in (capabilities or ()))
+        half_type = build_precision(Section(mode="amp"), CPU).half_type
+        assert (half_type is not None) is ("arm_bf16" in (capabilities or ()))
 
 
 def test_one_context_serves_every_step():
     precision = build_precision(Section(mode="bf16"), CPU)
-    assert precision.autocast() is precision.autocast()
-    with pytest.raises(RuntimeError, match="inside"), precision.autocast():
+    with pytest.raises(RuntimeError, match="inside"), precision.autocast:
         raise RuntimeError("inside")
     assert not torch.is_autocast_enabled("cpu")
 
@@ -118,7 +118,7 @@ def test_converted_weights_follow_the_optimizer():
     outputs = []
     for _ in range(2):
         for _ in range(2):
-            with precision.autocast():
+            with precision.autocast:
                 outputs.append(layer(inputs).sum())
             outputs[-1].backward()
         optimizer.step()
@@ -136,7 +136,7 @@ def test_what_a_device_has_not(mode, device):
 
 def test_fp16_on_a_cpu_scales_its_loss():
     precision = build_precision(Section(mode="amp_fp16"), CPU)
-    with precision.autocast():
+    with precision.autocast:
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float16
     assert precision.scaler is not None
 
@@ -150,7 +150,7 @@ def test_amp_on_cuda_is_bf16_where_the_gpu_multiplies_it(monkeypatch, native, dt
     assert precision.half_type is dtype
     assert precision.scaler == (None if native else "cuda")
     name = "bf16 autocast" if native else "fp16 autocast with gradient scaling"
-    assert precision.describe() == f"{name} (amp on cuda)"
+    assert precision.note == f"{name} (amp on cuda)"
 
 
 @pytest.mark.parametrize("emulates", [True, False])
@@ -222,9 +222,7 @@ def test_convolutions_round_as_torch_has_it_unless_fp32_is_asked_for(words, roun
     monkeypatch.setattr(precision_module, "lack_of_precision", lambda mode, device: None)
     precision = build_precision(config.precision, torch.device("cuda"))
     assert torch.backends.cudnn.allow_tf32 is rounds
-    assert ("TF32 convolutions, as torch has it" in precision.describe()) == (
-        rounds and not precision.half_weights
-    )
+    assert ("TF32 convolutions, as torch has it" in precision.note) == (rounds and not precision.half_weights)
 
 
 def test_only_float32_is_worth_trying(monkeypatch):
@@ -265,7 +263,7 @@ def test_tf32_rounds_products_and_convolutions():
 @pytest.mark.parametrize("mode", ["amp", "amp_fp16"])
 def test_half_width_on_cuda(mode):
     precision, layer = build_precision(Section(mode=mode), torch.device("cuda")), nn.Linear(8, 8).cuda()
-    with precision.autocast():
+    with precision.autocast:
         outputs = layer(torch.ones(2, 8, device="cuda"))
     native = torch.cuda.is_bf16_supported(including_emulation=False)
     assert outputs.dtype is (torch.bfloat16 if mode == "amp" and native else torch.float16)

@@ -230,7 +230,7 @@ def _trace_evaluation(run: Run, batch: Any) -> CallTrace:
     metrics = run.task.metrics().to(run.device)
     run.forward.eval()
     try:
-        with torch.no_grad(), run.precision.autocast(), calls:
+        with torch.no_grad(), run.precision.autocast, calls:
             run.task.evaluate(run.model, batch, metrics)
     finally:
         run.forward.train()

@@ -38,7 +38,7 @@ def bias_before_a_norm(context: AuditContext) -> Iterator[Finding]:
     if not handled and config.rewrites.bias_before_norm and not takes_own_steps(run.task):
 
         def forward() -> object:
-            with run.precision.autocast():
+            with run.precision.autocast:
                 return run.task.loss(run.model, context.batch)
 
         with run.uncompiled():

@@ -31,38 +31,23 @@ PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """The number formats of a run.
+    """The number formats of a run."""
 
-    Enter `autocast()` around one micro-batch's forward pass and loss, and leave it before backward. Weights
-    that autocast has converted are cached only until it is left, so they never go stale after an optimizer
-    step.
-    """
-
-    enabled: bool
-    """There is an autocast to enter."""
+    autocast: AbstractContextManager[object]
+    """Entered around each micro-batch's forward pass and loss, never inside itself, and left before backward:
+    weights that it has converted are cached until it is left, so they never go stale after a step."""
+    half_type: torch.dtype | None
+    """The type of autocast; None without one."""
     scaler: torch.amp.GradScaler | None
     """Scales the loss so that fp16 gradients do not underflow; None where the type needs none."""
-    context: AbstractContextManager[object]
     note: str
-    half_weights: bool = False
+    """One line for the panel, e.g. `bf16 autocast`."""
+    half_weights: bool
     """`apply_half_weights` is due."""
-    matmul: Matmul = "highest"
+    matmul: Matmul
     """Torch's setting for float32 matrix products."""
-    warning: str | None = None
+    warning: str | None
     """A warning to show before training."""
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """The one autocast context of the run: made once, entered again and again, never inside itself."""
-        return self.context
-
-    @property
-    def half_type(self) -> torch.dtype | None:
-        """The type of autocast; None without one."""
-        return getattr(self.context, "fast_dtype", None)
-
-    def describe(self) -> str:
-        """One line for the panel, e.g. `bf16 autocast`."""
-        return self.note
 
 
 def build_precision(
@@ -80,28 +65,20 @@ def build_precision(
     Args:
         section: its `mode` is `fp32`; `tf32`: float32 whose products and convolutions round their inputs to
             10 bits, on NVIDIA GPUs; `bf16` autocast, on hardware without it too, slowly; `amp_fp16`, fp16
-            autocast with a gradient scaler; `amp`: what is quick here, which is `bf16` where the device
-            multiplies it, else `amp_fp16` on CUDA and `fp32` on a CPU; `bf16_true`: weights in bf16 and no
-            autocast, see `apply_half_weights`.
-            Its `matmul_precision` is torch's setting for float32 products; `auto` takes the quickest that
-            errs no more than float32 does, found by trying on the first rank. What is not `highest` is tried
-            in any case, and the note says how far it is off.
-            Its `tf32_convolutions` is torch's setting for cuDNN, on unless `precision=fp32` is asked for.
-        device: where the model is.
-        ranks: that train together.
+            autocast with a gradient scaler; `amp`: `bf16` where the device multiplies it, else `amp_fp16` on
+            CUDA and `fp32` on a CPU; `bf16_true`, see `apply_half_weights`.
+            `matmul_precision=auto` takes the quickest setting that errs no more than float32 does, found by
+            trying on the first rank. Any but `highest` is tried, and the note says how far it is off.
         before: what `auto` became when the run began; None for a new one.
 
     Raises:
         MachineError: E005 where the device cannot run `mode`.
     """
-    mode, matmul = (
-        section.mode,
-        resolved_or(section.matmul_precision, (before or Resolved()).matmul_precision),
-    )
+    mode, ranks = section.mode, ranks or Ranks()
     lack = lack_of_precision(mode, device.type)
     if problem := cannot_run(lack, "precision", mode):
         raise problem
-    ranks = ranks or Ranks()
+    matmul = resolved_or(section.matmul_precision, (before or Resolved()).matmul_precision)
     if matmul == "auto" and mode == "tf32":
         matmul = "high"
     elif matmul == "auto" and mode != "fp32":
@@ -116,7 +93,8 @@ def build_precision(
     if mode == "fp32" and section.tf32_convolutions and lack_of_precision("tf32", device.type) is None:
         text += " with TF32 convolutions, as torch has it"
     if mode == "amp":
-        half = _quick_half(device.type)
+        half = torch.float16 if device.type == "cuda" else None
+        half = torch.bfloat16 if multiplies_bf16(device.type) else half
         text = "" if half else f"fp32 (amp: this {device.type.upper()} has no bf16 instructions)"
     context: AbstractContextManager[object] = nullcontext()
     scaler = None
@@ -129,15 +107,7 @@ def build_precision(
     if lack is not None:
         slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
         warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
-    halves_weights = mode == "bf16_true"
-    return NumberFormats(half is not None, scaler, context, text + note, halves_weights, chosen, warning)
-
-
-def _quick_half(device: str) -> torch.dtype | None:
-    """The half-width type that a device of that type is quick in."""
-    if multiplies_bf16(device):
-        return torch.bfloat16
-    return torch.float16 if device == "cuda" else None
+    return NumberFormats(context, half, scaler, text + note, mode == "bf16_true", chosen, warning)
 
 
 def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
@@ -205,17 +175,14 @@ def try_matmuls(
 
 
 def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, float]:
-    operation(left, right)
-    _synchronise(left.device)
-    start = time.perf_counter()
-    result = operation(left, right)
-    _synchronise(left.device)
+    """The result of the second of two calls, and what it took."""
+    result, start = left, 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        result = operation(left, right)
+        if left.device.type != "cpu":
+            torch.accelerator.synchronize(left.device)
     return result, time.perf_counter() - start
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tuple[Matmul, str]:
@@ -279,11 +246,8 @@ def apply_half_weights(model: nn.Module) -> nn.Module:
 def _convert_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    halved = {
-        name: value if name == "labels" else _converted(value, torch.bfloat16)
-        for name, value in kwargs.items()
-    }
-    return _converted(args, torch.bfloat16), halved
+    labels = {name: kwargs[name] for name in ("labels",) if name in kwargs}
+    return _converted(args, torch.bfloat16), _converted(kwargs, torch.bfloat16) | labels
 
 
 def _convert_outputs(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:

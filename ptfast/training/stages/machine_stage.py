@@ -127,7 +127,7 @@ def set_up_machine(
             device=str(device.type),
             num_ranks=ranks.num_ranks,
             micro_batches=before.micro_batches or config.micro_batches or config.gradients.accumulate,
-            precision=precision.describe(),
+            precision=precision.note,
             matmul_precision=precision.matmul,
             **switches,
         ),

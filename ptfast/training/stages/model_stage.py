@@ -85,7 +85,7 @@ def check_fits(context: BuildContext) -> None:
         apply_half_weights(twin)
     twin.to(context.device)
     try:
-        with context.precision.autocast():
+        with context.precision.autocast:
             task.loss(twin, samples)
     except Exception as error:
         given = {MODEL: f", given {described(samples[0])}"}
@@ -264,7 +264,7 @@ def _cancelled_biases(context: BuildContext, data: Data) -> dict[str, str]:
         return {}
 
     def forward() -> object:
-        with context.precision.autocast():
+        with context.precision.autocast:
             return task.loss(model, few_samples(data, _reading_for(model, context)))
 
     try:

@@ -62,7 +62,7 @@ def add_average(context: BuildContext) -> None:
 
     def forward(watched: Watched) -> None:
         assert samples is not None
-        with context.precision.autocast():
+        with context.precision.autocast:
             for inputs, _ in watched(iter(samples)):
                 context.task.loss(model, inputs)
 
