@@ -197,21 +197,20 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices
 
 def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     """The same splits, decoded into memory."""
-    converted, files = 0, splits.train
+    files, sources = splits.train, splits.sources.values()
     if crops and isinstance(files, MapSource) and files.images and files.cuts and not files.in_memory:
         from ptfast.data.sources.image_files import HeldImages
 
         splits = splits._replace(train=HeldImages(files))
-        converted = files.num_converted
     held = {
         split: source.hold(holder)
         for split, source in splits.sources.items()
         if isinstance(source, MapSource) and not source.in_memory
     }
-    converted += sum(found.num_converted for found in held.values())
+    converted = sum(source.num_converted for source in sources if isinstance(source, MapSource))
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
     note = "; ".join(filter(None, [splits.note, note, holder.note if held else ""]))
-    return splits._replace(**{split: found.source for split, found in held.items()}, note=note)
+    return splits._replace(**held, note=note)
 
 
 def _unreadable(sources: tuple[Source, ...]) -> Callable[[], list[str]] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,12 @@ from ptfast.data.label_checks import as_classes, check_range, signed
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_CHUNK = 1024
+"""Samples that are fetched at a time where all are."""
 
 
 class Padding(NamedTuple):
@@ -122,7 +129,10 @@ class BaseSource:
 
 
 class MapSource(BaseSource):
-    """Samples by index. Subclasses give `__len__` and `fetch`."""
+    """Samples by index. Subclasses give `__len__`, `fetch` and `columns`."""
+
+    columns: tuple[str, ...] = ()
+    """Names of the attributes that have an entry for each sample: arrays, tensors and lists, or None."""
 
     cuts = True
     """Parts of images are cut out as they are read; else of those that have been fetched."""
@@ -140,23 +150,55 @@ class MapSource(BaseSource):
 
     @property
     def num_converted(self) -> int:
-        """Images that were not 8-bit RGB, of those fetched so far."""
+        """Images that were not 8-bit RGB, of those fetched or held so far."""
         return 0
 
-    def hold(self, holder: Holder | None = None) -> Held:
+    def hold(self, holder: Holder | None = None) -> TensorSource:
         """Every sample, decoded once and held in memory.
 
         Args:
-            holder: of what is decoded, which ranks may hold together; None for this process.
+            holder: of images and their targets, which ranks may hold together; None for this process. Other
+                samples each process holds for itself.
 
         Raises:
             DataError: D008 if they differ in shape.
         """
-        return Held(into_memory(self, holder), self.num_converted)
+        size = len(self)
+        parts = [np.arange(i, min(i + _CHUNK, size)) for i in range(0, size, _CHUNK)]
+        try:
+            if not self.images:
+                inputs, targets = (torch.cat(column) for column in zip(*map(self.fetch, parts), strict=True))
+                return TensorSource(inputs, targets)
+            # Targets lie before pixels, so that both are aligned.
+            first = self.fetch(parts[0][:1])[::-1]
+            ends = np.cumsum([column.nbytes * size for column in first])
 
-    def take(self, indices: Indices) -> MapSource:
-        """Samples `indices` as a source of their own."""
-        return SubsetSource(self, indices)
+            def columns(held: NDArray[np.uint8]) -> list[Tensor]:
+                pieces = np.split(held, ends[:1])
+                return [
+                    torch.from_numpy(piece).view(column.dtype).view(size, *column.shape[1:])
+                    for piece, column in zip(pieces, first, strict=True)
+                ]
+
+            def fill(held: NDArray[np.uint8]) -> None:
+                for part in parts:
+                    for column, values in zip(columns(held), self.fetch(part)[::-1], strict=True):
+                        column[part[0] : part[-1] + 1].copy_(values.view(len(part), *column.shape[1:]))
+
+            targets, inputs = columns((holder or Holder()).fill((int(ends[-1]),), fill)[0])
+        except (RuntimeError, TypeError, ValueError):
+            what = "samples that are not (input, target) tensors of one shape cannot be held in memory"
+            raise DataError("D008", what, key="dataloader", suggestion="Use dataloader=auto") from None
+        if self.skips:
+            self.note_unreadable(np.arange(size), targets)
+        return TensorSource(inputs, targets, images=True)
+
+    def take(self, indices: Indices) -> Self:
+        """Samples `indices` as a source of their own, of the same kind."""
+        taken = copy(self)
+        for name in self.columns:
+            setattr(taken, name, _chosen(getattr(self, name), indices))
+        return taken
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         """The raw batch `(inputs, targets)` of samples `indices`, on the CPU, as they are stored."""
@@ -206,6 +248,7 @@ class TensorSource(MapSource):
         targets: first dimension samples.
     """
 
+    columns = ("inputs", "targets")
     in_memory = True
     repeatable = True
 
@@ -230,15 +273,11 @@ class TensorSource(MapSource):
     def held_bytes(self) -> int:
         return self.inputs.numel() * self.inputs.element_size()
 
-    def hold(self, holder: Holder | None = None) -> Held:
-        return Held(self, 0)
+    def hold(self, holder: Holder | None = None) -> TensorSource:
+        return self
 
     def contents(self) -> list[Any]:
         return describe_part(len(self), "samples", self.inputs.numpy(), self.targets.numpy())
-
-    def take(self, indices: Indices) -> TensorSource:
-        # Copied, so that later gathers are one hop.
-        return TensorSource(*self.fetch(indices), images=self.images)
 
     def slice(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The raw batch of consecutive samples, without a copy."""
@@ -250,104 +289,13 @@ class TensorSource(MapSource):
         return self.inputs.numel() * (4 if self.images else self.inputs.element_size())
 
 
-class SubsetSource(MapSource):
-    """Some samples of another source; of one that skips files, `take` gives such a source itself."""
-
-    def __init__(self, source: MapSource, indices: Indices) -> None:
-        self.source, self.indices = source, indices
-        self.images, self.in_memory = source.images, source.in_memory
-        self.packed, self.repeatable = source.packed, source.repeatable
-        self.image_size, self.own_batches, self.cuts = source.image_size, source.own_batches, source.cuts
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
-        return self.source.fetch(self.indices[indices], epoch)
-
-    @property
-    def original_bytes(self) -> int | None:
-        whole = self.source.original_bytes
-        return None if whole is None else whole * len(self) // max(1, len(self.source))
-
-    def labels(self, indices: Indices) -> Tensor:
-        return self.source.labels(self.indices[indices])
-
-    def known_labels(self) -> Tensor | None:
-        labels = self.source.known_labels()
-        return None if labels is None else labels[as_tensor(self.indices)]
-
-    def original(self, index: int) -> Pixels:
-        return self.source.original(self.indices[index])
-
-    def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
-        return self.source.sizes(self.indices[indices])
-
-    def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
-        return self.source.pixel_sums(self.indices[indices])
-
-    @property
-    def held_bytes(self) -> int | None:
-        whole = self.source.held_bytes
-        return None if whole is None else whole * len(self) // max(1, len(self.source))
-
-    def take(self, indices: Indices) -> MapSource:
-        return SubsetSource(self.source, self.indices[indices])
-
-    def ignores_labels(self) -> bool:
-        return self.source.ignores_labels()
-
-    def lengths(self) -> NDArray[np.int64] | None:
-        lengths = self.source.lengths()
-        return None if lengths is None else lengths[self.indices]
-
-    def pad(self, padding: Padding) -> None:
-        self.source.pad(padding)
-
-
-class Held(NamedTuple):
-    """Samples that were decoded into memory."""
-
-    source: TensorSource
-    num_converted: int
-    """Images among them that were not 8-bit RGB."""
-
-
-def into_memory(source: MapSource, holder: Holder | None = None, chunk: int = 1024) -> TensorSource:
-    """Fetch every sample of `source` once and hold them.
-
-    Args:
-        holder: of images and their targets; other samples each process holds for itself.
-    """
-    size = len(source)
-    parts = [np.arange(i, min(i + chunk, size)) for i in range(0, size, chunk)]
-    try:
-        if not source.images:
-            inputs, targets = (torch.cat(column) for column in zip(*map(source.fetch, parts), strict=True))
-            return TensorSource(inputs, targets)
-        # Targets lie before pixels, so that both are aligned.
-        first = source.fetch(parts[0][:1])[::-1]
-        ends = np.cumsum([column.nbytes * size for column in first])
-
-        def columns(held: NDArray[np.uint8]) -> list[Tensor]:
-            pieces = np.split(held, ends[:1])
-            return [
-                torch.from_numpy(piece).view(column.dtype).view(size, *column.shape[1:])
-                for piece, column in zip(pieces, first, strict=True)
-            ]
-
-        def fill(held: NDArray[np.uint8]) -> None:
-            for part in parts:
-                for column, values in zip(columns(held), source.fetch(part)[::-1], strict=True):
-                    column[part[0] : part[-1] + 1].copy_(values.view(len(part), *column.shape[1:]))
-
-        targets, inputs = columns((holder or Holder()).fill((int(ends[-1]),), fill)[0])
-    except (RuntimeError, TypeError, ValueError):
-        what = "samples that are not (input, target) tensors of one shape cannot be held in memory"
-        raise DataError("D008", what, key="dataloader", suggestion="Use dataloader=auto") from None
-    if source.skips:
-        source.note_unreadable(np.arange(size), targets)
-    return TensorSource(inputs, targets, images=True)
+def _chosen(column: Any, indices: Indices) -> Any:
+    """The entries `indices` of a column, copied; None stays None."""
+    if isinstance(column, Tensor):
+        return column.index_select(0, as_tensor(indices))
+    if isinstance(column, list):
+        return [column[i] for i in indices]
+    return None if column is None else column[indices]
 
 
 def as_tensor(array: np.ndarray) -> Tensor:

@@ -157,7 +157,7 @@ def _read_samples(
         pool = loading.pool(RawBatches(source, augment), workers)
         return SampledBatches(sampler.step, prepare, pool), f"{loading.describe(workers)}, {reason}"
     if kind in HELD and not source.in_memory:
-        source = source.hold().source
+        source = source.hold()
     if kind == "device":
         return build_device_batches(sampler, prepare, source, augment, loading.device), reason
     fetch = RawBatches(source, augment)

@@ -15,7 +15,7 @@ from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, mixed_sizes
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.map_source import Held, TensorSource
+from ptfast.data.map_source import TensorSource
 from ptfast.data.packs.pack_reader import ROW, Manifest
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sources.image_files import ImageSource
@@ -36,13 +36,14 @@ class PackedImages(ImageSource):
             None where all have one size.
     """
 
+    columns = ("targets", "_rows", "_ends", "_numbers")
     packed = True
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, image_size: int | None) -> None:
         self._facts = facts = manifest.splits[split]
         self.folder, self.split, self.image_size, self.kind = folder, split, image_size, manifest.kind
         self._rows: NDArray[Any] = np.fromfile(folder / f"{split}.index", ROW)
-        self._ends = np.cumsum(self._rows["length"])
+        self._ends, self._numbers = np.cumsum(self._rows["length"]), np.arange(len(self._rows))
         self.targets = torch.from_numpy(self._rows["label"].astype(np.int64))
         shape = tuple(facts.shape or ())
         self.shape = shape if image_size is None or shape == (image_size, image_size, 3) else ()
@@ -68,7 +69,7 @@ class PackedImages(ImageSource):
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         if not self.shape:
             return super().fetch(indices, epoch)
-        pixels = self._mapped().reshape(-1, *self.shape)[indices]
+        pixels = self._mapped().reshape(-1, *self.shape)[self._numbers[indices]]
         return torch.from_numpy(pixels), self.labels(indices)
 
     def original(self, index: int) -> Pixels:
@@ -80,18 +81,18 @@ class PackedImages(ImageSource):
         return self._decoder.decode(stored.tobytes(), self.name_of(index)).pixels
 
     def name_of(self, index: int) -> str:
-        return f"image {index} of {self.folder / self.split}.bin"
+        return f"image {self._numbers[index]} of {self.folder / self.split}.bin"
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         rows = self._rows[indices]
         return rows["original_height"].astype(np.int64), rows["original_width"].astype(np.int64)
 
-    def hold(self, holder: Holder | None = None) -> Held:
-        """All images; where they are fetched as they are stored, without a copy: ranks share one memory."""
-        if not self.shape:
+    def hold(self, holder: Holder | None = None) -> TensorSource:
+        """All images; those of a whole pack as they are stored without a copy: ranks share one memory."""
+        if not self.shape or not np.array_equal(self._numbers, np.arange(self._facts.samples)):
             return super().hold(holder)
         images = torch.from_numpy(self._mapped().reshape(-1, *self.shape))
-        return Held(TensorSource(images, self.targets, images=True), 0)
+        return TensorSource(images, self.targets, images=True)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
         """Count, sums and sums of squares of the pixels of samples, per channel, as packing summed them."""

@@ -43,6 +43,7 @@ class DatasetSource(MapSource):
     that a resumed run and one with workers draw the same; so are collate functions.
     """
 
+    columns = ("_numbers", "_lengths", "all_labels")
     cuts = False
 
     def __init__(
@@ -59,11 +60,13 @@ class DatasetSource(MapSource):
         if self._lengths is not None and self._lengths.shape != (len(dataset),):
             what = f"its lengths are of {len(self._lengths):,} samples, and it has {len(dataset):,}"
             raise DataError("D008", what, key="data")
+        self._longest = 0 if self._lengths is None else int(self._lengths.max(initial=0))
+        self._numbers = np.arange(len(dataset))
         self.pad_id = int(getattr(dataset, "pad_id", None) or 0)
         self._padding = Padding()
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self._numbers)
 
     def ignores_labels(self) -> bool:
         return not self.all_count
@@ -85,7 +88,7 @@ class DatasetSource(MapSource):
         self._padding = padding
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
-        wanted = indices.tolist()
+        wanted = self._numbers[indices].tolist()
         with seeded(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *wanted[:1])):
             with as_data_errors(self.dataset):
                 if hasattr(self.dataset, "__getitems__"):
@@ -102,18 +105,16 @@ class DatasetSource(MapSource):
 
     def _filled(self, samples: list[Any]) -> list[Any]:
         """The samples at one length, where they are `(tokens, target)`."""
-        assert self._lengths is not None
         first = samples[0]
         if not (
             isinstance(first, (tuple, list)) and len(first) == 2 and _is_tokens(torch.as_tensor(first[0]))
         ):
             return samples
-        limit = int(self._lengths.max())
         longest = max(len(tokens) for tokens, _ in samples)
-        if longest > limit:
-            what = f"a sample has {longest} tokens, where the longest of its lengths is {limit}"
+        if longest > self._longest:
+            what = f"a sample has {longest} tokens, where the longest of its lengths is {self._longest}"
             raise DataError("D008", what, key="data")
-        width = self._padding.width(longest, limit)
+        width = self._padding.width(longest, self._longest)
         return [
             (
                 _fill(tokens, width, self.pad_id),

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.errors import ConfigError, DataError
@@ -25,7 +26,7 @@ from ptfast.data.decoding.image_decoding import (
     size_of,
 )
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.map_source import Held, MapSource, TensorSource, as_tensor
+from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.transforms.resized_crops import Sizes
 
@@ -42,6 +43,7 @@ class ImageSource(MapSource):
     They are read by as many threads as torch has here: decoding leaves the interpreter to others.
     """
 
+    columns = ("targets",)
     images = True
     repeatable = True
     targets: Tensor
@@ -51,6 +53,10 @@ class ImageSource(MapSource):
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    @property
+    def held_bytes(self) -> int | None:
+        return len(self) * math.prod(self.shape) if self.shape else None
 
     def name_of(self, index: int) -> str:
         """Image `index` by its name, for messages."""
@@ -80,6 +86,8 @@ class ImageFiles(ImageSource):
         threads: that decode what is held in memory.
     """
 
+    columns = ("targets", "paths", "_corrupt", "_converted", "_sizes")
+
     def __init__(
         self,
         paths: Sequence[str],
@@ -90,14 +98,9 @@ class ImageFiles(ImageSource):
     ) -> None:
         self.paths, self.targets, self.image_size = paths, targets, image_size
         self.skips, self.threads, self.decoder = on_corrupt == "skip", threads, Decoder()
-        self.corrupt: set[int] = set()
-        """Samples that are known to be unreadable."""
-        self._converted: set[int] = set()
-        self._sizes = np.zeros((2, len(paths)), np.int32)
-
-    @property
-    def held_bytes(self) -> int | None:
-        return len(self.paths) * math.prod(self.shape) if self.shape else None
+        # What is known so far: which are unreadable, which were not 8-bit RGB, and heights and widths.
+        self._corrupt, self._converted = np.zeros((2, len(paths)), np.bool_)
+        self._sizes = np.zeros((len(paths), 2), np.int32)
 
     @property
     def original_bytes(self) -> int:
@@ -107,37 +110,35 @@ class ImageFiles(ImageSource):
     @property
     def num_converted(self) -> int:
         # In place of an unreadable file another is shown, which counts for itself.
-        return len(self._converted - self.corrupt)
+        return int((self._converted & ~self._corrupt).sum())
 
     def name_of(self, index: int) -> str:
         return self.paths[index]
 
     def original(self, index: int) -> Pixels:
-        decoded = self._readable(int(index))
-        if decoded.converted:
-            self._converted.add(int(index))
-        return decoded.pixels
+        pixels, converted = self._readable(int(index))
+        self._converted[index] |= converted
+        return pixels
 
     def labels(self, indices: Indices) -> Tensor:
         """The targets of samples `indices`, which have been fetched; `IGNORE_INDEX` for unreadable ones."""
         labels = super().labels(indices)
-        if self.corrupt:
-            labels[torch.from_numpy(np.isin(indices, list(self.corrupt)))] = IGNORE_INDEX
+        labels[torch.from_numpy(self._corrupt[indices])] = IGNORE_INDEX
         return labels
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         """Heights and widths of the images by their files, each read once."""
         for index in indices:
-            if not self._sizes[0, index]:
-                self._sizes[:, index] = self._size_of(index)
-        heights, widths = self._sizes[:, indices].astype(np.int64)
+            if not self._sizes[index, 0]:
+                self._sizes[index] = self._size_of(index)
+        heights, widths = self._sizes[indices].astype(np.int64).T
         return heights, widths
 
     def note_unreadable(self, indices: Indices, targets: Tensor) -> None:
-        self.corrupt.update(indices[targets.numpy() == IGNORE_INDEX].tolist())
+        self._corrupt[indices[targets.numpy() == IGNORE_INDEX]] = True
 
     def unreadable(self) -> list[str]:
-        return [self.paths[i] for i in sorted(self.corrupt)]
+        return [self.paths[i] for i in np.flatnonzero(self._corrupt).tolist()]
 
     def ignores_labels(self) -> bool:
         return self.skips or super().ignores_labels()
@@ -155,11 +156,11 @@ class ImageFiles(ImageSource):
         if not self.skips:
             return self._decoded(self.paths[index])
         for other in chain(range(index, len(self.paths)), range(index)):
-            if other not in self.corrupt:
+            if not self._corrupt[other]:
                 try:
                     return self._decoded(self.paths[other])
                 except DataError:
-                    self.corrupt.add(other)
+                    self._corrupt[other] = True
         raise DataError("D005", "cannot be decoded, nor any other file", key=self.paths[index])
 
     def _decoded(self, path: str) -> Decoded:
@@ -168,52 +169,35 @@ class ImageFiles(ImageSource):
         except DataError as error:
             raise error.suggesting(REMEDY) from None
 
-    def hold(self, holder: Holder | None = None) -> Held:
+    def hold(self, holder: Holder | None = None) -> TensorSource:
         """Every image in one tensor; ranks that share it lend their threads to the one that decodes."""
         if self.skips:
             return super().hold(holder)
         holder = holder or Holder()
         size, shape = self.image_size, self.shape or tuple(self.fetch(np.arange(1))[0].shape[1:])
 
-        def decode(images: Pixels, start: int) -> int:
-            converted = 0
+        def decode(images: Pixels, start: int) -> None:
             for place, path in enumerate(self.paths[start : start + _CHUNK], start):
-                pixels, was_converted = self._decoded(path)
+                pixels, self._converted[place] = self._decoded(path)
                 pixels = pixels if size is None else fit(pixels, size)
                 if pixels.shape != shape:
                     raise mixed_sizes(path, pixels.shape, shape)
                 images[place] = pixels
-                converted += was_converted
-            return converted
 
-        def fill(images: Pixels) -> int:
+        def fill(images: Pixels) -> NDArray[np.bool_]:
             with ThreadPoolExecutor(max(1, self.threads) * holder.num_holders) as pool:
                 try:
-                    return sum(pool.map(partial(decode, images), range(0, len(self), _CHUNK)))
+                    list(pool.map(partial(decode, images), range(0, len(self), _CHUNK)))
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
+            return self._converted
 
-        images, num_converted = holder.fill((len(self), *shape), fill)
-        return Held(TensorSource(torch.from_numpy(images), self.targets, images=True), num_converted)
-
-    def take(self, indices: Indices) -> ImageFiles:
-        taken = type(self)(
-            self._select(indices),
-            self.targets.index_select(0, as_tensor(indices)),
-            self.image_size,
-            "skip" if self.skips else "error",
-            self.threads,
-        )
-        taken.shape = self.shape
-        return taken
-
-    def _select(self, indices: Indices) -> Any:
-        """The paths at `indices`, as the constructor takes them."""
-        return [self.paths[int(i)] for i in indices]
+        images, self._converted = holder.fill((len(self), *shape), fill)
+        return TensorSource(torch.from_numpy(images), self.targets, images=True)
 
 
-def set_shapes(sources: Mapping[str, ImageFiles]) -> tuple[int, ...]:
+def set_shapes(sources: Mapping[str, ImageSource]) -> tuple[int, ...]:
     """Expect images of one size from all splits, that of the first: (channels, height, width)."""
     shape = tuple(sources["train"].fetch(np.arange(1))[0].shape[1:])
     for source in sources.values():
@@ -230,13 +214,14 @@ class HeldImages(ImageSource):
     Cost: the memory of all pixels, a few times that of the files.
     """
 
+    columns = ("targets", "_pixels", "_sizes")
     in_memory = True
 
     def __init__(self, source: MapSource) -> None:
         everything = np.arange(len(source))
         self.image_size = source.image_size
         self._pixels: list[Pixels] = in_threads(len(source), source.original)
-        self._sizes = np.stack(source.sizes(everything))
+        self._sizes = np.stack(source.sizes(everything), 1)
         self.targets = source.labels(everything)
 
     def name_of(self, index: int) -> str:
@@ -255,5 +240,5 @@ class HeldImages(ImageSource):
         return TensorSource(torch.from_numpy(np.stack(self._pixels)), self.targets, images=True)
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
-        heights, widths = self._sizes[:, indices]
+        heights, widths = self._sizes[indices].T
         return heights, widths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, in_threads, mixed_sizes
-from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sources.class_folders import SPLITS, image_files, passed_over
+from ptfast.data.sources.image_files import ImageSource, set_shapes
 
 Pair = tuple[str, str]
 
@@ -56,22 +55,20 @@ class MaskFolder:
             for split, folder in folders.items()
             if folder is not None
         }
-        height, width, channels = sources["train"].fetch(np.zeros(1, np.int64))[0].shape[1:]
-        for source in sources.values():
-            source.shape = height, width, channels
+        shape = set_shapes(sources)
         info = DataInfo(
             kind="image",
             task="semantic_segmentation",
             task_reason="a mask for each image",
             target_kind="mask",
             num_classes=self.num_classes,
-            input_shape=(channels, height, width),
-            in_channels=channels,
+            input_shape=shape,
+            in_channels=shape[0],
         )
         return Splits.of(info, sources, passed_over(passed))
 
 
-class MaskedImages(MapSource):
+class MaskedImages(ImageSource):
     """Images and masks that are decoded each time they are fetched.
 
     Args:
@@ -79,20 +76,15 @@ class MaskedImages(MapSource):
         image_size: as of `MaskFolder`.
     """
 
-    images, repeatable, cuts = True, True, False
+    columns = ("pairs", "_numbers")
+    cuts = False
 
     def __init__(self, pairs: list[Pair], image_size: int | None) -> None:
         self.pairs, self.image_size = pairs, image_size
-        self.shape: tuple[int, ...] = ()
-        """(height, width, channels) of every image; empty until it is known."""
-        self._decoder = Decoder()
+        self._numbers, self._decoder = np.arange(len(pairs)), Decoder()
 
     def __len__(self) -> int:
         return len(self.pairs)
-
-    @property
-    def held_bytes(self) -> int | None:
-        return len(self) * math.prod(self.shape) if self.shape else None
 
     def contents(self) -> list[Any]:
         return describe_part(len(self), "images", *(Path(file).name for pair in self.pairs for file in pair))
@@ -100,7 +92,7 @@ class MaskedImages(MapSource):
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         read = in_threads(len(indices), lambda place: self._read(*self.pairs[int(indices[place])]))
         images, masks = (torch.from_numpy(np.stack(column)) for column in zip(*read, strict=True))
-        return self.checked((images, masks), indices.tolist())
+        return self.checked((images, masks), self._numbers[indices].tolist())
 
     def _read(self, image_file: str, mask_file: str) -> tuple[Pixels, Pixels]:
         pixels, mask = self._decoder(image_file).pixels, read_mask(mask_file)

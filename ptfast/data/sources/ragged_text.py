@@ -33,6 +33,7 @@ class RaggedSource(MapSource):
         max_length: the longest that the data allows, to which `Padding.fixed` pads.
     """
 
+    columns: tuple[str, ...] = ("starts", "_lengths")
     in_memory = True
 
     def __init__(
@@ -69,6 +70,8 @@ class RaggedSource(MapSource):
 
 class TextSource(RaggedSource):
     """Texts with a label each, of which at most the first `max_length` tokens are kept."""
+
+    columns = (*RaggedSource.columns, "targets")
 
     def __init__(self, texts: Encoded, targets: Tensor, pad_id: int, max_length: int) -> None:
         # A text without tokens would have nothing to average over: one pad is the least.
@@ -154,6 +157,8 @@ class PackedSequences(MapSource):
         of the documents.
     Source: Krell et al. 2021, arXiv:2107.02027.
     """
+
+    columns = ("_counts", "_firsts")
 
     def __init__(self, documents: Documents, context_length: int, seed: int) -> None:
         self._documents, self._context = documents, context_length

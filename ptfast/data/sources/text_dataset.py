@@ -246,23 +246,25 @@ def cut_into_documents(text: str, documents: str) -> list[str]:
 class Windows(MapSource):
     """Windows of running text one after another: `(inputs, targets)`, the targets one token further on."""
 
+    columns = ("_numbers",)
     in_memory = True
 
     def __init__(self, tokens: Numbers, context_length: int) -> None:
         self._tokens, self._context = tokens, context_length
-        self._columns = np.arange(context_length + 1)
+        self._numbers = np.arange((len(tokens) - 1) // context_length)
+        self._places = np.arange(context_length + 1)
 
     def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._context
+        return len(self._numbers)
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        return self._cut(indices * self._context)
+        return self._cut(self._numbers[indices] * self._context)
 
     def contents(self) -> list[Any]:
         return describe_part(len(self._tokens), "tokens", self._tokens)
 
     def _cut(self, starts: Indices) -> tuple[Tensor, Tensor]:
-        windows = self._tokens[starts[:, None] + self._columns]
+        windows = self._tokens[starts[:, None] + self._places]
         windows = torch.from_numpy(windows.astype(np.int64, copy=False))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -275,8 +277,8 @@ class RandomWindows(Windows):
         self._seed = seed
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        places = len(self._tokens) - self._context
-        return self._cut(counter_draws.integers(self._seed, epoch, indices, counter_draws.WINDOW, places))
+        numbers, places = self._numbers[indices], len(self._tokens) - self._context
+        return self._cut(counter_draws.integers(self._seed, epoch, numbers, counter_draws.WINDOW, places))
 
 
 def sort_labels(labels: list[str]) -> tuple[str, ...]:

@@ -108,9 +108,6 @@ class ShardedImages(ImageFiles):
             return None
         return nearby(seed, epoch, self.paths.shards, self.shuffle_buffer)
 
-    def _select(self, indices: Indices) -> Members:
-        return self.paths[indices]
-
 
 @dataclass(frozen=True, eq=False)
 class Members(Sequence[str]):

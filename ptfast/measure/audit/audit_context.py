@@ -27,7 +27,7 @@ from ptfast.core.machine import ROOT, is_memory_error
 from ptfast.core.protocols import StepBatch
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Source
-from ptfast.data.map_source import MapSource, SubsetSource
+from ptfast.data.map_source import MapSource
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.measure.audit.finding import Trial, code_place
 from ptfast.measure.audit.traces import CallTrace, OperatorTrace, cuda_syncs
@@ -305,9 +305,6 @@ class SampleTrace:
 
 def trace_samples(source: MapSource) -> SampleTrace:
     """Fetch some samples from all over the data as a loader does, and watch what it takes."""
-    inner: Any = source
-    while isinstance(inner, SubsetSource):
-        inner = inner.source
     indices = np.linspace(0, len(source) - 1, min(len(source), NUM_SAMPLES)).astype(np.int64)
     source.fetch(indices[:1])
     calls = CallTrace("cpu")
@@ -316,7 +313,7 @@ def trace_samples(source: MapSource) -> SampleTrace:
         source.fetch(indices)
         seconds = time.perf_counter() - start
     # To fetch images of ours is to decode them.
-    decoding_s = seconds if isinstance(inner, ImageFiles) else decoding[0]
+    decoding_s = seconds if isinstance(source, ImageFiles) else decoding[0]
     return SampleTrace(len(indices), seconds, decoding_s, calls)
 
 

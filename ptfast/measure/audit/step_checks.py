@@ -14,7 +14,6 @@ from ptfast.core.machine import shared_memory, spare_cores, usable_cores
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import duration, num_bytes
 from ptfast.data.loaders.loader_choice import HAND_OVER_S
-from ptfast.data.map_source import SubsetSource
 from ptfast.measure.audit.audit_context import CALL_STEPS, AuditContext, SampleTrace
 from ptfast.measure.audit.finding import Finding, Price, source_place
 from ptfast.measure.audit.model_checks import times
@@ -169,10 +168,7 @@ def _each(seconds: float, samples: SampleTrace) -> str:
 
 def _dataset(context: AuditContext) -> Any:
     """The user's data set; None for data of ours."""
-    source: Any = context.source
-    while isinstance(source, SubsetSource):
-        source = source.source
-    return getattr(source, "dataset", None)
+    return getattr(context.source, "dataset", None)
 
 
 def _reader(context: AuditContext) -> str:

@@ -23,7 +23,7 @@ from ptfast.cli.command_line import run
 from ptfast.core.errors import DataError
 from ptfast.data.decoding.image_decoding import Decoder
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.map_source import SubsetSource, into_memory
+from ptfast.data.map_source import MapSource
 from ptfast.data.packs import pack_reader
 from ptfast.data.packs.pack_image_tree import plan_images, shrink
 from ptfast.data.packs.pack_writer import make
@@ -114,8 +114,12 @@ def test_a_size_shrinks_and_never_enlarges(mixed: Path, tmp_path: Path):
     assert "packed as pixels at 15" in load(tmp_path / "pack", image_size=9).note
 
 
-def test_what_reaches_a_worker_is_no_copy_of_the_data(tree: Path, tmp_path: Path):
+def test_what_reaches_a_worker_is_no_copy_of_the_data(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     import pickle
+
+    monkeypatch.setattr("ptfast.data.map_source._CHUNK", 3)
 
     pack(tree, tmp_path / "pack")
     source = load(tmp_path / "pack").train
@@ -123,8 +127,8 @@ def test_what_reaches_a_worker_is_no_copy_of_the_data(tree: Path, tmp_path: Path
     sent = pickle.dumps(source)
     assert (tmp_path / "pack" / "train.bin").read_bytes() not in sent
     assert same(pickle.loads(sent).fetch(np.arange(10)), before)
-    assert same(into_memory(source, chunk=3).fetch(np.arange(10)), before)
-    assert SubsetSource(source, np.arange(3)).packed
+    assert same(MapSource.hold(source).fetch(np.arange(10)), before)
+    assert source.take(np.arange(3)).packed
 
 
 def test_a_part_of_a_pack_is_held_where_ranks_hold_it_together(tree: Path, tmp_path: Path):
@@ -136,7 +140,7 @@ def test_a_part_of_a_pack_is_held_where_ranks_hold_it_together(tree: Path, tmp_p
             places.append(super().fill(shape, fill))
             return places[-1]
 
-    held = source.hold(Noted()).source
+    held = source.hold(Noted())
     assert same((held.inputs, held.targets), source.fetch(np.arange(3)))
     ((array, _),) = places
     assert all(np.shares_memory(array, column.numpy()) for column in (held.inputs, held.targets))

@@ -19,7 +19,7 @@ from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.decoding import encoded_text
 from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import Vocabulary
-from ptfast.data.map_source import Padding, SubsetSource
+from ptfast.data.map_source import Padding
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
 from ptfast.data.sampling.sampler import Sampler, Sharding, permutation
 from ptfast.data.sources.ragged_text import Documents, TextSource
@@ -75,7 +75,7 @@ def test_texts_are_padded_to_the_longest_to_a_multiple_or_to_the_limit() -> None
 
 def test_padding_reaches_a_part_of_a_source() -> None:
     source = TextSource(texts_of(np.array([3, 10, 5])), torch.arange(3), 0, 20)
-    part = SubsetSource(source, np.array([2, 0]))
+    part = source.take(np.array([2, 0]))
     part.pad(Padding(multiple=8))
     assert part.fetch(np.array([0, 1]))[0].shape == (2, 8)
     lengths = part.lengths()
