@@ -48,11 +48,7 @@ class Added:
         return Added(self._own.to(device), added, labels=self._labels)
 
     def update(self, *given: Any, **named: Any) -> None:
-        """Add a batch.
-
-        Raises:
-            ConfigError: C017 for an added metric that does not take it.
-        """
+        """Add a batch; C017 for an added metric that does not take it."""
         self._own.update(*given, **named)
         as_metrics_take = _laid_out(*given, labels=self._labels) if len(given) == 2 else given
         for name, metric in self.added.items():
@@ -86,11 +82,7 @@ class Added:
 
 
 def with_tables(metrics: Metrics) -> dict[str, Any]:
-    """What `metrics` give: a number each, or a `MetricTable`.
-
-    Raises:
-        ConfigError: C017 for what holds no numbers.
-    """
+    """What `metrics` give: a number each, or a `MetricTable`; C017 for what holds no numbers."""
     given, kinds = dict(metrics.compute()), dict(getattr(metrics, "items", dict)())
     for name, value in given.items():
         kind = type(kinds.get(name, metrics)).__name__
@@ -146,11 +138,7 @@ def is_number(value: Any) -> bool:
 
 
 def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Task:
-    """Give `task` the metrics of the config beside its own, with unset keywords filled from the data.
-
-    Raises:
-        ConfigError: C017 for one that cannot be constructed.
-    """
+    """Give `task` the metrics of the config beside its own, with unset keywords filled from the data."""
     if not targets:
         return task
     facts = {

@@ -18,7 +18,6 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
     Args:
         name: a key of `TASKS`, `auto` for what the data is for, or the import path of a class that fulfils
             `Task`, constructed with `info` and the options.
-        info: what the data says.
         options: keywords of the task's constructor, such as `label_smoothing`, or `loss`, a function of
             outputs and targets.
 
@@ -43,11 +42,7 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
 
 
 def collate_of(name: str) -> Callable[[list[Any]], Any] | None:
-    """The static method `collate` of a task of the user's, which makes a batch of samples; None without one.
-
-    Raises:
-        ConfigError: C017 for one that needs the task, which is made after the data has been read.
-    """
+    """The static method `collate` of a user's task, which makes a batch of samples; None without one."""
     factory = _find(name, name) if "." in name else None
     collate = getattr(factory, "collate", None)
     if collate is not None and inspect.isfunction(inspect.getattr_static(factory, "collate")):

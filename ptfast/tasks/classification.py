@@ -16,7 +16,6 @@ class Classification(SupervisedTask):
     """Cross entropy between logits (batch, num_classes) and class indices (batch,), of which -100 is ignored.
 
     Args:
-        info: what the data says; `num_classes` is needed.
         loss: replaces the cross entropy, see `SupervisedTask`.
         label_smoothing: share of the target spread evenly over all classes, in [0, 1); in training only.
     """

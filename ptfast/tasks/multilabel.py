@@ -16,7 +16,6 @@ class MultiLabel(SupervisedTask):
     """Binary cross entropy between logits and 0/1 targets (batch, num_classes), averaged over classes.
 
     Args:
-        info: what the data says; `num_classes` is needed.
         loss: replaces the binary cross entropy, see `SupervisedTask`.
     """
 

@@ -54,10 +54,7 @@ class Ratios(DeviceSums):
     """Metrics of one evaluation, each the sum of something divided by the sum of something else.
 
     torchmetrics can do the same and more, at the price of two to four seconds of imports; a task may return
-    its metrics in place of these.
-
-    Args:
-        ratios: by name, what outputs and targets of a batch add to a ratio.
+    its metrics in place of these. `ratios` say what outputs and targets of a batch add to each.
     """
 
     def __init__(self, **ratios: Callable[[Tensor, Tensor], Parts]) -> None:

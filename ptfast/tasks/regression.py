@@ -15,6 +15,8 @@ from ptfast.tasks.supervised import SupervisedTask, full_precision
 class Regression(SupervisedTask):
     """Squared error between outputs and targets, (batch,) or (batch, values), averaged over the values."""
 
+    measures_aligned = True
+
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         # Outputs (batch, 1) against targets (batch,) would broadcast to (batch, batch).
         outputs = full_precision(outputs).reshape(targets.shape)
@@ -38,14 +40,6 @@ class Regression(SupervisedTask):
     def metrics(self) -> Metrics:
         """Mean absolute error."""
         return Ratios(mae=absolute_error)
-
-    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
-        """Update the absolute error; return the sum of the losses and the number of samples."""
-        inputs, targets = data
-        outputs = model(inputs)
-        predicted, wanted = self.aligned(outputs, targets)
-        metrics.update(predicted, wanted)
-        return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The value of each input, or its values where there are several."""

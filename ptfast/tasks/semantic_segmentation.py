@@ -29,7 +29,6 @@ class SemanticSegmentation(SupervisedTask):
     add half of their loss in training.
 
     Args:
-        info: what the data says; `num_classes` is needed.
         loss: replaces the cross entropy, see `SupervisedTask`; gets logits as above and int64 masks.
         ignore_index: the label of pixels that do not count; 255 in many data sets.
     """
@@ -38,6 +37,7 @@ class SemanticSegmentation(SupervisedTask):
     mode = "max"
     counts_samples = False
     needs_classes = True
+    measures_aligned = True
 
     def __init__(
         self, info: DataInfo, loss: LossFunction | None = None, ignore_index: int = IGNORE_INDEX
@@ -77,13 +77,6 @@ class SemanticSegmentation(SupervisedTask):
     def metrics(self) -> Metrics:
         """Mean intersection over union, of the classes that occur, and accuracy."""
         return Overlaps(self.num_classes, self.ignore_index)
-
-    def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
-        """Update the figures; return the sum of the losses and the number of pixels that count."""
-        inputs, targets = data
-        outputs = model(inputs)
-        metrics.update(*self.aligned(outputs, targets))
-        return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The mask of each image, rows of class numbers, and the share of its pixels that each class has."""

@@ -25,7 +25,6 @@ class SupervisedTask:
     `counts_samples`: then they are the targets that are not ignored.
 
     Args:
-        info: what the data says.
         loss: replaces the task's own loss: a function of outputs and targets that returns their mean loss, or
             one loss per item.
     """
@@ -38,6 +37,8 @@ class SupervisedTask:
     """True: the targets of a training batch may be `Mixed`."""
     needs_classes = False
     """True: the data has to say how many classes there are, which then is `num_classes`."""
+    measures_aligned = False
+    """True: metrics are given outputs and targets as `aligned` brings them."""
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         self.info, self.own_loss = info, loss
@@ -100,12 +101,8 @@ class SupervisedTask:
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of each sample, (batch,), 0 where none of its targets counts: what mixed samples weigh.
 
-        By default `loss_sum` of each sample by itself, vectorised.
-
-        Raises:
-            ConfigError: C011 for a loss that cannot be taken so.
-
-        Cost: of a task's own, that of the sum; else some 0.3 ms a call.
+        By default `loss_sum` of each sample by itself, vectorised, for some 0.3 ms a call; C011 for a loss
+        that cannot be taken so.
         """
         import torch
 
@@ -154,7 +151,7 @@ class SupervisedTask:
         """Update the metrics; return the sum of the losses and the number of items."""
         inputs, targets = data
         outputs = model(inputs)
-        metrics.update(outputs, targets)
+        metrics.update(*(self.aligned(outputs, targets) if self.measures_aligned else (outputs, targets)))
         return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
@@ -188,10 +185,7 @@ def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tenso
 
     Returns:
         A function of outputs, targets and the number of items they hold. Of no items the sum is 0, where a
-        mean would be NaN.
-
-    Raises:
-        ConfigError: C017 for a loss that takes something else, and later for one that gives something else.
+        mean would be NaN. It is C017 for `loss` to take something else, or later to give something else.
     """
     with contextlib.suppress(ValueError):  # of what has no signature
         try:

@@ -18,7 +18,6 @@ class TokenClassification(SupervisedTask):
     Tokens whose target is -100 do not count. A batch without any that counts adds 0 to the loss.
 
     Args:
-        info: what the data says; `num_classes` is needed.
         loss: replaces the cross entropy, see `SupervisedTask`; gets (tokens, num_classes) and (tokens,).
     """
 
