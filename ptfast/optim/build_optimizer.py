@@ -33,13 +33,11 @@ def build_optimizer(
     """Build the optimizer of the parameters that train; frozen ones are left out, tied ones taken once.
 
     A fused optimizer updates all parameters in one kernel instead of several per parameter: 3 to 10 times
-    faster steps on the CPU, a few percent of the whole on a GPU. The formula is the same, rounding may
-    differ.
+    faster steps on the CPU, a few percent of the whole on a GPU. Rounding may differ.
 
     Args:
         target: any `torch.optim.Optimizer` class; its keyword `fused` may be `auto`: on where it runs.
         model: on `device` already, in its final dtype.
-        device: where the model is.
         groups: the parameters that train, as `Grouping.parts` has them; None for one group of all.
 
     Returns:
@@ -71,7 +69,8 @@ def build_optimizer(
         # Each operation on weights that are shared out costs its Python, a list's not more than one weight's:
         # a third of the time. Torch takes it for plain tensors only, unless it is asked to.
         unfused = replace(unfused, kwargs={"foreach": True, **kwargs})
-    optimizer = _construct(_with_fused(unfused) if fused else unfused, given, model)
+    chosen = replace(unfused, kwargs={**unfused.kwargs, "fused": True}) if fused else unfused
+    optimizer = _construct(chosen, given, model)
     _check_decay(optimizer, groups or ())
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_scale", 1.0)
@@ -88,11 +87,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     Raises:
         ValueError: it is of another shape.
     """
-    state = _shared_out(optimizer, state)
+    # Of each parameter this rank takes the part that it has.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    of_key = dict(zip(keys, parameters, strict=True))
+    parts = {k: map_tensors(partial(shard_like, of_key.get(k)), kept) for k, kept in state["state"].items()}
     # Which kernels take the step is this run's choice, and torch moves step counts to where they want them.
     own = [{name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups]
     groups = [group | kernels for group, kernels in zip(state["param_groups"], own, strict=True)]
-    optimizer.load_state_dict({**state, "param_groups": groups})
+    optimizer.load_state_dict({**state, "state": parts, "param_groups": groups})
     fused = {parameter for own in optimizer.param_groups if own.get("fused") for parameter in own["params"]}
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
@@ -104,20 +107,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
                 raise ValueError(f"{name} is {described(value)}, of a parameter {tuple(parameter.shape)}")
 
 
-def _shared_out(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A saved state, of which this rank takes the part that it has of each parameter."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    keys = [key for group in state["param_groups"] for key in group["params"]]
-    of_key = dict(zip(keys, parameters, strict=True))
-    parts = {k: map_tensors(partial(shard_like, of_key.get(k)), kept) for k, kept in state["state"].items()}
-    return {**state, "state": parts}
-
-
 def state_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The state of `optimizer` under the names of parameters, where torch puts their numbers.
-
-    `load_optimizer` takes either.
-    """
+    """The state of `optimizer` by names of parameters, not torch's numbers; `load_optimizer` takes either."""
     state = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     in_order = (p for group in optimizer.param_groups for p in group["params"])
@@ -134,8 +125,7 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Have fused SGD's momentum start at zero, before its first step.
 
     It makes its buffers in its first step without filling them; where that step is left out because scaled
-    gradients overflow, the next one would read whatever the memory held. (With `dampening`, the first step is
-    damped like all others.)
+    gradients overflow, the next one would read whatever the memory held.
     """
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"]:
@@ -178,7 +168,7 @@ def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
     kinds |= {(p.device, p.dtype): torch.zeros_like(p) for p in parameters if is_sharded(p)}
     probes = [nn.Parameter(probe) for probe in kinds.values()]
     try:
-        optimizer = _construct(_with_fused(target), probes)
+        optimizer = _construct(replace(target, kwargs={**target.kwargs, "fused": True}), probes)
         for probe in probes:
             probe.grad = torch.zeros_like(probe)
         build_step(optimizer)()
@@ -190,10 +180,6 @@ def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
 
 def _takes(target: Target, keyword: str) -> bool:
     return keyword in inspect.signature(target.resolve()).parameters
-
-
-def _with_fused(target: Target) -> Target:
-    return replace(target, kwargs={**target.kwargs, "fused": True})
 
 
 def _construct(

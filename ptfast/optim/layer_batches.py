@@ -28,12 +28,7 @@ class LayerBatch:
     the CPU all tensors are flat views in the order of memory: 20 us of Python per layer and step would count
     there, so that views are made once, and only gradients are put in at every step.
 
-    Args:
-        layers: the parameters.
-        weights: what is updated: views of them, or copies in float32.
-        states: of each layer.
-        layer_state: names of the state that has a layer's shape.
-        scalar_state: names of the state that is one number per layer.
+    What is updated are `weights`: views of the layers, or copies in float32.
     """
 
     def __init__(

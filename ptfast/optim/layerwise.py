@@ -58,14 +58,7 @@ class LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step.
-
-        Args:
-            closure: computes the loss and its gradients; called first, and its loss returned.
-
-        Raises:
-            ConfigError: C011 for a sparse gradient.
-        """
+        """Take a step, after a call of `closure`, whose loss is returned; C011 for a sparse gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -87,11 +80,7 @@ class LayerwiseOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as in torch.
-
-        Raises:
-            ValueError: for parameters that are not floating-point, or are shards of what they stand for.
-        """
+        """Add a group, as in torch; not of parameters that are not floating-point, nor of shards."""
         super().add_param_group(param_group)
         self._plans.clear()
         for layer in self.param_groups[-1]["params"]:
@@ -182,14 +171,7 @@ def step_by_momentum(
 
         v <- momentum * v + factor * (g + decay_within * w) + decay_beside * w;    w <- w - lr * v
 
-    Args:
-        batch: what to update; its pieces are `w`, `g` and `v`.
-        factors: one per layer, above 0, on the device; None for 1.
-        lr: learning rate.
-        momentum: in [0, 1).
-        nesterov: step along what the velocity will be.
-        decay_within: L2 coefficient that is scaled like the gradient.
-        decay_beside: L2 coefficient that is not.
+    The pieces of `batch` are `w`, `g` and `v`; factors are one per layer, above 0, on the device, None for 1.
 
     Cost: one fused pass on the CPU; up to two before it elsewhere and with Nesterov.
     """

@@ -113,14 +113,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step.
-
-        Args:
-            closure: computes the loss and its gradients; called first, and its loss returned.
-
-        Raises:
-            ConfigError: C011 for a sparse gradient of a hidden matrix.
-        """
+        """Take a step, after a call of `closure`, whose loss is returned; C011 for a sparse hidden matrix."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -227,13 +220,7 @@ def hidden_matrices(
     Left to the rest are: what has fewer dimensions; what is called otherwise than `...weight` (positions,
     class tokens); embeddings, known by their module, or by `emb` in the name where there is no model; the
     first and the last matrix in the order of modules, embeddings counted, unless `ends`; and what
-    `rest_names` matches.
-
-    Args:
-        named: names, empty where unknown, and parameters in the model's order.
-        model: their model.
-        rest_names: patterns of further names for the rest; case counts.
-        ends: give Muon the first and the last matrix too.
+    `rest_names` matches, case included. Names in `named` are empty where unknown.
     """
     for pattern in rest_names:
         if not any(fnmatchcase(name, pattern) for name, _ in named):

@@ -56,9 +56,8 @@ class Grouping:
 
     Args:
         model: the plain model.
-        section: `decay_1d` says whether parameters of at most one dimension have weight decay, unless an
-            entry of `groups` does; `layer_decay` is about 0.65 to 0.9 for fine-tuning transformers;
-            `backbone_from` says when all but the last layer begins to train, unless an entry does.
+        section: an entry of `groups` goes before `decay_1d` and `backbone_from`; `layer_decay` is about 0.65
+            to 0.9 for fine-tuning transformers.
         dropped: names of parameters without effect that a rewrite has taken away; patterns may match them.
 
     Raises:
@@ -118,11 +117,7 @@ class Grouping:
         return not self._notes
 
     def freeze(self) -> None:
-        """Freeze what never trains; before the model is wrapped for several ranks.
-
-        Raises:
-            ConfigError: C011 where that leaves nothing to train.
-        """
+        """Freeze what never trains, before the model is wrapped for ranks; C011 where nothing is left."""
         frozen = [parameter for asked, parameter in self._parameters() if asked.frozen]
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -132,8 +127,7 @@ class Grouping:
     def parts(self) -> list[dict[str, Any]]:
         """The parameters that train, as groups for an optimizer, in the model's order.
 
-        Each has `lr_scale`, on the optimizer's rate, `weight_decay` where it is not the optimizer's, and
-        `optimizer` where a task steps it by that name.
+        Each has `lr_scale`, on the optimizer's rate, and where asked for `weight_decay` and `optimizer`.
         """
         parts: dict[RequestedGroup, dict[str, Any]] = {}
         for asked, parameter in self._parameters():
@@ -155,12 +149,7 @@ class Grouping:
     def freezing(self, steps_of: Callable[[str, Duration], int], total_steps: int) -> Freezing | None:
         """When which parameters train, or None where all of them do throughout.
 
-        Args:
-            steps_of: a duration of a key in steps.
-            total_steps: of the run.
-
-        Raises:
-            ConfigError: C011 for parameters that would stop before they begin, or steps that train nothing.
+        `steps_of` gives a key's duration in steps. It is C011 for parameters to stop before they begin.
         """
         members: dict[RequestedGroup, list[Tensor]] = {}
         for asked, parameter in self._parameters():
@@ -288,7 +277,11 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
         transformer's embeddings, layers, and norm and head in this way.
     """
     named = list(model.named_parameters())
-    blocks = list(find_blocks(model)) or _layers(model)
+    blocks = list(find_blocks(model)) or [
+        name
+        for name, module in model.named_modules()
+        if name and any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
+    ]
     depth, depths, after = 0, {}, []
     for name, parameter in named:
         inside = [index + 1 for index, block in enumerate(blocks) if name.startswith(f"{block}.")]
@@ -301,15 +294,6 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
         depths |= {name: depth + 1 for name, _ in after}
     lowest = min(depths.values(), default=0)
     return {name: depth - lowest for name, depth in depths.items()}
-
-
-def _layers(model: nn.Module) -> list[str]:
-    """The modules that hold a matrix of their own."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if name and any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
-    ]
 
 
 @dataclass(frozen=True)
@@ -332,11 +316,10 @@ class Freezing:
     Args:
         windows: of the parameters that some step freezes.
         others: there are parameters that always train.
-        total_steps: of the run.
         extendable: a longer run would freeze at the same steps.
 
     Raises:
-        ConfigError: C011 where a window is empty, or where no parameter at all trains in some step.
+        ConfigError: C011 where no parameter at all trains in some step.
     """
 
     def __init__(

@@ -27,13 +27,13 @@ def find_blocks(
     Args:
         patterns: `auto`, or patterns of shell style over the names of modules (`layers.*`), where `*` matches
             dots too: of what matches, the outermost modules are taken.
-        key: the config key that the patterns come from, for the error.
+        key: the config key of the patterns, for the error.
 
     Returns:
         Modules by name; a module that is used several times, once. Empty where nothing recurs.
 
     Raises:
-        ConfigError: C005 when a pattern matches no module, with the nearest names.
+        ConfigError: C005 when a pattern matches no module.
     """
     if patterns == "auto":
         entries = list(_entries(model, ""))

@@ -33,7 +33,6 @@ class ViewAveraged(nn.Module):
     Args:
         model: takes images (batch, channels, height, width), returns outputs (batch, ...), such as logits;
             those that are as high and wide as the images are mirrored back, pixel by pixel.
-        flip: look at mirror images too.
         shift: pixels, fewer than an image has on a side. Images moved up and left by so many, and down and
             right, weigh half of the mean, the images where they are the other half; what comes into view is
             reflected from inside. 0 for none.
@@ -83,8 +82,7 @@ def averaged_over_views(model: nn.Module, *, flip: bool, shift: int) -> nn.Modul
 def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str = "auto") -> None:
     """Refuse to average over views where there are no images, or no outputs to average.
 
-    Args:
-        targets: `keep` says that those which may be places in an image are none.
+    `targets=keep` says that those which may be places in an image are none.
     """
     what = None
     if not (flip or shift):
@@ -119,8 +117,6 @@ class FullSize(nn.Module):
     Args:
         model: whose inputs and outputs are tensors, samples first, or tuples and dicts of such.
         batch_size: samples that it always sees.
-
-    Cost: that of a full batch, once in an evaluation.
     """
 
     def __init__(self, model: nn.Module, batch_size: int) -> None:
@@ -128,11 +124,7 @@ class FullSize(nn.Module):
         self.model, self.training, self._batch_size = model, model.training, batch_size
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """The model's outputs for the samples that there are.
-
-        Raises:
-            ConfigError: C011 for an output that is not one for each sample.
-        """
+        """The model's outputs for the samples that there are; C011 for an output that is not one for each."""
         tensors = (leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor))
         first = next(tensors)
         size = len(first)

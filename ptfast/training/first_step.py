@@ -50,15 +50,7 @@ SWITCHES = {
 
 
 class OutputCheck:
-    """A model whose outputs are held against what the task can compare with the targets.
-
-    Args:
-        forward: what is called.
-        model: what it is of.
-        task: with a `misfit`.
-        data: the batch.
-        where: a word on when this is.
-    """
+    """`forward` of `model`, whose outputs `task.misfit` holds against the targets."""
 
     def __init__(self, forward: Any, model: Any, task: Any, data: Any, where: str) -> None:
         self.forward, self._model, self._task, self._data, self._where = forward, model, task, data, where
@@ -85,9 +77,6 @@ class FirstStep:
 
     What is wrong there is reported before anything is saved, and in the user's terms: later it would be an
     error deep inside torch, or none at all.
-
-    Args:
-        run: about to be trained, on every rank.
 
     Cost: some tiny kernels in the first step. For a model from elsewhere, that begins to train and is
     evaluated later, a forward pass more.
@@ -211,11 +200,7 @@ class FirstStep:
 
 
 class SlowSwitches:
-    """Warns, once, of debugging aids of torch that a user's own code has left on.
-
-    Args:
-        run: whose `debug` is known to the user.
-    """
+    """Warns, once, of debugging aids of torch that a user's code has left on, but for the run's `debug`."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

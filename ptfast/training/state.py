@@ -94,8 +94,7 @@ def restore_model(model: nn.Module, state: State) -> None:
 def restore_training(run: Run, state: State, steps_before: int) -> None:
     """Put everything but the weights back: the run stands where it was saved.
 
-    Args:
-        steps_before: that the run was to have when the state was saved; 0 where nobody knows.
+    `steps_before` are those that it was to have then; 0 where nobody knows.
     """
     with _naming_misfits():
         _restore_parts(run, state)
@@ -119,10 +118,8 @@ def _naming_misfits() -> Iterator[None]:
     except PtfastError:
         raise
     except Exception as error:
-        what, hint = (
-            f"it does not fit this run: {summary_of(error)}",
-            "Resume from another saved/step-N folder",
-        )
+        what = f"it does not fit this run: {summary_of(error)}"
+        hint = "Resume from another saved/step-N folder"
         raise SavedStateError("S002", what, key="run.resume", suggestion=hint) from error
 
 

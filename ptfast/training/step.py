@@ -104,13 +104,8 @@ class Trainer:
 
     def accumulate(self, batch: StepBatch, step: int) -> None:
         """Forward and backward of this rank's micro-batches: the gradient of the mean loss of the step."""
-        run, mark, alone, last = (
-            self.run,
-            self.run.clock.to,
-            self.statistics is None,
-            len(batch.micro_batches) - 1,
-        )
-        weight = self.item_weight(batch)
+        run, mark, alone = self.run, self.run.clock.to, self.statistics is None
+        weight, last = self.item_weight(batch), len(batch.micro_batches) - 1
         for index, (data, num_samples) in enumerate(batch.micro_batches):
             if not num_samples and alone:
                 continue
@@ -215,10 +210,8 @@ class Trainer:
 
         The compiler works during the first backward of a process, which is not training. And
         DistributedDataParallel regroups its buckets after the first backward of a process. Among three ranks
-        or more that changes the order of sums, and a resumed run would differ from one never killed.
-
-        Returns:
-            All batches, the first one included.
+        or more that changes the order of sums, and a resumed run would differ from one never killed. All
+        batches come back, the first one included.
         """
         run, window = self.run, self.window
         averaged = run.ranks.distributed and not run.sharded

@@ -44,11 +44,9 @@ class UserPart(NamedTuple):
 
 
 def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
-    """The parts of a run that may be of a user's making, the model first.
+    """The parts of a run, or of whatever has a `model` and a `task`, that may be a user's, the model first.
 
-    Args:
-        run: a run, or anything else with a `model` and a `task`.
-        ours: whether ptfast's own models count, which may just not fit the data.
+    With `ours` ptfast's own models count too, which may just not fit the data.
     """
     task, callbacks = run.task, getattr(run, "callbacks", ())
     parts = [
@@ -71,8 +69,7 @@ def failure(
     data where the outputs were right.
 
     Args:
-        run: as `parts_of` takes it.
-        ours: as there.
+        run, ours: as `parts_of` takes them.
         given: by key of a part, what it was called with, to be added.
     """
     if isinstance(error, PtfastError) or is_memory_error(error) or is_connection_lost(error):
@@ -105,11 +102,7 @@ def failure(
 
 
 def misfit(model: Any, task: Any, outputs: Any, data: Any, where: str = "") -> ConfigError | None:
-    """The error of a model whose outputs a task cannot compare with the targets in `data`; None if it can.
-
-    Args:
-        where: a word on when this is.
-    """
+    """The error of a model whose outputs a task cannot compare with the targets in `data`; None if it can."""
     try:
         wanted = task.misfit(outputs, data)
     except Exception:
@@ -123,11 +116,7 @@ def misfit(model: Any, task: Any, outputs: Any, data: Any, where: str = "") -> C
 
 @contextlib.contextmanager
 def naming_user_code(run: Any) -> Iterator[None]:
-    """Have errors that come out of a user's part inside name it.
-
-    Args:
-        run: as `parts_of` takes it.
-    """
+    """Have errors that come out of a user's part inside name it."""
     try:
         yield
     except Exception as error:
@@ -138,14 +127,7 @@ def naming_user_code(run: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def constructing(key: str, path: str, doing: str = "its constructor") -> Iterator[None]:
-    """Have what the constructor `path`, of no part of ptfast, raises inside be an error of the key.
-
-    Args:
-        doing: what is called inside, where that is not the constructor.
-
-    Raises:
-        ConfigError: C017.
-    """
+    """Have what the constructor `path`, of no part of ptfast, raises inside be a C017 of the key."""
     try:
         yield
     except (Exception, SystemExit) as error:

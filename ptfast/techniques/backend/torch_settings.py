@@ -38,19 +38,14 @@ def apply_backend(
     Args:
         backend: `threads=auto` takes an equal share of the usable cores for each local rank, less what
             other processes keep busy and what reads ahead: threads that wait for a core hold up all others;
-            `cudnn_benchmark=auto` lets cuDNN time its kernels on each new shape, unless `deterministic`, and
-            until `watch_shapes` has seen too many; `deterministic` refuses operations whose result depends
-            on timing: slower, bit-identical from run to run; `hold_memory` acts where the model is on the
-            CPU, for as long as the process lives; `flush_denormals` there, too, in threads that begin after
-            this call.
-        device: where the model will be.
+            `cudnn_benchmark=auto` lets cuDNN time its kernels until `watch_shapes` has seen too many shapes;
+            `hold_memory` and `flush_denormals` act on a CPU only, the latter in threads that begin later.
         num_local_ranks: processes of this run on this machine.
         before: what `auto` became when the run began; None for a new one.
         reads_ahead: a thread of this process reads the next batch meanwhile.
 
     Returns:
-        `threads`, `threads_reason`, `interop_threads`, `cudnn_benchmark`, `deterministic`, `holds_memory` and
-        `flushes_denormals`, which go into JSON.
+        The fields of `Resolved` that this decides.
     """
     before = before or Resolved()
     threads, deterministic = resolved_or(backend.threads, before.threads), backend.deterministic
@@ -115,10 +110,8 @@ def watch_shapes(
 def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0, *, reads_ahead: bool = False) -> int:
     """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins where there is one.
 
-    Args:
-        busy_cores: that other processes take. Two threads of which one waits for a core were measured at 3 to
-            300 times the time of one.
-        reads_ahead: each process has another busy thread.
+    Cores that other processes keep busy are left out: two threads of which one waits for a core were measured
+    at 3 to 300 times the time of one.
     """
     # torchrun sets the variable to 1 itself, which would leave all other cores unused.
     asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")

@@ -45,12 +45,10 @@ def apply_checkpointing(
 
     Args:
         model: in its final form but for compiling and wrapping; blocks are changed in place, names stay.
-        checkpointing: its `mode` is `full` for every block; `every_n` for the first of every `every`;
-            `selective` for every block, but keeping the results of matrix products, convolutions and
-            attention, so that only the cheap operations between them are computed again. `none` takes none,
-            nor does `budget`, which is the compiler's (`apply_memory_budget`). Its `blocks` are `auto` for
-            the repeated blocks of the model, or patterns over module names (`layers.*`), the outermost that
-            match; a list of modules stands for its members.
+        checkpointing: `full` takes every block; `every_n` the first of every `every`; `selective` every
+            block, but keeps the results of matrix products, convolutions and attention; `budget` none, which
+            is the compiler's (`apply_memory_budget`). For `blocks` see `find_blocks`; a list of modules
+            stands for its members.
         known: names of the blocks that were taken when the run began.
 
     Returns:
@@ -101,15 +99,13 @@ def apply_memory_budget(budget: float | None) -> None:
     """Let the compiler keep only so much between forward and backward, and compute the rest again.
 
     It chooses what costs least to compute again for what it frees, over the whole graph and within fused
-    kernels, which no list of blocks can.
+    kernels, which no list of blocks can, for a longer compilation.
 
     Args:
         budget: share of what a compiled model would keep otherwise, in (0, 1): near 0 keeps little more than
             the inputs. None for all of it.
 
-    Cost: a longer compilation, for the choice.
-    Source: activation_memory_budget in torch/_functorch/config.py; PyTorch blog, March 2025, "Current and New
-    Activation Checkpointing Techniques in PyTorch".
+    Source: PyTorch blog, March 2025, "Current and New Activation Checkpointing Techniques in PyTorch".
     """
     # Nothing to take back unless a run before this one, in the same process, has set it.
     if budget is not None or "torch._functorch.config" in sys.modules:
@@ -124,11 +120,7 @@ def apply_memory_budget(budget: float | None) -> None:
 
 @contextmanager
 def naming_mismatch(mode: str) -> Iterator[None]:
-    """Say what is wrong where a block computes something else the second time.
-
-    Raises:
-        ConfigError: C011.
-    """
+    """Raise C011 where a block computes something else the second time."""
     try:
         yield
     except torch_checkpoint.CheckpointError as error:

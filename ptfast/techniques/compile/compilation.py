@@ -33,13 +33,7 @@ def apply_compile(
 ) -> Compilation | None:
     """Compile `model` in place as the section asks; None where it asks for nothing.
 
-    Args:
-        model: on its device, in its final form but for wrapping.
-        dynamic: batches come in many lengths.
-        accumulates: a step has several micro-batches on a rank.
-
-    Raises:
-        MachineError, ConfigError: as `Compilation`, and C005 or C011 where no block of the model fits.
+    Arguments and errors are those of `Compilation` and its `apply`.
     """
     if section.mode == "none":
         return None
@@ -63,10 +57,8 @@ class Compilation:
 
     Args:
         mode: `pointwise` fuses chains of elementwise operations alone; `blocks` compiles repeated blocks,
-            those of one class and shape once, in a fraction of the time; `model` the whole model;
-            `reduce_overhead` that in CUDA graphs, launched as one; `max_autotune` that with its matrix
-            products timed, in CUDA graphs where there are any.
-        device: where the model is.
+            those of one class and shape once, in a fraction of the time; `reduce_overhead` compiles the model
+            into CUDA graphs; `max_autotune` that with its matrix products timed.
         dynamic: batches come in many lengths.
         accumulates: a step has several micro-batches on a rank. CUDA graphs keep gradients in memory
             that the next micro-batch overwrites, in silence.
@@ -105,12 +97,10 @@ class Compilation:
     def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
         """Compile `model` in place: what wraps it for its ranks, later, calls the compiled form.
 
-        Under DistributedDataParallel torch cuts the graph where gradients are sent, which begins while
-        backward still runs.
-
         Args:
-            model: on its device, in its final form but for wrapping.
-            blocks: for the mode `blocks`: `auto`, or patterns over module names; see `find_blocks`.
+            model: on its device, in its final form but for wrapping. Under DistributedDataParallel torch cuts
+                the graph where gradients are sent, which begins while backward still runs.
+            blocks: for the mode `blocks`, see `find_blocks`.
 
         Raises:
             ConfigError: C005 when a pattern matches no module; C011 when nothing recurs.
@@ -186,12 +176,7 @@ class Compilation:
         return self.num_recompiled >= MANY_SHAPES * max(self.num_graphs, 1)
 
     def complaint(self, step_s: float, num_steps: int) -> str | None:
-        """Advice about shapes that change often, or a run too short to repay compiling; each said once.
-
-        Args:
-            step_s: seconds that a step takes by now.
-            num_steps: that this process trains.
-        """
+        """Advice about shapes that change often, or too short a run to repay compiling; each said once."""
         advice = {"shapes": self._advice() if self._too_often else "", "length": ""}
         trained_s = step_s * num_steps
         if self._start_s > trained_s:
@@ -263,12 +248,11 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def keep_code() -> None:
     """Have torch keep what this process compiles in `$PTFAST_CACHE/compiled`, and look there first.
 
-    Torch's own place is in `/tmp`, which a machine or container that starts afresh does not have, nor another
-    node. Each kind of CPU gets a folder of its own: the code is made for it, and torch does not tell them
-    apart. It is not the run directory, where a state from elsewhere could bring code along. Torch's own place
-    stays where nothing can be written.
+    Torch's own place is in `/tmp`, which a new container or another node does not have; it stays where
+    nothing can be written here. Each kind of CPU gets a folder of its own: the code is made for it, and torch
+    does not tell them apart. It is not the run directory, where a state from elsewhere could bring code.
 
-    Cost: disk space, a few MB for a model; nothing is ever deleted.
+    Cost: a few MB of disk for a model; nothing is ever deleted.
     """
     flags = "".join(cpu_facts("flags", "Features")[:1])
     folder = cache_folder() / "compiled" / hashlib.sha256(flags.encode()).hexdigest()[:12]

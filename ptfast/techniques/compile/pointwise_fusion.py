@@ -16,7 +16,7 @@ class PointwiseFusion:
 
     Such an operation does next to no arithmetic, and waits for memory: a chain in one kernel reads and writes
     its tensors once. Convolutions, matrix products, norms, reductions and dropout run as without a compiler,
-    from the same kernels, with the same random numbers. This is the job that TorchScript's fusers did.
+    from the same kernels, with the same random numbers.
 
     A backend for `torch.compile`. It takes the graphs of autograd, in which the backward pass and casts of
     autocast are operations like any other.

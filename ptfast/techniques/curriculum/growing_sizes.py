@@ -18,15 +18,13 @@ from ptfast.core.protocols import DataInfo, PackedTokens
 class Resize:
     """Images that grow: small ones at first, by antialiased bilinear interpolation on the device.
 
-    A convolution's work falls with the square of the side. What a network learns early, it learns on small
-    images too; evaluation is always at full size.
+    A convolution's work falls with the square of the side. Evaluation is always at full size.
 
     Args:
         stages: pixels of the shorter side, by step.
         shape: (height, width) at full size.
         masks: targets say something of each pixel, and so shrink with their images.
 
-    Cost: one pass over the inputs of each micro-batch until the images are at full size.
     Source: Howard et al. 2018, fast.ai's entry to DAWNBench; Tan, Le 2021, arXiv:2104.00298, section 4.
     """
 
@@ -54,7 +52,7 @@ class Resize:
         return images.contiguous(memory_format=layout if is_last else torch.contiguous_format), targets
 
     def describe(self) -> str:
-        return _describe("images from {} to {} pixels", self.stages)
+        return describe_growth("images from {} to {} pixels", self.stages)
 
 
 class Cut:
@@ -62,9 +60,6 @@ class Cut:
 
     Attention's work grows with the square of the length, and short sequences keep early steps stable where
     batches and learning rates are large. Tokens that are cut off do not count in the loss.
-
-    Args:
-        stages: tokens of a sequence, by step.
 
     Source: Li, Zhang, He 2022, arXiv:2108.06084.
     """
@@ -82,23 +77,17 @@ class Cut:
         return tuple(_cut(value, length) for value in data)
 
     def describe(self) -> str:
-        return _describe("sequences from {} to {} tokens", self.stages)
+        return describe_growth("sequences from {} to {} tokens", self.stages)
 
 
 def build_resize(
     first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo, model: nn.Module
 ) -> Resize:
-    """Images that grow to the data's own size.
-
-    Args:
-        first: pixels of the shorter side at first; `auto` for half of the full size.
-        multiple: sizes in between are multiples of it.
-        over_steps: the step from which on images have their full size.
-        model: is tried on one image of the first size, on the CPU.
+    """Images that grow to the data's own size from `first` pixels of the shorter side, `auto` for half of it.
 
     Raises:
-        ConfigError: C011 where there are no images, they are no larger than `first`, or `model` takes one
-            size only.
+        ConfigError: C011 where there are no images, they are no larger than `first`, or `model`, which is
+            tried on the CPU, takes one size only.
     """
     key = "curriculum.image_size_from"
     if info.kind != "image" or info.input_shape is None:
@@ -118,12 +107,7 @@ def build_resize(
 
 
 def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo) -> Cut:
-    """Sequences that grow to the data's own length.
-
-    Args:
-        first: tokens at first; `auto` for a quarter of the full length.
-        multiple: lengths in between are multiples of it.
-        over_steps: the step from which on sequences have their full length.
+    """Sequences that grow to the data's own length from `first` tokens, `auto` for a quarter of it.
 
     Raises:
         ConfigError: C011 where the data is no text for language modelling, or its sequences are no longer.
@@ -153,16 +137,11 @@ def build_batch_sizes(
     of them in an epoch. The learning rate stays as the schedule has it.
 
     Args:
-        first: samples of the first steps over all ranks; `auto` for a quarter of the full size.
+        first: samples of the first steps over all ranks, a multiple of `micro_batches`; `auto` for a quarter
+            of the full size.
         over: how long batches grow. A part of the run, epochs and samples are converted by the mean size: to
             within a step an epoch, whose last batch may be short.
-        micro_batches: that every batch is cut into; `first` is a multiple of them.
-        num_samples: of an epoch; None for data of unknown length.
-        epochs, steps: the length of the run, of which one is given.
-
-    Raises:
-        ConfigError: C011 for a size that is not below the full one, or a duration that data without a length
-            does not have.
+        num_samples: of an epoch; None for data of unknown length, which has no epochs (C011).
 
     Source: Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish et al. 2018, arXiv:1812.06162.
     """
@@ -188,16 +167,12 @@ def build_batch_sizes(
     return grow(first, batch_size, first, max(1, round(over_steps)))
 
 
-def describe_batch_sizes(sizes: Stages) -> str:
-    """One line for the panel."""
-    return _describe("batches from {} to {} samples", sizes)
-
-
 def _refused(what: str, key: str, first: int | str) -> ConfigError:
     return ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
 
 
-def _describe(what: str, stages: Stages) -> str:
+def describe_growth(what: str, stages: Stages) -> str:
+    """One line for the panel; `what` has places for the first and the last size."""
     values, starts = stages
     return f"{what.format(values[0], values[-1])} in {len(values)} stages over {starts[-1]:,} steps"
 

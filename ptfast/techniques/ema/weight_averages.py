@@ -19,12 +19,9 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 class Average:
     """The base of averages: whom they follow, how they are put in for a while, and how they are saved.
 
-    Averaged are the parameters that train and the saved floating-point buffers. Averages of half-width
-    weights are kept in float32: what a step adds would be lost in bf16. Made alone, it can load and put in
-    what either kind has saved.
-
-    Args:
-        model: the plain model, before it is wrapped for several ranks.
+    Averaged are the parameters that train and the saved floating-point buffers of a plain model. Averages of
+    half-width weights are kept in float32: what a step adds would be lost in bf16. Made alone, it can load
+    and put in what either kind has saved.
     """
 
     extendable = True
@@ -49,19 +46,16 @@ class Average:
         self._updates: int | Tensor = 0
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
-        """Follow the weights; called after every optimizer step.
+        """Follow the weights after `step`, counted from 1.
 
-        Args:
-            step: that has been taken, counted from 1.
-            skipped: 0-d, on the device, True where it was left out because fp16 gradients overflowed.
+        `skipped` is 0-d, on the device: True where the step was left out because fp16 gradients overflowed.
         """
         raise NotImplementedError
 
     def settle(self, watched: Watched = lambda batches: batches) -> None:
         """Make ready to be evaluated or saved what is not kept up at every step; called on all ranks.
 
-        Args:
-            watched: goes through the batches that this takes, and may break it off: nothing has changed then.
+        `watched` goes through the batches that this takes, and may break it off: nothing has changed then.
         """
 
     def describe(self) -> str:
@@ -140,12 +134,11 @@ class MovingAverage(Average):
     the same weights twice.
 
     Args:
-        model: the plain model.
         decay: in (0, 1); about the last 1 / (1 - decay) steps count.
 
-    Cost: one pass over the weights per step, a few kernels in all; an eighth of what AveragedModel takes on
-    the CPU; with fp16 gradient scaling two passes more, and room for a copy meanwhile. Source: Polyak,
-    Juditsky 1992; the same figures as torch.optim.swa_utils.AveragedModel.
+    Cost: one pass over the weights per step, a few kernels in all; with fp16 gradient scaling two passes
+    more, and room for a copy meanwhile. Source: Polyak, Juditsky 1992; the same figures as
+    torch.optim.swa_utils.AveragedModel.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -183,11 +176,9 @@ class Swa(Average):
     average is to be evaluated or saved.
 
     Args:
-        model: the plain model.
         steps: whose weights count, the last of them no later than the run's.
         forward: passes training samples through the model, as many on each rank, by way of what it is given;
             None where there are none at hand, as of iterable data: statistics are then averaged like weights.
-        ranks: that train together.
         extendable: a longer run would start at the same step.
 
     Cost: one pass over the weights every so many steps, and a forward pass over some thousand samples per
@@ -253,14 +244,10 @@ class ScheduleFree(Swa):
     point of training is kept, so that evaluating and saving change no bit of what follows.
 
     Args:
-        model: the plain model.
         optimizer: with methods `eval`, which puts the average into the model, and `train`.
         forward: as for `Swa`.
-        ranks: that train together.
 
-    Cost: two passes over the weights, and a forward pass over some thousand samples where there is a
-    BatchNorm, per evaluation. Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024,
-    arXiv:2405.15682.
+    Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.
     """
 
     def __init__(

@@ -25,8 +25,6 @@ def build_clipper(
     """Build what clips the gradients between backward and the optimizer's step, or None where nothing does.
 
     Args:
-        gradients: `clip_value` clamps single entries before all else; `clip_adaptive` is the `factor` of
-            `clip_adaptively`; `clip_norm` is the longest norm of all gradients taken as one vector.
         parameters: those being trained; gradients must be unscaled and, with several ranks, averaged.
         head: parameters that adaptive clipping leaves alone.
         by_group: longest norm of each group that has one of its own, and its parameters; `clip_norm` then
@@ -35,8 +33,6 @@ def build_clipper(
     Returns:
         A function that clips in place and returns the norm before rescaling where there is `clip_norm`: 0-d,
         on the device, not read by the host.
-
-    Cost: one pass over the gradients for the norm and one to rescale, a few kernels in all.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     spared = head if gradients.clip_adaptive is not None else ()
@@ -59,12 +55,7 @@ def build_clipper(
 
 @torch.no_grad()
 def clip_to_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for one device: the same bits, in half its time on small nets.
-
-    Args:
-        parameters: those whose gradients are rescaled in place; ones without a gradient are passed over.
-        max_norm: longest allowed norm.
-    """
+    """`torch.nn.utils.clip_grad_norm_` for one device: the same bits, in half its time on small nets."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = global_norm(grads)
     if grads:
@@ -93,13 +84,11 @@ def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e
     a convolution, an entry of an embedding; parameters of one dimension are a unit each.
 
     Args:
-        parameters: those whose gradients are rescaled in place, at most one dimension first; ones without a
-            gradient are passed over.
+        parameters: those of at most one dimension first; ones without a gradient are passed over.
         factor: longest allowed gradient as a part of the weights' norm, about 0.01; less for larger batches.
         eps: least norm that weights are taken to have, so that those at zero can grow.
 
-    Cost: a pass over weights and gradients for norms and one over gradients to rescale; 2 to 5 times as fast
-        as timm's on one CPU core (ViT-Tiny, ResNet-18, ResNet-50).
+    Cost: a pass over weights and gradients for norms and one over gradients to rescale.
     Source: Brock, De, Smith, Simonyan 2021, "High-Performance Large-Scale Image Recognition Without
         Normalization", arXiv:2102.06171, equation 3; the last layer is spared, as there.
     """

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, name_some
@@ -21,15 +21,9 @@ Mode = Literal["none", "bf16", "fp16", "powersgd"]
 def apply_compression(
     ddp: nn.parallel.DistributedDataParallel, mode: Mode, rank: int, start_steps: int
 ) -> PowerSgd | None:
-    """Let `ddp` send its buckets of gradients in fewer bytes.
+    """Let `ddp` send its buckets of gradients in fewer bytes, for ranks that wait for the network.
 
-    Between machines the network is often slower than the gradients are made: fewer bytes make the steps
-    shorter wherever the ranks wait for it, and nowhere else.
-
-    Args:
-        mode: `bf16` and `fp16` send half the bytes of float32; `powersgd` sends two thin matrices for each.
-        rank: how thin: columns of PowerSGD's matrices.
-        start_steps: steps before PowerSGD begins, at least 2.
+    `bf16` and `fp16` send half the bytes of float32; `powersgd` sends two thin matrices for each.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -83,7 +77,10 @@ class PowerSgd:
     def gather_state(self, ranks: Ranks) -> dict[str, Any] | None:
         """The error feedback of all ranks, on the first; None on the others. All have to call it."""
         state = self._state
-        own: dict[str, Any] = {name: _to_cpu(getattr(state, name)) for name in _REMEMBERED}
+        own: dict[str, Any] = {
+            name: {index: tensor.cpu() for index, tensor in getattr(state, name).items()}
+            for name in ("error_dict", "p_memory_dict", "q_memory_dict")
+        }
         of_ranks: list[Any] | None = [None] * ranks.num_ranks if ranks.is_first else None
         torch.distributed.gather_object(own, of_ranks)
         return None if of_ranks is None else {"iter": state.iter, "ranks": of_ranks}
@@ -98,22 +95,11 @@ class PowerSgd:
         return True
 
 
-_REMEMBERED = ("error_dict", "p_memory_dict", "q_memory_dict")
-
-
-def _to_cpu(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-    return {index: tensor.cpu() for index, tensor in tensors.items()}
-
-
 class GradientAveraging(nn.parallel.DistributedDataParallel):
     """A model on several ranks, whose gradients are averaged while backward still runs.
 
     Batches are on the rank's device already, and `RunningStatistics` sees to BatchNorm: neither inputs nor
     buffers are DDP's to move.
-
-    Args:
-        model: the plain model, on its device.
-        options: the section `parallel` of the config.
     """
 
     def __init__(self, model: nn.Module, options: Parallel) -> None:
@@ -146,13 +132,10 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             raise _unused_error(unused) from error
 
     def check_gradients(self) -> None:
-        """Refuse parameters that a backward pass has left without a gradient.
+        """Refuse, with C011, parameters that a backward pass has left without a gradient.
 
         DDP would notice it only in the next forward pass, one wrong step later: the gradients that share a
         bucket with a missing one are not averaged.
-
-        Raises:
-            ConfigError: C011, naming them.
         """
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]

@@ -18,8 +18,7 @@ class Sharded:
     """FSDP2: weights are gathered block by block when forward and backward need them, then let go of.
 
     A rank holds a share of weights, gradients and optimizer state, and one or two whole blocks at a time, so
-    that models train that fit no single device; ranks send half as much again as with DDP. Sums run over the
-    ranks in another order than DDP's, the formula is the same.
+    that models train that fit no single device; ranks send half as much again as with DDP.
 
     Under autocast the blocks are gathered in its half type, half the bytes of float32, while each rank's
     share, its gradient and the optimizer's step stay in float32. Models with BatchNorm are gathered in
@@ -28,8 +27,7 @@ class Sharded:
     Args:
         model: the plain model, on the CPU, with parameters of one type; changed in place.
             They become DTensors under the names they had, so an optimizer has to be built afterwards.
-        device: where the shares go. A block is whole there only until it is cut, so that models train that
-            fit on no device.
+        device: where the shares go. A block is whole there only until it is cut.
         blocks: parts of the model, none inside another. What is in none is one more block.
         half_type: what autocast computes in; None for float32.
 
@@ -95,12 +93,9 @@ class Sharded:
             self.module.set_requires_gradient_sync(True)
 
     def check_gradients(self) -> None:
-        """Refuse parameters that a backward pass has left without a gradient.
+        """Refuse, with C011, parameters that a backward pass has left without a gradient.
 
         Ranks on which they differ would add up gradients of different parameters.
-
-        Raises:
-            ConfigError: C011, naming them.
         """
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]

@@ -20,10 +20,7 @@ def apply_sync_batchnorm(model: nn.Module) -> int:
     A rank's share of few samples makes noisy statistics; together they are those of one large micro-batch.
 
     Returns:
-        How many layers were replaced; they keep their parameters, buffers and names.
-
-    Raises:
-        ConfigError: C011 for a model without BatchNorm.
+        How many layers were replaced, which keep their parameters, buffers and names. C011 if there are none.
 
     Cost: one gather forward and one sum backward per layer, which all ranks wait for.
     """
@@ -47,10 +44,7 @@ class SyncedBatchNorm(BatchNorm):
     """A BatchNorm over all ranks: the same figures as one process with all their samples at once.
 
     Torch's own runs on GPUs only, and its host waits for the device in every layer of every step. This one
-    runs anywhere and never waits.
-
-    Args:
-        norm: the layer to stand for, in training mode or not; its parameters and buffers are taken over.
+    runs anywhere and never waits. Parameters and buffers are those of `norm`.
 
     Source: Ioffe, Szegedy 2015, arXiv:1502.03167, with the gradient through the statistics of all ranks.
     """

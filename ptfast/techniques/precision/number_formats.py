@@ -111,10 +111,7 @@ def build_precision(
 
 
 def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
-    """Time matrix products and convolutions in `dtype` and float32 on `device`; return the ratios in words.
-
-    Cost: some 0.1 s, more where the device has to emulate `dtype`.
-    """
+    """Time matrix products and convolutions in `dtype` and float32, for some 0.1 s; the ratios in words."""
     draws = torch.Generator().manual_seed(0)
     size = PROBE_SIZE.get(device.type, 512)
     sides = [torch.randn(size, size, generator=draws).to(device) for _ in range(2)]
@@ -149,12 +146,10 @@ class MatmulTrial(NamedTuple):
 def try_matmuls(
     settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7
 ) -> dict[Matmul, MatmulTrial]:
-    """Error and speed of float32 products at each of `settings`, on `device`, beside `highest`.
+    """Error and speed of float32 products at each of `settings`, on `device`, beside `highest`; takes 50 ms.
 
     What a setting does is up to the hardware: `medium` is another library at full precision on some CPUs,
     bfloat16 on others, TF32 on NVIDIA's GPUs. Leaves the setting changed.
-
-    Cost: some 50 ms on a CPU core.
     """
     size = PROBE_SIZE.get(device.type, 512)
     draws = torch.Generator().manual_seed(0)
@@ -216,21 +211,16 @@ def _old_switches() -> Iterator[None]:
 def apply_half_weights(model: nn.Module) -> nn.Module:
     """Put `model` into bfloat16: weights, buffers, inputs and all that is computed in between.
 
-    Half the memory for weights, gradients and optimizer state, and no conversions, which autocast repeats in
-    every step. The price is in the updates: a bf16 weight takes a change only from about 1/256 of its size on
-    (smaller ones vanish), and what torch's optimizers remember is as coarse. Ours keep their state in
-    float32, and so does the moving average of the weights.
+    A bf16 weight takes a change only from about 1/256 of its size on, and what torch's optimizers remember is
+    as coarse. Ours keep their state in float32, and so does the moving average of the weights.
 
     BatchNorm stays in float32, with its weights: every step moves its running statistics by little, and
-    kernels take bf16 inputs all the same. Outputs come back in float32, in which losses are exact enough.
+    kernels take bf16 inputs all the same. One hook converts what the model is called with, `labels` aside,
+    another its outputs, which come back in float32, in which losses are exact enough.
 
     Args:
         model: in its memory format, before the optimizer is built and before a saved state is restored;
             changed in place. Tied weights stay tied.
-
-    Returns:
-        The same module, with a hook that converts what it is called with, `labels` aside, and one that
-        converts what it returns.
     """
     for module in model.modules():
         if not isinstance(module, BatchNorm):
@@ -277,13 +267,10 @@ def apply_float8(model: nn.Module, **options: Any) -> list[str]:
 
     Args:
         model: on its device; its inputs to linear layers are bfloat16, by autocast or by its weights.
-        options: of torchao's `Float8LinearConfig`.
+        options: of torchao's `Float8LinearConfig`; without torchao installed it is E004.
 
     Returns:
         The names of these layers.
-
-    Raises:
-        MachineError: E004 where torchao is not installed.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao.float8.
     """

@@ -23,7 +23,6 @@ class ScaledSteps:
         scaler: of the run, its state restored.
         optimizer: whose steps are taken. Fused ones and ours receive it on the device; torch's others make
             the host wait in every step.
-        device: where the gradients are.
         progress: what had been left out before.
 
     Cost: some tiny kernels and a copy of 8 bytes a step. The host waits where it is two steps ahead of the

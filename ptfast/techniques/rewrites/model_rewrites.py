@@ -42,12 +42,9 @@ def apply_rewrites(
 
     Args:
         model: on `device`, in its final number format, without saved weights.
-        kind: of the data's inputs.
         cancelled_biases: finds biases that a BatchNorm subtracts, where the section drops them and no run
             before has found them; None to drop none but those of before.
-        task: whose loss may be taken chunk by chunk.
         sharded: ranks share weights out by rows, which have to lie one after another.
-        before: as resolved when the run began.
         resolved: as resolved now; takes `channels_last` and `dropped_biases`.
     """
     resolved.channels_last = False if sharded else before.channels_last
@@ -68,8 +65,7 @@ def apply_channels_last(model: nn.Module) -> nn.Module:
     """Store the 4-d weights with channels innermost, in place; inputs must be laid out the same way.
 
     Convolution kernels read all channels of a pixel together, so the default layout is converted back and
-    forth around each of them. Gains 1.1 to 1.5 times on most convolutional nets; those with many grouped
-    convolutions can lose.
+    forth around each of them.
     """
     return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
@@ -77,11 +73,7 @@ def apply_channels_last(model: nn.Module) -> nn.Module:
 def resolve_channels_last(
     setting: bool | Literal["auto"], model: nn.Module, kind: str, device: torch.device
 ) -> bool:
-    """Return the setting, or for `auto` True where channels-last usually pays.
-
-    That is on image inputs (`kind` of the data) on a CPU or CUDA device, for models whose 2-d convolutions
-    are mostly ungrouped.
-    """
+    """Return the setting, or for `auto` True where it usually pays: images, convolved mostly ungrouped."""
     if setting != "auto":
         return setting
     ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
@@ -148,8 +140,7 @@ def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
 
     Args:
         model: before its optimizer is built.
-        norm_of: names of BatchNorms by the names of the layers before them, as `find_cancelled_biases`
-            gives them.
+        norm_of: as `find_cancelled_biases` gives it.
 
     Source: NVIDIA, "PyTorch Performance Tuning Guide"; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.
     """
@@ -283,10 +274,8 @@ def apply_chunked_head(model: nn.Module, task: Any) -> None:
     """Have the last layer of `model` and the loss of `task` computed chunk by chunk in training, in place.
 
     Logits of all tokens are the largest activation of a language model with a large vocabulary; they, their
-    softmax and their gradient are never there at once. Names and shapes of weights do not change.
-
-    Args:
-        model: whose output is that of its layer `head`.
+    softmax and their gradient are never there at once. Names and shapes of weights do not change. The output
+    of `model` has to be that of its layer `head`.
 
     Source: Wijmans et al. 2024, arXiv:2411.09009.
     """

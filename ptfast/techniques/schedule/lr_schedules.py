@@ -27,22 +27,14 @@ class Span:
     plan: BatchPlan
 
     def steps(self, duration: Duration) -> int:
-        """`duration` in whole steps.
-
-        Raises:
-            ConfigError: C011 for a unit that this data cannot be counted in.
-        """
+        """`duration` in whole steps; C011 for a unit that this data cannot be counted in."""
         try:
             return self.plan.steps(duration, self.total_steps)
         except ValueError as error:
             raise ConfigError("C011", str(error), key="schedule", value=duration) from error
 
     def every(self, duration: Duration) -> Sequence[int]:
-        """The steps after which another `duration` is over, rising.
-
-        Raises:
-            ConfigError: as `steps`.
-        """
+        """The steps after which another `duration` is over, rising; errors as `steps`."""
         self.steps(duration)
         return self.plan.every(duration, self.total_steps)
 
@@ -158,15 +150,13 @@ class OneCycle(Shape):
     Large rates regularise and let a network train in fewer steps; momentum moves the other way, low where the
     rate is high. The defaults are Smith's: start at a tenth of the maximum, two equal phases that make a
     cycle slightly shorter than the run, then a tail several orders of magnitude lower.
-    `fall=null` falls straight from the maximum to `end`; so does torch's OneCycleLR as it comes, the option
-    `onecycle_torch`.
 
     Args:
         start: rate of the first step as a part of the maximum, in (0, 1].
         end: rate of the last step as a part of the maximum, >= 0.
         rise: length of the rise.
         fall: length of the fall back to `start`; None for a fall over the rest of the run, to `end`, with no
-            tail.
+            tail, as torch's OneCycleLR has it (the option `onecycle_torch`).
         anneal: how rate and momentum move within a phase.
         momentum_max: momentum of the first step and of the tail; None leaves the optimizer's own.
         momentum_min: momentum where the rate is highest.

@@ -27,7 +27,6 @@ class LrSchedule:
 
     Args:
         factor: factor on every group's base rate, without warm-up.
-        momentum: momentum by step, or None.
         warmup_steps: steps over which the factor is also multiplied by a ramp, (step + 1) / warmup_steps.
         delay_steps: steps that pass before the clock of `factor` and `momentum` starts.
         of_length: the schedule of a run of so many steps, otherwise the same; None where that is not known.
@@ -62,7 +61,7 @@ class LrSchedule:
     def begins_like(self, total_steps: int, num_steps: int) -> bool:
         """Return True if a run of `total_steps` has the same figures in its first `num_steps`.
 
-        Such a run can be made as long as this one after that many steps. Cost: a microsecond a step.
+        Such a run can be made as long as this one after that many steps.
         """
         if self._of_length is None:
             return False
@@ -89,7 +88,6 @@ def build_schedule(
     shapes that end with the run span what the warm-up leaves of it, as SequentialLR puts them together.
 
     Args:
-        plan: which samples make up each step.
         has_momentum: the optimizer has a momentum that can be cycled.
         extendable: nothing else spans the run, such as the sizes of a curriculum.
 
@@ -123,11 +121,7 @@ MOMENTUM = 0.9
 
 
 def build_shape(target: Target, lr: float) -> Shape:
-    """The shape that `schedule._target_` names: a `Shape`, a scheduler of torch's or a function of the step.
-
-    Args:
-        lr: base rate of the run, by which the rates that a scheduler of torch's sets are divided.
-    """
+    """The shape that `schedule._target_` names: a `Shape`, a scheduler of torch's, a function of steps."""
     found = target.resolve()
     if is_torch_scheduler(found):
         return TorchScheduler(target, lr)
@@ -138,10 +132,7 @@ def build_shape(target: Target, lr: float) -> Shape:
 
 @dataclass
 class FunctionOfStep(Shape):
-    """`factor(step)` of the user's, called once for every step of the run, counted from 0.
-
-    Cost: one call a step, before training.
-    """
+    """`factor(step)` of the user's, called before training, once for each step, counted from 0."""
 
     target: Target
 
@@ -192,11 +183,8 @@ class TorchScheduler(Shape):
 
     def _figures(self, num_steps: int) -> list[tuple[float, float]]:
         """Rate and momentum of each step."""
-        if num_steps not in self._known:
-            self._known[num_steps] = self._run(num_steps)
-        return self._known[num_steps]
-
-    def _run(self, num_steps: int) -> list[tuple[float, float]]:
+        if num_steps in self._known:
+            return self._known[num_steps]
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.lr, momentum=MOMENTUM)
         (group,) = optimizer.param_groups
         figures: list[tuple[float, float]] = []
@@ -212,6 +200,7 @@ class TorchScheduler(Shape):
             except Exception as error:
                 when = f"at step {len(figures)} it " if figures else ""
                 _refuse(self.target, f"{when}raises {summary_of(error)}", error)
+        self._known[num_steps] = figures
         return figures
 
 

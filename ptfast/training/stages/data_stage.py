@@ -47,8 +47,7 @@ def load_data(
 
     Args:
         ranks: that load together; statistics are computed by the first of them.
-        choose: says who loads, as in `build_data`.
-        saved: what is known from before: keywords of `build_data`.
+        saved: what is known from before: keywords of `build_data`, as `choose` is.
     """
     section, ignored = config.data, config.task.options.get("ignore_index")
     ranks = ranks or Ranks()
@@ -122,11 +121,7 @@ def build_choice(
     before: Resolved | None = None,
     num_ranks: int = 1,
 ) -> Callable[..., Choice]:
-    """Build the function that chooses the loader, for `load_data`.
-
-    Args:
-        before: what `auto` became when the run was begun; None for a new one.
-    """
+    """Build the function that chooses the loader, for `load_data`."""
     before = before or Resolved()
     loader, augment = config.dataloader, Augment(**config.augment.model_dump(exclude={"mixup", "cutmix"}))
     return partial(

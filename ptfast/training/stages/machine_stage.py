@@ -100,9 +100,7 @@ def set_up_machine(
 ) -> BuildContext:
     """Set torch's process-wide switches, before anything runs on the device.
 
-    Args:
-        before: as in `BuildContext`.
-        trains: False leaves cuDNN's search for kernels off, which a single evaluation does not repay.
+    Without `trains`, cuDNN's search for kernels stays off, which a single evaluation does not repay.
     """
     if trains and before.num_ranks != ranks.num_ranks:
         # On other ranks the bits differ anyway; what is meant for one rank's cores would crowd several.

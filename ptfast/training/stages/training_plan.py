@@ -26,7 +26,7 @@ from ptfast.techniques.curriculum.growing_sizes import (
     build_batch_sizes,
     build_cut,
     build_resize,
-    describe_batch_sizes,
+    describe_growth,
 )
 
 MOST_WIDTHS = 4
@@ -48,22 +48,14 @@ class TrainingPlan:
     """True if a longer run would begin with other sizes."""
 
     def steps(self, key: str, duration: Duration) -> int:
-        """How many steps `duration`, the value of `key`, takes.
-
-        Raises:
-            ConfigError: C011 for a unit that this data cannot be counted in.
-        """
+        """How many steps `duration`, the value of `key`, takes; C011 for a unit that this data has not."""
         with _naming(key, duration):
             return self.batches.steps(duration, self.total_steps)
 
     def every(self, key: str, duration: Duration | Literal["auto"], times: int = 10) -> Sequence[int]:
-        """The steps at which something recurs that happens every `duration`, the value of `key`.
+        """The steps at which something recurs every `duration`, the value of `key`; errors as `steps`.
 
-        Args:
-            times: how often in a run where `duration` leaves it open.
-
-        Raises:
-            ConfigError: C011 for a unit that this data cannot be counted in.
+        It happens so many `times` in a run where `duration` leaves it open.
         """
         # One epoch, the default, says nothing where there are none.
         if duration == "auto" or (self.batches.size is None and duration == Duration(1, "epochs")):
@@ -75,9 +67,7 @@ class TrainingPlan:
 def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int) -> TrainingPlan:
     """Set out the batches of a run, its steps, and what is small at first.
 
-    Args:
-        model: as built, on the CPU; where images are to grow it is tried on small ones.
-        micro_batches: of a step, over all ranks.
+    `model` is as built, on the CPU; where images are to grow it is tried on small ones.
     """
     check_takes(model, data)
     curriculum, info, last = config.curriculum, data.info, config.dataloader.last
@@ -102,7 +92,7 @@ def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int)
     # All that grows has grown by the same step.
     over_steps = batches.sizes.starts[-1]
     if batches.grows:
-        plan.notes.append(describe_batch_sizes(batches.sizes))
+        plan.notes.append(describe_growth("batches from {} to {} samples", batches.sizes))
     elif (curriculum.image_size_from, curriculum.length_from) != (None, None):
         over_steps = plan.steps("curriculum.over", curriculum.over)
     if curriculum.image_size_from is not None:
@@ -138,11 +128,7 @@ def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> N
 
 
 def arrange(data: Data, batching: Batching, seed: int) -> Data:
-    """The same data, whose sequences come packed, or to one length with the others of their batch.
-
-    Args:
-        seed: of the order in which documents are packed.
-    """
+    """The same data, whose sequences come packed, or to one length with the others of their batch."""
     if batching.pack:
         return _packed(data, seed)
     for source in (data.train, data.val, data.test):
