@@ -11,7 +11,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
 from ptfast.core.sections.section import Count, Place, Section, TargetSection, Unused
-from ptfast.core.sections.targets import Target, keywords
+from ptfast.core.sections.targets import keywords
 from ptfast.core.sections.technique import Family
 from ptfast.optim.optimizer_records import OPTIMIZERS, PARAMETERS
 from ptfast.techniques.ema import Ema
@@ -101,18 +101,15 @@ def momentum_to_cycle(optimizer: Optimizer, schedule: Schedule, place: Place) ->
     """Refuse momenta typed for the schedule where the optimizer has none; those of an option stay off."""
     momenta = {name: schedule.target.kwargs.get(name) for name in ("momentum_max", "momentum_min")}
     typed = [name for name in momenta if momenta[name] and place(f"schedule.{name}") == COMMAND_LINE]
-    if not typed or _has_momentum(optimizer.target):
+    words = keywords(optimizer.target.resolve()).items() if typed else ()
+    given = {name: word.default for name, word in words if word.default is not word.empty}
+    given |= optimizer.target.kwargs
+    if not typed or given.get("momentum") or given.get("betas", (0,))[0]:
         return None
     what = f"there is no momentum to cycle in {optimizer.target.path} as it is configured"
     hint = "Leave it out, or choose an optimizer with a momentum or betas, such as optimizer=sgd"
     key = f"schedule.{typed[0]}"
     return ConfigError("C011", what, key=key, value=momenta[typed[0]], suggestion=hint)
-
-
-def _has_momentum(optimizer: Target) -> bool:
-    given = {name: p.default for name, p in keywords(optimizer.resolve()).items() if p.default is not p.empty}
-    given |= optimizer.kwargs
-    return bool(given.get("momentum") or given.get("betas", (0,))[0])
 
 
 def one_form_of_step(optimizer: Optimizer) -> PtfastError | None:
@@ -124,18 +121,14 @@ def one_form_of_step(optimizer: Optimizer) -> PtfastError | None:
     return ConfigError("C011", what, key="optimizer.foreach", value=True, suggestion=hint)
 
 
-def _trains_in_part(group: ParameterGroup) -> bool:
-    """Return True if what the entry is about trains in a part of the run only."""
-    begins, ends = group.trains_from, group.trains_until
-    return bool(begins is not None and begins.value) or bool(ends is not None and ends.value)
-
-
 def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[PtfastError]:
     """Refuse optimizers and freezing that ranks with parts of the weights or gradients cannot follow."""
     path, sharded = optimizer.target.path, parallel.strategy == "fsdp"
     backbone = optimizer.backbone_from
     waits = backbone is not None and bool(backbone.value)
-    switching = waits or any(map(_trains_in_part, optimizer.groups))
+    ends = [end for group in optimizer.groups for end in (group.trains_from, group.trains_until)]
+    # What is frozen throughout, by an end at 0, does not switch.
+    switching = waits or any(end is not None and end.value for end in ends)
     if switching and parallel.compression == "powersgd":
         what = "keeps the error of each bucket, and freezing changes the buckets"
         hint = "Use parallel.compression=bf16, or freeze throughout with trains_until: 0"

@@ -54,7 +54,11 @@ def build_optimizer(
         what = "the model has no parameter to train"
         raise ConfigError("C011", what, key="model", value=type(model).__name__)
     keep_compiler_unimported()
-    _check_step(target)
+    closure = inspect.signature(target.resolve().step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        what = "its step runs forward and backward itself (it takes a closure)"
+        hint = "Choose one that needs no closure, such as torch.optim.AdamW"
+        raise ConfigError("C009", what, key="optimizer._target_", value=target.path, suggestion=hint)
     kwargs = dict(target.kwargs)
     wanted = kwargs.pop("fused", None)
     unfused = replace(target, kwargs=kwargs)
@@ -75,7 +79,13 @@ def build_optimizer(
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_scale", 1.0)
         group.setdefault("initial_lr", float(group["lr"]))
-    return optimizer, "fused" if fused else _unfused_note(optimizer, device)
+    if fused:
+        return optimizer, "fused"
+    if isinstance(optimizer, LayerwiseOptimizer):
+        return optimizer, "multi-tensor"
+    foreach = optimizer.defaults.get("foreach", False)
+    by_lists = foreach or (foreach is None and device.type in FOREACH_DEVICES)
+    return optimizer, "foreach" if by_lists else "for-loop"
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -151,14 +161,6 @@ def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
 
 
-def _check_step(target: Target) -> None:
-    closure = inspect.signature(target.resolve().step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        what = "its step runs forward and backward itself (it takes a closure)"
-        hint = "Choose one that needs no closure, such as torch.optim.AdamW"
-        raise ConfigError("C009", what, key="optimizer._target_", value=target.path, suggestion=hint)
-
-
 def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
     """Return True if a fused step runs, found by taking one on a scalar: some optimizers refuse only then."""
     if not _takes(target, "fused"):
@@ -205,13 +207,6 @@ def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
         else:
             continue
         raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
-
-
-def _unfused_note(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    if isinstance(optimizer, LayerwiseOptimizer):
-        return "multi-tensor"
-    foreach = optimizer.defaults.get("foreach", False)
-    return "foreach" if foreach or (foreach is None and device.type in FOREACH_DEVICES) else "for-loop"
 
 
 def keep_compiler_unimported() -> None:

@@ -71,7 +71,14 @@ class LayerwiseOptimizer(Optimizer):
                     continue
                 device = layers[0].device
                 if device not in factors:
-                    factors[device] = self._useful_factor(device), self._found_inf(device)
+                    factor = self._grad_factor(device)
+                    # Looking is free on the CPU, where a pass over the gradients is not.
+                    needless = factor is not None and factor.is_cpu and factor.item() == 1
+                    found_inf: Tensor | None = getattr(self, "found_inf", None)
+                    if found_inf is not None:
+                        # A sum over devices, while torch's kernels skip the step at exactly 1.
+                        found_inf = found_inf.to(device, non_blocking=True).clamp(max=1)
+                    factors[device] = None if needless else factor, found_inf
                 batch = self._batch(planned, layers)
                 batch.grad_factor, batch.found_inf = factors[device]
                 batch.load_grads()
@@ -101,16 +108,6 @@ class LayerwiseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._plans, self._buffers = {}, {}
         super().__setstate__(state)
-
-    def _useful_factor(self, device: torch.device) -> Tensor | None:
-        factor = self._grad_factor(device)
-        # Looking is free on the CPU, where a pass over the gradients is not.
-        return None if factor is not None and factor.is_cpu and factor.item() == 1 else factor
-
-    def _found_inf(self, device: torch.device) -> Tensor | None:
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        # A sum over devices, while torch's kernels skip the step at exactly 1.
-        return None if found_inf is None else found_inf.to(device, non_blocking=True).clamp(max=1)
 
     def _plan(self, index: int, layers: Tensors) -> list[_Planned]:
         """The layers of a group in batches, found once."""

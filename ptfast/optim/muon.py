@@ -105,7 +105,10 @@ class Muon(Optimizer):
             given = [{"params": given}]
         if any("muon" not in group for group in given):
             named = [pair for group in given for pair in _named(list(group["params"]), model)]
-            hidden = hidden_matrices(_in_order(named, model), model, rest_names=rest_names, ends=ends)
+            # As the model holds them, however they are grouped.
+            places = {} if model is None else {id(p): place for place, p in enumerate(model.parameters())}
+            named.sort(key=lambda pair: places.get(id(pair[1]), 0))
+            hidden = hidden_matrices(named, model, rest_names=rest_names, ends=ends)
             given = [part for group in given for part in _split(group, hidden)]
         groups = [{**(for_muon if group["muon"] else self._rest.defaults), **group} for group in given]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "rest": rest})
@@ -139,7 +142,8 @@ class Muon(Optimizer):
             buffer = state.get("momentum_buffer")
             buffer = torch.zeros_like(weight) if buffer is None else laid_out_as(weight, buffer)
             state["momentum_buffer"] = buffer
-            order = _memory_order(weight)
+            # The dimensions after the first in the order in which they lie in memory.
+            order = [0, *sorted(range(1, weight.ndim), key=weight.stride, reverse=True)]
             weights.append(_as_matrix(weight.detach(), order))
             momenta.append(_as_matrix(buffer, order))
             grads.append(_as_matrix(laid_out_as(weight, weight.grad), order))
@@ -226,7 +230,8 @@ def hidden_matrices(
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise ValueError(f"rest_names: nothing is called {pattern}")
     placed = named if model is None else list(model.named_parameters(remove_duplicate=False))
-    matrices = [(name, p) for name, p in placed if p.ndim >= 2 and (not name or "weight" in _last(name))]
+    weights = [(name, p) for name, p in placed if not name or "weight" in name.rpartition(".")[2]]
+    matrices = [(name, p) for name, p in weights if p.ndim >= 2]
     others = {id(p) for name, p in named if any(fnmatchcase(name, pattern) for pattern in rest_names)}
     if model is None:
         others |= {id(p) for name, p in matrices if "emb" in name}
@@ -245,12 +250,6 @@ def _named(given: list[Any], model: nn.Module | None) -> list[tuple[str, Tensor]
     return [(names.get(id(p), ""), p) for p in given]
 
 
-def _in_order(named: list[tuple[str, Tensor]], model: nn.Module | None) -> list[tuple[str, Tensor]]:
-    """As the model holds them, however they are grouped."""
-    places = {} if model is None else {id(p): place for place, p in enumerate(model.parameters())}
-    return sorted(named, key=lambda pair: places.get(id(pair[1]), 0))
-
-
 def _split(group: dict[str, Any], hidden: set[int]) -> list[dict[str, Any]]:
     """A group as one of hidden matrices and one of the others, as far as there are any."""
     if "muon" in group:
@@ -260,18 +259,9 @@ def _split(group: dict[str, Any], hidden: set[int]) -> list[dict[str, Any]]:
     return [{**group, "params": part, "muon": flag} for flag, part in parts.items() if part]
 
 
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _build_rest(rest: Rest, **keywords: Any) -> AdamW | SGD:
     # Its groups are put in at every step.
     return (SGD if rest == "sgd" else AdamW)([torch.empty(0)], **keywords)
-
-
-def _memory_order(weight: Tensor) -> list[int]:
-    """The dimensions with those after the first in the order in which they lie in memory."""
-    return [0, *sorted(range(1, weight.ndim), key=weight.stride, reverse=True)]
 
 
 def _as_matrix(tensor: Tensor, order: list[int]) -> Tensor:

@@ -19,7 +19,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, name_of, name_some
 from ptfast.core.protocols import Callback, Logger, RunDisplay, Task, hooks, takes_own_steps
 from ptfast.core.resolved import Resolved
-from ptfast.core.saved_state import State, read_state
+from ptfast.core.saved_state import read_state
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.data.sampling.counter_draws import GOLDEN, finalise
@@ -86,9 +86,7 @@ def _device_generator(device: torch.device) -> torch.Generator | None:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
-    if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
-    return None
+    return torch.mps._get_default_mps_generator() if device.type == "mps" else None
 
 
 CURVE_POINTS = 100
@@ -124,7 +122,12 @@ def build(
     device = resolve_device(config.device, ranks)
     clock = for_device(clock or Clock(), device)
     state = read_state(state_folder, check=check_state) if state_folder is not None else None
-    before = broadcast_object(_resolved_before(folder, state_folder, state), ranks)
+    begun_in = folder
+    if state_folder is not None and not (folder / run_directory.RESOLVED).exists():
+        # What `auto` became in the run whose state is resumed elsewhere.
+        begun_in = state_folder.parent.parent
+    before = Resolved.read(begun_in, state.facts if state is not None else None)
+    before = broadcast_object(before, ranks)
     context = set_up_machine(config, device, ranks=ranks, display=display, before=before, state=state)
     context.data = data
     changed = load_splits(context)
@@ -141,7 +144,10 @@ def build(
     add_optimizer(context)
     check_last_batch(plan.batches, context.model, context.micro_batches)
     add_schedule(context)
-    callbacks = _build_callbacks(config)
+    callbacks: list[Any] = []
+    for index, target in enumerate(config.callbacks):
+        with constructing(f"callbacks.{index}", target.path):
+            callbacks.append(target.build())
     freezing = context.grouping.freezing(plan.steps, plan.total_steps)
     add_average(context)
     run = Run(
@@ -185,26 +191,14 @@ def build(
     return run
 
 
-def _resolved_before(folder: Path, state_folder: Path | None, state: State | None) -> Resolved:
-    """Read what `auto` became before: in this run, or in the one whose state is resumed elsewhere."""
-    if state_folder is not None and not (folder / run_directory.RESOLVED).exists():
-        folder = state_folder.parent.parent
-    return Resolved.read(folder, state.facts if state is not None else None)
-
-
-def _build_callbacks(config: Config) -> list[Callback]:
-    callbacks: list[Any] = []
-    for index, target in enumerate(config.callbacks):
-        with constructing(f"callbacks.{index}", target.path):
-            callbacks.append(target.build())
-    return callbacks
-
-
 def _settings(context: BuildContext, callbacks: list[Callback], freezing: Freezing | None) -> Settings:
     """The config's settings of the loop, durations as steps."""
     config, plan, task, stop = context.config, context.plan, context.task, context.config.stop
     has_val = context.splits.val is not None
     metric = stop.metric or (task.metric if has_val else "loss")
+    mode = stop.mode
+    if mode == "auto":
+        mode = task.mode if metric == task.metric else better_mode(metric)
     if not hooks(callbacks, "on_evaluation"):
         _check_metric(metric, task, has_val)
     max_time = config.run.max_time
@@ -222,7 +216,7 @@ def _settings(context: BuildContext, callbacks: list[Callback], freezing: Freezi
             epoch_steps=plan.batches.every(Duration(1, "epochs"), plan.total_steps) if counts_epochs else (),
         ),
         best_metric=metric,
-        best_mode=stop.mode if stop.mode != "auto" else _best_mode(metric, task),
+        best_mode=mode,
         patience=stop.patience,
         max_time_s=max_time.seconds if max_time is not None else None,
         keep_best=config.saving.best,
@@ -291,11 +285,6 @@ def _check_metric(metric: str, task: Task, has_val: bool) -> None:
     if metric not in figures:
         hint = f"There are: {', '.join(figures)}"
         raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
-
-
-def _best_mode(metric: str, task: Task) -> str:
-    """`max` or `min`: which way `metric` is better."""
-    return task.mode if metric == task.metric else better_mode(metric)
 
 
 def _stop_searching(run: Run) -> None:

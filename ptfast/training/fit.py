@@ -15,7 +15,7 @@ import torch
 from ptfast.core import devices
 from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import EvalLoader, MicroBatch, StepBatch, hooks
+from ptfast.core.protocols import EvalLoader, StepBatch, hooks
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, write_tables
 from ptfast.training.evaluate import Abandoned, evaluate
@@ -189,25 +189,15 @@ def _save(run: Run, is_best: bool, *, settles: bool) -> None:
 def try_out(run: Run) -> None:
     """Evaluate one batch of every split and save the state: what a run does beside training."""
     for loader in run.eval_loaders.values():
-        _evaluate_on(run, _FirstBatch(loader))
+        _evaluate_on(run, loader, num_batches=1)
     save_training(run, False)
 
 
-class _FirstBatch:
-    """The first batch of a loader, for a loader."""
-
-    def __init__(self, loader: EvalLoader) -> None:
-        self.loader, self.num_samples, self.left_out = loader, loader.num_samples, loader.left_out
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return islice(self.loader, 1)
-
-    def close(self) -> None:
-        """Nothing to stop: whoever has the loader does."""
-
-
 def _evaluate_on(
-    run: Run, loader: EvalLoader, keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None
+    run: Run,
+    loader: EvalLoader,
+    keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None,
+    num_batches: int | None = None,
 ) -> dict[str, float]:
     with run.uncompiled():
         if run.ema is not None:
@@ -228,7 +218,7 @@ def _evaluate_on(
             full_size=run.settings.full_size,
             # Ranks that gather weights together have to go through it together.
             stop_asked=lambda: run.status.stop_signal is not None and not run.sharded,
-            watched=partial(interruptible, run, together=run.sharded),
+            watched=lambda batches: interruptible(run, islice(batches, num_batches), together=run.sharded),
             sharded=run.sharded,
             keep=keep,
         )

@@ -18,7 +18,7 @@ from ptfast.data.label_checks import unfit_samples
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
-from ptfast.techniques.precision.scaled_steps import ScaledSteps
+from ptfast.techniques.precision.number_formats import ScaledSteps
 from ptfast.training.first_step import FirstStep
 
 LEAST_S = 1.0

@@ -10,11 +10,9 @@ from pathlib import Path
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError
-from ptfast.core.protocols import DataInfo
 from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import read_state
 from ptfast.core.units import duration, listed
-from ptfast.data.build_data import Data
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.loading import open_side_stream
 from ptfast.report.terminal.display import Display, is_terminal, standard_output, terminal_display
@@ -88,7 +86,13 @@ def evaluate_saved(
         SavedStateError: S003 when the data of training has changed.
     """
     saved = load_saved(config, state_folder)
-    data = load_data(config, known=saved.info) if other_data else _load_data_again(config, saved.info)
+    if other_data:
+        data = load_data(config, known=saved.info)
+    else:
+        data = load_data(config, measured=saved.info.extra.get("normalize"))
+        if changed := check_same_data(saved.info, data.info, trains=False):
+            what = "has changed since training, so samples held out now may have been trained on"
+            print(f"ptfast: warning: data: {what}: {changed}", file=sys.stderr)
     saved.info = data.info
     choose_task(saved)
     saved.reading = readers(
@@ -141,12 +145,3 @@ def evaluate_saved(
     title = f"{config.recipe or 'train'}: evaluated at step {step:,}"
     display.panel(title, rows)
     return EXIT_OK
-
-
-def _load_data_again(config: Config, before: DataInfo) -> Data:
-    """The data of training, with a warning where its samples are held out differently now."""
-    data = load_data(config, measured=before.extra.get("normalize"))
-    if changed := check_same_data(before, data.info, trains=False):
-        what = f"has changed since training, so samples held out now may have been trained on: {changed}"
-        print(f"ptfast: warning: data: {what}", file=sys.stderr)
-    return data

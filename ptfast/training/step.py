@@ -20,7 +20,7 @@ from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.run import Run
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
-from ptfast.techniques.precision.scaled_steps import ScaledSteps
+from ptfast.techniques.precision.number_formats import ScaledSteps
 from ptfast.training.first_step import FirstStep
 from ptfast.training.loss_window import GradientInspection, LossWindow
 from ptfast.training.stopping import Stopped
