@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.data_fingerprint import Contents
 from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, as_known
-from ptfast.data.label_checks import as_classes, check_labels, not_finite, unfit_samples
+from ptfast.data.label_checks import as_classes, check_labels, holds, is_ignored, not_finite, unfit_samples
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.data.map_source import MapSource, TensorSource
-from ptfast.data.masks import with_masks
+from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sample_orders import checked_weights
 from ptfast.data.sampling.sampler import Indices, split_indices
+from ptfast.data.sources.image_files import HeldImages, ImageSource
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.normalize import Statistics, statistics
 
@@ -34,6 +35,11 @@ _LABELS_OF = {
     "language_modelling": ("language_modelling",),
 }
 """Whose labels each task can train on."""
+_SCANNED = 2000
+"""Masks that are read to find the classes, where the data set does not say how many there are."""
+_AT_ONCE = 32
+_VOID = 255
+"""The byte that masks often have for pixels that do not count, and for all that is no background."""
 
 
 def build_data(
@@ -95,7 +101,7 @@ def build_data(
         )
     splits = _for_task(splits, task)
     if splits.info.target_kind == "mask":
-        splits = with_masks(splits, ignore_index)
+        splits = _with_masks(splits, ignore_index)
     contents = once(lambda: _contents(splits)) if known is None else None
     splits, kept = _hold_out(splits, val, seed)
     _check(splits)
@@ -180,6 +186,48 @@ def _translated(splits: Splits) -> Splits:
     return splits._replace(info=info)
 
 
+def _with_masks(splits: Splits, ignore_index: int) -> Splits:
+    """Splits of masks with their classes counted and checked."""
+    info = replace(splits.info, ignore_index=ignore_index)
+    if info.num_classes is None:
+        info = replace(info, num_classes=_count_classes(splits.train, ignore_index))
+    for split, source in splits.sources.items():
+        if isinstance(source, TensorSource):
+            if info.task == "semantic_segmentation":
+                check_labels(source.targets, info.num_classes or 1, split, ignore_index)
+        elif info.task == "semantic_segmentation":
+            # Nobody has seen them all: they are checked as they are read.
+            source.num_classes, source.ignore_index = info.num_classes, ignore_index
+    return splits._replace(info=info)
+
+
+def _count_classes(source: Source, ignore_index: int) -> int:
+    """One more than the highest label of up to 2,000 masks that are spread over the whole."""
+    if isinstance(source, IterableSource):
+        what, hint = "iterable data must say how many classes there are", "Give it an attribute num_classes"
+        raise DataError("D004", what, key="data", suggestion=hint)
+    highest = below = 0
+    for masks in _some_masks(source):
+        counted = masks.masked_fill(is_ignored(masks, ignore_index), 0)
+        highest = max(highest, int(counted.max()))
+        if holds(masks.dtype, _VOID):
+            below = max(below, int(counted.masked_fill(counted == _VOID, 0).max()))
+    if highest == _VOID and below < _VOID - 1:
+        what = f"labels of pixels go up to {below}, except for {_VOID}"
+        hint = f"Set task.ignore_index={_VOID} if such pixels do not count, or number the classes from 0"
+        raise DataError("D004", what, key="data", suggestion=hint)
+    return highest + 1
+
+
+def _some_masks(source: MapSource) -> Iterator[Tensor]:
+    places = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SCANNED)).astype(np.int64))
+    for chunk in np.array_split(places, -(-len(places) // _AT_ONCE)):
+        if isinstance(source, TensorSource):
+            yield source.targets.index_select(0, as_tensor(chunk))
+        else:
+            yield source.fetch(chunk)[1]
+
+
 def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices | None]:
     """The splits, some training samples held out where there is no `val`, and those that are kept if so."""
     if splits.val is not None or val.value == 0:
@@ -198,9 +246,7 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices
 def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     """The same splits, decoded into memory."""
     files, sources = splits.train, splits.sources.values()
-    if crops and isinstance(files, MapSource) and files.images and files.cuts and not files.in_memory:
-        from ptfast.data.sources.image_files import HeldImages
-
+    if crops and isinstance(files, ImageSource) and files.cuts and not files.in_memory:
         splits = splits._replace(train=HeldImages(files))
     held = {
         split: source.hold(holder)

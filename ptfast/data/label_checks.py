@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX
 
+TargetKind = Literal["whole", "mask", "map", "unknown"]
 _CLASSES = "classification", "whole numbers"
 
 
@@ -135,6 +137,24 @@ def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | No
         place = f"{name} {first if numbers is None else numbers[first]:,}"
         raise DataError("D004", f"the label{label} of {place} {what}", key="data", suggestion=hint)
     return places
+
+
+def kind_of_target(labels: Tensor, input_shape: Sequence[int], task: str) -> TargetKind:
+    """The kind of a target, as `DataInfo.target_kind`.
+
+    Args:
+        labels: of some samples or of all, first dimension samples.
+        input_shape: of one input; (channels, height, width) of an image.
+        task: that the labels are known to be for, or `auto`.
+    """
+    shape = tuple(labels.shape[1:])
+    pixels = tuple(input_shape[1:])
+    if len(input_shape) == 3 and shape in (pixels, (1, *pixels)):
+        return "map" if labels.is_floating_point() or task == "regression" else "mask"
+    if math.prod(shape) == 1 or task in ("classification", "multilabel"):
+        return "whole"
+    ones = len(shape) == 1 and not labels.is_floating_point() and bool(((labels == 0) | (labels == 1)).all())
+    return "whole" if ones or len(input_shape) != 3 else "unknown"
 
 
 def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:

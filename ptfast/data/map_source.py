@@ -131,15 +131,13 @@ class BaseSource:
 class MapSource(BaseSource):
     """Samples by index. Subclasses give `__len__`, `fetch` and `columns`."""
 
-    columns: tuple[str, ...] = ()
+    columns: tuple[str, ...]
     """Names of the attributes that have an entry for each sample: arrays, tensors and lists, or None."""
 
     cuts = True
     """Parts of images are cut out as they are read; else of those that have been fetched."""
     decodes_on_device = False
     """Crops come from the device that trains, and so within the process that trains."""
-    image_size: int | None = None
-    """Side of the square that stored images are brought to as they are fetched; None where they are not."""
 
     def __len__(self) -> int:
         raise NotImplementedError

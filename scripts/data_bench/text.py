@@ -27,7 +27,7 @@ class Drawn:
     def load(self, **_: Any) -> Any:
         from ptfast.core.protocols import DataInfo
         from ptfast.data.dataset import Splits
-        from ptfast.data.decoding.encoded_text import Encoded
+        from ptfast.data.decoding.text_tokenizer import Encoded
         from ptfast.data.sources.ragged_text import TextSource
 
         generator = np.random.default_rng(0)

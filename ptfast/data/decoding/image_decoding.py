@@ -129,11 +129,19 @@ def fit(pixels: Pixels, size: int, resize: Callable[[Tensor, int, int], Tensor] 
     height, width, _ = pixels.shape
     if (height, width) == (size, size):
         return pixels
-    scale = size / min(height, width)
-    new_height, new_width = max(size, round(height * scale)), max(size, round(width * scale))
-    image = resize(torch.from_numpy(np.ascontiguousarray(pixels)), new_height, new_width)
-    top, left = (new_height - size) // 2, (new_width - size) // 2
+    image = resize_shorter(pixels, size, resize)
+    top, left = (len(image) - size) // 2, (image.shape[1] - size) // 2
     return image[top : top + size, left : left + size].contiguous().numpy()
+
+
+def resize_shorter(
+    pixels: Pixels, size: int, resize: Callable[[Tensor, int, int], Tensor] = resize
+) -> Tensor:
+    """Bring the shorter side to `size`: uint8 (height, width, channels)."""
+    height, width, _ = pixels.shape
+    scale = size / min(height, width)
+    shape = max(size, round(height * scale)), max(size, round(width * scale))
+    return resize(torch.from_numpy(np.ascontiguousarray(pixels)), *shape)
 
 
 def _jpeg_decoder() -> Callable[..., Tensor] | Literal[False]:

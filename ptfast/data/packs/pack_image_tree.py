@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ptfast.core.errors import DataError
-from ptfast.data.decoding.image_decoding import Decoder, Pixels, read_file
+from ptfast.data.decoding.image_decoding import Decoder, Pixels, read_file, resize_shorter
 from ptfast.data.packs.pack_reader import FORMAT, ROW, Manifest, SourceFacts, newest_folder, stat_files
 from ptfast.data.packs.pack_writer import PIECE_BYTES, Piece, Plan, Written
+from ptfast.data.packs.packed_images import pixel_sums
 from ptfast.data.sources.class_folders import list_tree
 from ptfast.data.transforms.normalize import finish_statistics
-from ptfast.data.transforms.resized_crops import resize
 
 _PROBES = 32
 """Images that are decoded to see how much a piece holds."""
@@ -91,7 +90,7 @@ def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> 
             converted=int(rows["converted"].sum()),
         )
         if name == "train":
-            statistics = _statistics(rows)
+            statistics = finish_statistics(*pixel_sums(rows))
     skipped = [file for split in written.values() for facts in split.facts for file in facts["skipped"]]
     return replace(manifest, splits=splits, statistics=statistics, skipped=skipped)
 
@@ -124,16 +123,8 @@ def convert_images(job: _Job, *, size: int | None, jpeg: bool, skip_corrupt: boo
 
 
 def shrink(pixels: Pixels, size: int) -> Pixels:
-    """Bring a longer shorter side down to `size`, bilinear and antialiased; smaller images stay as they are.
-
-    Nothing is gained by storing enlarged images.
-    """
-    height, width, _ = pixels.shape
-    if min(height, width) <= size:
-        return pixels
-    scale = size / min(height, width)
-    shape = (max(size, round(height * scale)), max(size, round(width * scale)))
-    return resize(torch.from_numpy(np.ascontiguousarray(pixels)), *shape).numpy()
+    """Bring a longer shorter side down to `size`; nothing is gained by storing enlarged images."""
+    return pixels if min(pixels.shape[:2]) <= size else resize_shorter(pixels, size).numpy()
 
 
 def _sums(pixels: Pixels) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -142,12 +133,6 @@ def _sums(pixels: Pixels) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     # The square of a byte fits into 16 bits; adding up whole rows first keeps the inner loop long.
     sums, squares = rows.sum(0, dtype=np.int64), np.square(rows, dtype=np.uint16).sum(0, dtype=np.int64)
     return sums.reshape(-1, 3).sum(0), squares.reshape(-1, 3).sum(0)
-
-
-def _statistics(rows: NDArray[Any]) -> dict[str, list[float]]:
-    count = int((rows["height"].astype(np.int64) * rows["width"]).sum())
-    sums, squares = (torch.from_numpy(rows[name].sum(0)).double() for name in ("sums", "squares"))
-    return finish_statistics(count, sums, squares)
 
 
 def _mean_pixels(paths: Sequence[str], size: int | None) -> float:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ptfast.core.errors import DataError
-from ptfast.data.decoding.encoded_text import encode_anew
-from ptfast.data.decoding.text_tokenizer import BUILT_IN, HubTokenizer, Tokenizer, Vocabulary
+from ptfast.data.decoding.text_tokenizer import BUILT_IN, HubTokenizer, Tokenizer, Vocabulary, encode_anew
 from ptfast.data.packs.pack_reader import FORMAT, Manifest, SourceFacts, TextFacts, newest_folder, stat_files
 from ptfast.data.packs.pack_writer import Piece, Plan, Written
 from ptfast.data.sources.text_dataset import cut_into_documents

@@ -100,10 +100,7 @@ class PackedImages(ImageSource):
         size = self.image_size
         if size is not None and bool(((rows["height"] != size) | (rows["width"] != size)).any()):
             return None
-        rows = rows[indices]
-        count = int((rows["height"].astype(np.int64) * rows["width"]).sum())
-        sums, squares = (torch.from_numpy(rows[name].sum(0)).double() for name in ("sums", "squares"))
-        return count, sums, squares
+        return pixel_sums(rows[indices])
 
     def contents(self) -> list[Any]:
         facts = self._facts
@@ -125,6 +122,13 @@ class PackedImages(ImageSource):
             mapped = np.memmap(self.folder / f"{self.split}.bin", np.uint8, "c")
             self._bytes = mapped.view(np.ndarray)
         return self._bytes
+
+
+def pixel_sums(rows: NDArray[Any]) -> tuple[int, Tensor, Tensor]:
+    """Count, sums and sums of squares of the pixels of images, per channel, by their index entries."""
+    count = int((rows["height"].astype(np.int64) * rows["width"]).sum())
+    sums, squares = (torch.from_numpy(rows[name].sum(0)).double() for name in ("sums", "squares"))
+    return count, sums, squares
 
 
 def load_packed_images(folder: Path, manifest: Manifest, image_size: int | None) -> Splits:

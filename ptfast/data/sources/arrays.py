@@ -13,9 +13,8 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.dataset import Splits
-from ptfast.data.label_checks import check_labels, infer_task
+from ptfast.data.label_checks import check_labels, infer_task, kind_of_target
 from ptfast.data.map_source import TensorSource, as_tensor
-from ptfast.data.masks import kind_of_target
 
 _TRAIN_NAMES = (
     ("train_x", "train_y"),

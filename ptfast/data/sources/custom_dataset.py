@@ -18,11 +18,10 @@ from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import IGNORE_INDEX, TASKS, DataInfo
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
-from ptfast.data.label_checks import as_classes, check_labels, infer_task, shape_of, signed
+from ptfast.data.label_checks import as_classes, check_labels, infer_task, kind_of_target, shape_of, signed
 from ptfast.data.loaders.collate import Collate, collate_of
 from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import MapSource, Padding, TensorSource
-from ptfast.data.masks import kind_of_target
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import seeded
 from ptfast.data.sampling.sampler import Indices

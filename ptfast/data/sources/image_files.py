@@ -48,6 +48,8 @@ class ImageSource(MapSource):
     repeatable = True
     targets: Tensor
     """int64 (images,)."""
+    image_size: int | None = None
+    """Side of the square that images are brought to as they are fetched; None where they are not."""
     shape: tuple[int, ...] = ()
     """(height, width, channels) of every image as it is fetched; empty until it is known."""
 
@@ -138,7 +140,7 @@ class ImageFiles(ImageSource):
         self._corrupt[indices[targets.numpy() == IGNORE_INDEX]] = True
 
     def unreadable(self) -> list[str]:
-        return [self.paths[i] for i in np.flatnonzero(self._corrupt).tolist()]
+        return [self.paths[int(i)] for i in np.flatnonzero(self._corrupt)]
 
     def ignores_labels(self) -> bool:
         return self.skips or super().ignores_labels()
@@ -217,7 +219,7 @@ class HeldImages(ImageSource):
     columns = ("targets", "_pixels", "_sizes")
     in_memory = True
 
-    def __init__(self, source: MapSource) -> None:
+    def __init__(self, source: ImageSource) -> None:
         everything = np.arange(len(source))
         self.image_size = source.image_size
         self._pixels: list[Pixels] = in_threads(len(source), source.original)

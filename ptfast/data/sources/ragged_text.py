@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, PackedTokens
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.decoding.encoded_text import Encoded, encode
-from ptfast.data.decoding.text_tokenizer import Tokenizer
+from ptfast.data.decoding.text_tokenizer import Encoded, Tokenizer, encode
 from ptfast.data.map_source import MapSource, Padding, as_tensor
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, permutation

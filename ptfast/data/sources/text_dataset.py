@@ -15,12 +15,13 @@ from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
-from ptfast.data.decoding.encoded_text import Encoded, encode
 from ptfast.data.decoding.text_tokenizer import (
     BUILT_IN,
+    Encoded,
     HubTokenizer,
     Tokenizer,
     Vocabulary,
+    encode,
     learn_tokenizer,
     read_tokenizer,
     tokenizer_of,

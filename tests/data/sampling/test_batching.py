@@ -16,9 +16,8 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX
-from ptfast.data.decoding import encoded_text
-from ptfast.data.decoding.encoded_text import Encoded, encode
-from ptfast.data.decoding.text_tokenizer import Vocabulary
+from ptfast.data.decoding import text_tokenizer
+from ptfast.data.decoding.text_tokenizer import Encoded, Vocabulary, encode
 from ptfast.data.map_source import Padding
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
 from ptfast.data.sampling.sampler import Sampler, Sharding, permutation
@@ -304,7 +303,7 @@ def test_code_for_any_length_is_compiled_where_there_are_many(
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PTFAST_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(encoded_text, "CACHE_FROM_CHARACTERS", 1)
+    monkeypatch.setattr(text_tokenizer, "CACHE_FROM_CHARACTERS", 1)
     return tmp_path / "cache" / "tokens"
 
 
@@ -326,8 +325,8 @@ def test_tokens_are_kept_under_text_and_tokenizer(cache: Path, monkeypatch: pyte
         patch.setattr(words, "encode_all", fail)
         again = encode(texts, words)
         # Another rank of this machine reads what the first one has stored, and hashes nothing.
-        patch.setattr(encoded_text, "_key", fail)
-        patch.setattr(encoded_text, "once_per_machine", lambda store: entry)
+        patch.setattr(text_tokenizer, "_key", fail)
+        patch.setattr(text_tokenizer, "once_per_machine", lambda store: entry)
         assert same_tokens(encode(texts, words), first)
     assert same_tokens(again, first)
     encode(["to be or", "not to be"], words)
