@@ -157,6 +157,10 @@ class LossWindow:
         self.loss_sum, self.num_items = sums
         self._before = self.sums()
 
+    def clear(self) -> None:
+        """Open the next window."""
+        self.put_back((self.loss_sum.zero_(), 0))
+
     def read(self) -> float:
         """Mean item loss since the last log line, over all ranks. Makes the host wait for the device.
 
@@ -220,7 +224,7 @@ class LossWindow:
         progress.epoch_loss += progress.window_loss
         progress.epoch_items += progress.window_items
         progress.window_loss = progress.window_items = 0.0
-        self.put_back((self.loss_sum.zero_(), 0))
+        self.clear()
         self._logged_pace, self._logged_step = self._pace(), progress.step
         run.clock.to(None)
 
