@@ -174,7 +174,7 @@ def _parser(name: str, command: Command) -> _Parser:
 
 
 def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
-    from ptfast.core.sections.nearest_name import did_you_mean
+    from ptfast.core.errors import did_you_mean
 
     name, equals, value = word.partition("=")
     if not equals:

@@ -17,11 +17,11 @@ from ptfast.core.errors import (
     COMMAND_LINE,
     EXIT_OK,
     ConfigError,
+    did_you_mean,
     error_line,
     exit_code_of,
     traceback_of,
 )
-from ptfast.core.sections.nearest_name import did_you_mean
 from ptfast.report.terminal.command_output import drop_unread, flush, print_error, say_starting
 
 
@@ -172,10 +172,8 @@ Config groups; ptfast --help GROUP shows options (GROUP=OPTION) and keys:
 
 def _of_group(group: str, section: Any) -> Iterator[str]:
     """The options of a group, the keys of its section, and those of single options."""
-    from ptfast.config.checks.source_keywords import source_keywords
-    from ptfast.config.checks.target_kinds import built_in_targets
-    from ptfast.config.editors.docstrings import field_docs
-    from ptfast.config.editors.help import entries
+    from ptfast.config.checks.target_keywords import built_in_targets, source_keywords
+    from ptfast.config.editors.help import entries, field_docs
     from ptfast.core.sections.coerce import describe
     from ptfast.core.sections.targets import plain
 
@@ -209,11 +207,11 @@ def _of_group(group: str, section: Any) -> Iterator[str]:
 
 def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
     """The keys that one option's target takes, with their defaults and what they mean."""
-    from ptfast.config.checks.options import check_option
-    from ptfast.config.checks.target_kinds import own_parameters
+    from ptfast.config.checks.target_keywords import own_parameters
     from ptfast.config.compose import compose
-    from ptfast.config.editors.docstrings import argument_docs, field_docs
+    from ptfast.config.editors.help import argument_docs, field_docs
     from ptfast.config.files import paths
+    from ptfast.config.files.paths import check_option
     from ptfast.core.sections.coerce import EMPTY
     from ptfast.core.sections.targets import locate
 

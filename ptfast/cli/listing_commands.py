@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ptfast.cli.arguments import WIDTH
-from ptfast.config.applicability import ThisMachine, verdict
-from ptfast.config.catalogue import CATALOGUE, PROMISES, Technique, plain_name
-from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write
-from ptfast.core.sections.nearest_name import did_you_mean
+from ptfast.config.catalogue import CATALOGUE, PROMISES, Technique, ThisMachine, plain_name, verdict
+from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write, did_you_mean
 from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
 
 

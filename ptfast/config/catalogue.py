@@ -1,11 +1,18 @@
-"""Records, rules and keys without effect, collected from the families that own them. No torch is loaded."""
+"""Records, rules and keys of all families, and which techniques apply on this machine. No torch is loaded."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
 from ptfast import models, optim
-from ptfast.core.errors import ConfigError
-from ptfast.core.sections.nearest_name import did_you_mean
-from ptfast.core.sections.technique import PROMISES, Family, Kind, Need, Technique
+from ptfast.core import devices
+from ptfast.core.errors import ConfigError, did_you_mean
+from ptfast.core.machine import spare_cores
+from ptfast.core.sections.section import PROMISES, Family, Kind, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.techniques import (
     backend,
@@ -57,3 +64,94 @@ def technique_named(name: str, key: str | None = None) -> Technique:
         hint = did_you_mean(name, names) or "ptfast techniques lists them"
         raise ConfigError("C003", "no such technique", key=key or name, value=key and name, suggestion=hint)
     return found
+
+
+_GPU_FILES = ("dev/nvidia0", "dev/kfd", "dev/dxg")
+"""Files of Linux for a GPU that torch may compute on: NVIDIA's, AMD's, and either one under Windows."""
+OF_THE_RUN: dict[Need, str] = {
+    "images": "on images",
+    "sequences": "on sequences",
+    "convolutions": "in models with convolutions",
+    "batchnorm": "in models with BatchNorm",
+    "pack": "on what ptfast pack has made",
+}
+"""Needs that depend on the model and the data rather than on the machine."""
+
+
+@dataclass(frozen=True)
+class Applicability:
+    """The answer for one technique."""
+
+    applies: bool
+    text: str
+    """`yes`, perhaps with where, or `no` with the reason."""
+
+
+class ThisMachine:
+    """The needs of techniques that this machine meets, looked up when first asked for.
+
+    Args:
+        root: where the files of the system are.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+
+    @cached_property
+    def device(self) -> str:
+        """`cuda`, `mps` or `cpu`. Imports torch, which takes seconds, only where there may be a GPU."""
+        if sys.platform == "linux" and not any((self._root / file).exists() for file in _GPU_FILES):
+            return "cpu"
+        return devices.device_type("auto")
+
+    @cached_property
+    def num_gpus(self) -> int:
+        """CUDA devices that are visible."""
+        if self.device != "cuda":
+            return 0
+        import torch
+
+        return torch.cuda.device_count()
+
+    def lacks(self, need: Need) -> str | None:
+        """Why `need` is not met here, as a clause; None where it is, or is no matter of the machine."""
+        if need == "cuda":
+            return None if self.device == "cuda" else "no CUDA device is visible"
+        if need == "nvidia_tf32":
+            lack = devices.lack_of_precision("tf32", self.device)
+            return lack.what if lack else None
+        if need == "float8":
+            lack = devices.lack_of_float8(self.device)
+            return lack.what if lack else None
+        if need == "bf16":
+            fast = devices.multiplies_bf16(self.device)
+            return None if fast else f"bfloat16 is no faster on this {self._device_name}"
+        if need == "half":
+            fast = self.device == "cuda" or devices.multiplies_bf16(self.device)
+            return None if fast else f"neither half-width type is faster on this {self._device_name}"
+        if need == "fp16":
+            return None if self.device == "cuda" else f"float16 is no faster on this {self._device_name}"
+        if need == "compiler":
+            lack = devices.lack_of_compiler(self.device)
+            return lack.what if lack else None
+        if need == "ranks":
+            here = f"{self.num_gpus} GPU" if self.num_gpus else f"one {self._device_name}"
+            return None if self.num_gpus > 1 else f"it takes several GPUs or machines, and here is {here}"
+        if need == "cores":
+            return None if spare_cores() > 1 else "no core is to spare"
+        if need == "schedulefree":
+            return None if find_spec(need) else f"the package {need} is not installed"
+        return None
+
+    @property
+    def _device_name(self) -> str:
+        return "CPU" if self.device == "cpu" else "GPU"
+
+
+def verdict(technique: Technique, machine: ThisMachine) -> Applicability:
+    """Judge if `technique` applies on `machine`, by what it needs."""
+    for need in technique.needs:
+        if lack := machine.lacks(need):
+            return Applicability(False, f"no: {lack}")
+    where = [OF_THE_RUN[need] for need in technique.needs if need in OF_THE_RUN]
+    return Applicability(True, ", ".join(["yes", *where]))

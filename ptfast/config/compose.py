@@ -10,13 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hydra import __version__, version
-from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ptfast.config.checks.interpolations import (
@@ -26,16 +23,13 @@ from ptfast.config.checks.interpolations import (
     resolve,
     variable_sections,
 )
-from ptfast.config.files import paths, presets
-from ptfast.config.files.lineage import chosen_groups, lineage
+from ptfast.config.files import paths
 from ptfast.config.files.paths import shown
-from ptfast.config.files.search_path import PRIMARY, PtfastSource, search_path
-from ptfast.config.files.yaml_file import YamlFile, read_yaml
-from ptfast.config.hydra_internals import ConfigLoaderImpl, setup_globals
-from ptfast.config.overrides import Argument, parse
+from ptfast.config.files.yaml_file import chosen_groups, lineage
+from ptfast.config.hydra_loader import PRIMARY, TracingLoader
+from ptfast.config.overrides import Argument, expand_preset, parse
 from ptfast.config.schema import VARIABLES, defaults, flatten
-from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, is_secret, keep_secret
-from ptfast.core.sections.nearest_name import did_you_mean
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, is_secret, keep_secret
 
 _PLUGINS = {
     ("hydra/launcher", "submitit_slurm"): "'ptfast[slurm]' (hydra-submitit-launcher)",
@@ -107,13 +101,6 @@ class Composed:
             raise placed from error
 
 
-def _chosen(config_path: str | None, group: str, parents: dict[str | None, str | None]) -> str:
-    """The option that a file of a group was loaded for: its own, or the one that inherits it."""
-    while (parent := parents.get(config_path)) and parent.startswith(f"{group}/"):
-        config_path = parent
-    return str(config_path).rpartition("/")[2]
-
-
 def place_of(key: str, places: dict[str, str]) -> str:
     """The place of `key` in `places`, of all that is set below it, or of the nearest key above it."""
     below = {place for inside, place in places.items() if inside.startswith(f"{key}.")}
@@ -125,66 +112,6 @@ def place_of(key: str, places: dict[str, str]) -> str:
             return places[above]
         above = above.rpartition(".")[0]
     return COMMAND_LINE
-
-
-class TracingLoader(ConfigLoaderImpl):
-    """Hydra's loader, noting in the order of merging which file set which key."""
-
-    def __init__(self) -> None:
-        if __version__.startswith("1.3."):
-            # Which behaves as 1.1 by default; later versions behave in one way alone.
-            version.setbase("1.3")
-        setup_globals()
-        super().__init__(search_path())
-        self.files: list[tuple[str, YamlFile]] = []
-
-    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
-        result = super()._load_single_config(default, repo)
-        config_path = default.config_path or ""
-        for source in repo.get_sources():
-            if isinstance(source, PtfastSource) and (file := source.file(config_path)):
-                package = default.package or result.header["package"] or ""
-                if config_path.startswith(f"{paths.RECIPES}/"):
-                    package = ""
-                self.files.append((package.replace("_global_", ""), read_yaml(file, allow_empty=True)))
-                break
-        return result
-
-    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
-        # Several options of a group would be laid over each other: each gets a section of its own.
-        parents = {each.config_path: each.parent for each in defaults if not each.is_self}
-        for group in paths.SEVERAL:
-            inside = [each for each in defaults if (each.config_path or "").startswith(f"{group}/")]
-            chosen = {each.config_path: _chosen(each.config_path, group, parents) for each in inside}
-            if len({*chosen.values()}) > 1:
-                for each in inside:
-                    each.package = f"{group}.{chosen[each.config_path]}"
-        return super()._compose_config_from_defaults_list(defaults, repo)
-
-    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        # Sweepers with a search space of their own hand in plain `key=value`, which Hydra refuses for keys
-        # that no option file lists.
-        return super().load_sweep_config(master_config, [a.text for a in parse(sweep_overrides)])
-
-    def places(self) -> dict[str, str]:
-        """`file:line` of every key in the files loaded so far; later files replace earlier ones."""
-        result: dict[str, str] = {}
-        for package, file in self.files:
-            prefix = f"{package}." if package else ""
-            if package:
-                result[package] = shown(file.path)
-            result |= {
-                prefix + key: place for key, place in file.places.items() if key.split(".")[0] != "defaults"
-            }
-        return result
-
-    def option_places(self) -> set[str]:
-        """`file:line` of every key that an option file sets; recipes are the user's own word."""
-        return {place for package, file in self.files if package for place in file.places.values()}
-
-    def warnings(self) -> list[str]:
-        """Warnings from reading the files, each once."""
-        return list(dict.fromkeys(line for _, file in self.files for line in file.warnings))
 
 
 def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed:
@@ -200,7 +127,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
         ConfigError: with the key, its place and the nearest valid name.
     """
     given = _replacing_choices(parse(arguments))
-    expanded, preset_places = presets.expand(given)
+    expanded, preset_places = expand_preset(given)
     tree, loader = _load([a for a in expanded if a.kind != "hydra"])
     places = {**dict.fromkeys(flatten(defaults()), DEFAULT), **loader.places()}
     with_value = set(places)

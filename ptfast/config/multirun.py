@@ -20,12 +20,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ptfast.config.compose import Composed, TracingLoader, compose, translate
-from ptfast.config.files import presets
+from ptfast.config.compose import Composed, compose, translate
 from ptfast.config.files.frozen import frozen_tree, load
-from ptfast.config.files.search_path import PRIMARY
-from ptfast.config.hydra_internals import BasicLauncher, Hydra
-from ptfast.config.overrides import Argument, parse
+from ptfast.config.hydra_loader import PRIMARY, BasicLauncher, Hydra, TracingLoader
+from ptfast.config.overrides import Argument, expand_preset, parse
 from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.units import better_mode
@@ -219,7 +217,7 @@ def show_info(kind: str, arguments: Sequence[str]) -> None:
     if kind not in kinds:
         what = "no such view"
         raise ConfigError("C015", what, key="--info", value=kind, suggestion=f"One of {', '.join(kinds)}")
-    expanded, _ = presets.expand(parse(arguments))
+    expanded, _ = expand_preset(parse(arguments))
     hydra = Hydra(task_name="ptfast", config_loader=TracingLoader())
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ptfast.core.sections.section import TargetSection
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Family, TargetSection, Technique
 
 
 class Model(TargetSection):

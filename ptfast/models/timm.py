@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ptfast.core.errors import ConfigError, import_extra
-from ptfast.core.sections.nearest_name import did_you_mean
+from ptfast.core.errors import ConfigError, did_you_mean, import_extra
 
 
 def build(

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ptfast.core.errors import ConfigError
-from ptfast.core.sections.nearest_name import did_you_mean
+from ptfast.core.errors import ConfigError, did_you_mean
 
 _AUXILIARY = ("googlenet", "inception_v3")
 """Classifiers with auxiliary heads, whose outputs in training would be no logits."""

@@ -10,9 +10,8 @@ from pydantic import Field
 from ptfast.core.durations import Duration
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
-from ptfast.core.sections.section import Count, Place, Section, TargetSection, Unused
+from ptfast.core.sections.section import Count, Family, Place, Section, TargetSection, Unused
 from ptfast.core.sections.targets import keywords
-from ptfast.core.sections.technique import Family
 from ptfast.optim.optimizer_records import OPTIMIZERS, PARAMETERS
 from ptfast.techniques.ema import Ema
 from ptfast.techniques.gradients import Gradients

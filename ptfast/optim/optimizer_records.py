@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ptfast.core.sections.technique import Technique
+from ptfast.core.sections.section import Technique
 
 _SMALL = ("model.hidden=[16]",)
 

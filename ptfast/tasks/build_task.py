@@ -7,9 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import ConfigError, did_you_mean
 from ptfast.core.protocols import TASKS, DataInfo, Task, takes_own_steps
-from ptfast.core.sections.nearest_name import did_you_mean
 
 
 def build_task(name: str, info: DataInfo, **options: Any) -> Task:

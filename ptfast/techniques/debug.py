@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from ptfast.core import devices
 from ptfast.core.errors import MachineError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE
-from ptfast.core.sections.section import Count, Section, Unused
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Count, Family, Section, Technique, Unused
 
 
 class Debug(Section):

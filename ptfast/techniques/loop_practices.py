@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Family, Technique
 
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ptfast.core.errors import ConfigError
-from ptfast.core.sections.nearest_name import nearest
+from ptfast.core.errors import ConfigError, nearest
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -14,9 +14,8 @@ from conftest import ROOT
 
 from ptfast.cli import listing_commands
 from ptfast.cli.command_line import run
-from ptfast.config import applicability
-from ptfast.config.applicability import ThisMachine, verdict
-from ptfast.config.catalogue import CATALOGUE, Need, Technique
+from ptfast.config import catalogue
+from ptfast.config.catalogue import CATALOGUE, Need, Technique, ThisMachine, verdict
 from ptfast.config.editors.completion import complete
 from ptfast.core import devices
 
@@ -158,7 +157,7 @@ def test_cores_compilers_and_number_formats_are_looked_up(
     monkeypatch.setattr(sys, "platform", "linux")
     assert machine.device == "cpu"
     for cores, applies_here in ((1, False), (2, True)):
-        monkeypatch.setattr(applicability, "spare_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(catalogue, "spare_cores", lambda cores=cores: cores)
         assert verdict(needing("cores"), machine).applies == applies_here
     monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
     for flags, applies_here in (("avx2 avx512_bf16", True), ("avx2", False)):
@@ -180,8 +179,8 @@ def test_models_and_data_are_named() -> None:
 def test_it_loads_no_torch_where_there_is_no_gpu(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from ptfast.cli.command_line import run\nfrom ptfast.config import applicability\n"
-        f"applicability.ThisMachine.__init__.__defaults__ = (Path({str(tmp_path)!r}),)\n"
+        "from ptfast.cli.command_line import run\nfrom ptfast.config import catalogue\n"
+        f"catalogue.ThisMachine.__init__.__defaults__ = (Path({str(tmp_path)!r}),)\n"
         "assert run(['techniques']) == 0\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run(

@@ -13,7 +13,7 @@ from ptfast.config.compose import compose
 from ptfast.config.editors import help as config_help
 from ptfast.config.editors.completion import complete
 from ptfast.config.files import paths
-from ptfast.config.files.lineage import lineage
+from ptfast.config.files.yaml_file import lineage
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config, defaults, section_of
 from ptfast.core.errors import ConfigError, render

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from ptfast.config.editors.docstrings import argument_docs
+from ptfast.config.editors.help import argument_docs
 from ptfast.config.editors.json_schema import schema
 from ptfast.config.files.paths import RECIPES, options
 from ptfast.config.files.yaml_file import read_yaml

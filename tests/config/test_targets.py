@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ptfast.config.checks.source_keywords import source_keywords
-from ptfast.config.checks.target_kinds import SECTIONS, built_in_targets, check_target
+from ptfast.config.checks.target_keywords import SECTIONS, built_in_targets, check_target, source_keywords
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError
-from ptfast.core.sections.nearest_name import did_you_mean, nearest
+from ptfast.core.errors import ConfigError, did_you_mean, nearest
 from ptfast.core.sections.targets import (
     EXTRAS,
     Target,

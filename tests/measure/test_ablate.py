@@ -17,8 +17,7 @@ import pytest
 from running import WITH_TESTS
 
 from ptfast.cli.command_line import run
-from ptfast.config.applicability import ThisMachine
-from ptfast.config.catalogue import CATALOGUE, Need, technique_named
+from ptfast.config.catalogue import CATALOGUE, Need, ThisMachine, technique_named
 from ptfast.config.read import read_config
 from ptfast.core.errors import EXIT_INTERRUPTED
 from ptfast.measure.ablate import ablate_run

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy
 
-from ptfast.config.applicability import ThisMachine
+from ptfast.config.catalogue import ThisMachine
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.measure.claims import hold_claims

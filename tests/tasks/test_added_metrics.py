@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score, MulticlassRecall
 
 from ptfast.cli.command_line import run
-from ptfast.config.checks.target_kinds import check_target
+from ptfast.config.checks.target_keywords import check_target
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.run_directory import read_json

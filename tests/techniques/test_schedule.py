@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, lr_scheduler
 
-from ptfast.config.checks.target_kinds import check_target
+from ptfast.config.checks.target_keywords import check_target
 from ptfast.config.files import paths
 from ptfast.config.read import read_config
 from ptfast.core.batch_plan import BatchPlan, constant

@@ -11,11 +11,19 @@ from omegaconf.errors import GrammarParseError, InterpolationToMissingValueError
 from omegaconf.grammar_parser import parse
 from omegaconf.resolvers import oc
 
-from ptfast.config.checks.target_kinds import SECTIONS
+from ptfast.config.checks.target_keywords import SECTIONS
 from ptfast.config.files import paths
 from ptfast.config.schema import VARIABLES, Config, flatten, section_of
-from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, keep_secret, not_set, together
-from ptfast.core.sections.nearest_name import did_you_mean, nearest
+from ptfast.core.errors import (
+    COMMAND_LINE,
+    ConfigError,
+    PtfastError,
+    did_you_mean,
+    keep_secret,
+    nearest,
+    not_set,
+    together,
+)
 from ptfast.core.sections.targets import keywords, locate
 
 ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from ptfast.config.catalogue import FAMILIES
-from ptfast.config.run_sections import RunOptions
-from ptfast.config.schema import Config
+from ptfast.config.schema import Config, RunOptions
 from ptfast.core import devices
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, shown
 from ptfast.core.sections.section import Place, Rule, Section, Unused, call_with

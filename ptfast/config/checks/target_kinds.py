@@ -1,194 +1,24 @@
-"""Check targets: the kind of class or function, and the keywords of its signature."""
+"""Check what kind of class or function a target is."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ptfast.config.checks.source_keywords import source_keywords
-from ptfast.config.files.paths import builtin_root
-from ptfast.core.errors import ConfigError, PtfastError, name_of
-from ptfast.core.protocols import HOOKS, LOGGER_METHODS, TASKS, Callback, DataInfo
-from ptfast.core.sections.coerce import EMPTY, coerce
-from ptfast.core.sections.nearest_name import did_you_mean, nearest
+from ptfast.core.errors import ConfigError, did_you_mean, nearest
+from ptfast.core.protocols import HOOKS, LOGGER_METHODS, Callback
 from ptfast.core.sections.targets import (
-    METRIC_FACTS,
-    Target,
-    is_metric_function,
     is_torch_scheduler,
     keywords,
-    locate,
     signature,
-    swallows_keywords,
 )
 
-Locate = Callable[[str], Any]
-SECTIONS = ("data", "model", "sampling", "optimizer", "schedule", "logger")
-_OF_SAMPLES = frozenset({"seed", "epoch", "num_samples", "labels", "weights", "data_source"})
-"""What an order of samples is called with, by name."""
-_DATA_FACTS = frozenset(field.name for field in dataclasses.fields(DataInfo))
-_MODEL_SWITCHES = frozenset({"pretrained"})
 
-
-KNOWN_NAMES = ("ptfast.", "torch.", "torchvision.", "timm.", "transformers.", "schedulefree.")
-"""Packages whose keywords of a common name, such as `lr`, have the range of that name."""
-
-
-def check_target(
-    target: Target,
-    section: str,
-    *,
-    fixed: Iterable[str] = (),
-    locate: Locate = locate,
-    prefix: str | None = None,
-) -> tuple[Target, list[PtfastError]]:
-    """Check a target against its section and its own signature.
-
-    Args:
-        target: as given, its values uncoerced.
-        section: one of `SECTIONS`, `callbacks`, `task`, or `` for a target inside another's keywords.
-        fixed: keys of the section that are not the target's, for suggestions.
-        locate: how import paths are resolved; `Trust.locate` for a config from elsewhere.
-        prefix: the key that messages start with, by default the section.
-    """
-    prefix = section if prefix is None else prefix
-    try:
-        function = locate(target.path)
-        _check_kind(function, target.path, section)
-    except PtfastError as problem:
-        return target, [problem.at(f"{prefix}._target_", target.path)]
-    parameters = own_parameters(function, section, target.kwargs)
-    open_ended = swallows_keywords(function)
-    kwargs: dict[str, Any] = {}
-    problems: list[PtfastError] = []
-    # What a word means is known of these packages alone: `alpha` of a user's own loss may be anything.
-    known = name_of(function).startswith(KNOWN_NAMES)
-    for name, value in target.kwargs.items():
-        key = f"{prefix}.{name}"
-        value, nested = _check_nested(value, key, locate, section if section == "metrics" else "")
-        problems += nested
-        if name not in parameters and not open_ended:
-            problems += _unknown(name, value, section, prefix, [*parameters, *fixed])
-            continue
-        try:
-            kwargs[name] = _coerced(name, value, parameters.get(name), section, known)
-        except PtfastError as problem:
-            problems.append(problem.at(key, value))
-    if not target.partial:
-        problems += _missing(parameters, kwargs, target, section, prefix)
-    return dataclasses.replace(target, kwargs=kwargs), problems
-
-
-def check_source(
-    target: Target,
-    section: str,
-    *,
-    fixed: Iterable[str] = (),
-    locate: Locate = locate,
-    prefix: str | None = None,
-) -> tuple[Target, list[PtfastError]]:
-    """Report unknown keys of built-in targets, as `check_target` would, by their source; import nothing."""
-    known = source_keywords(target.path) if target.path in built_in_targets(section) else None
-    if known is None:
-        return target, []
-    known = known[1:] if section in ("optimizer", "task") else known
-    known = [name for name in known if name not in _OF_SAMPLES] if section == "sampling" else known
-    prefix = section if prefix is None else prefix
-    strange = {name: value for name, value in target.kwargs.items() if name not in known}
-    found = [_unknown(name, value, section, prefix, [*known, *fixed]) for name, value in strange.items()]
-    return target, [problem for problems in found for problem in problems]
-
-
-def built_in_targets(section: str) -> dict[str, list[str]]:
-    """The targets of the shipped options of a section, each with the options whose own file names it."""
-    if section == "task":
-        return {path: [name] for name, path in TASKS.items()}
-    targets: dict[str, list[str]] = {}
-    for file in sorted((builtin_root().conf / section).glob("*.yaml")) if section else ():
-        for path in re.findall(r"(?m)^_target_: ([\w.]+\.\w+)$", file.read_text("utf-8")):
-            targets.setdefault(path, []).append(file.stem)
-    return targets
-
-
-def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> dict[str, inspect.Parameter]:
-    """The keywords that a config may set: not the first one of those that are given parameters or facts."""
-    parameters = keywords(function)
-    if is_torch_scheduler(function):
-        parameters.pop("optimizer", None)
-    elif section in ("optimizer", "task") or (section == "schedule" and not inspect.isclass(function)):
-        if parameters:
-            parameters.pop(next(iter(parameters)))
-        if section == "schedule":
-            parameters.pop("num_steps", None)
-    elif section == "metrics" and is_metric_function(function, tuple(given)):
-        parameters = dict(list(parameters.items())[2:])
-    elif section == "sampling" and not inspect.isclass(function):
-        parameters = {name: found for name, found in parameters.items() if name not in _OF_SAMPLES}
-    return parameters
-
-
-def _coerced(name: str, value: Any, parameter: inspect.Parameter | None, section: str, known: bool) -> Any:
-    """A value as its annotation asks for, or as its name does where that has one meaning."""
-    if section == "optimizer" and name == "fused" and value == "auto":
-        return value
-    name = name if known else ""
-    if parameter is None:
-        return coerce(value, name=name)
-    return coerce(value, parameter.annotation, name=name, default=parameter.default, unit="epochs")
-
-
-def _missing(
-    parameters: dict[str, inspect.Parameter],
-    kwargs: dict[str, Any],
-    target: Target,
-    section: str,
-    prefix: str,
-) -> list[PtfastError]:
-    facts = {"model": _DATA_FACTS | _MODEL_SWITCHES, "sampling": _OF_SAMPLES, "metrics": METRIC_FACTS}
-    supplied = facts.get(section, frozenset())
-    return [
-        ConfigError("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
-        for name, parameter in parameters.items()
-        if parameter.default is EMPTY
-        and name not in kwargs
-        and name not in target.kwargs
-        and name not in supplied
-    ]
-
-
-def _check_nested(value: Any, key: str, locate: Locate, section: str) -> tuple[Any, list[PtfastError]]:
-    """Check the targets inside a keyword's value."""
-    if isinstance(value, Target):
-        return check_target(value, section, locate=locate, prefix=key)
-    if isinstance(value, dict):
-        checked = {
-            name: _check_nested(item, f"{key}.{name}", locate, section) for name, item in value.items()
-        }
-        return {name: item for name, (item, _) in checked.items()}, [
-            p for _, found in checked.values() for p in found
-        ]
-    if isinstance(value, list):
-        checked = [_check_nested(item, f"{key}.{index}", locate, section) for index, item in enumerate(value)]
-        return [item for item, _ in checked], [problem for _, found in checked for problem in found]
-    return value, []
-
-
-def _unknown(name: str, value: Any, section: str, prefix: str, known: list[str]) -> list[PtfastError]:
-    if section == "optimizer" and name == "fused" and value == "auto":
-        return []  # an option file may say so for any optimizer: on where there is such a thing
-    hint = did_you_mean(name, known, f"{prefix}.{{}}")
-    if hint is None:
-        hint = f"It takes {', '.join(known[:12])}" if known else "It takes no keywords"
-    return [ConfigError("C002", "unknown key", key=f"{prefix}.{name}", value=value, suggestion=hint)]
-
-
-def _check_kind(found: Any, path: str, section: str) -> None:
+def check_kind(found: Any, path: str, section: str) -> None:
     """Raise a C009 unless `found` can be called for what the section needs."""
     if isinstance(found, ModuleType):
         raise ConfigError("C009", "is a module, not a class", suggestion=_class_in_reach(found, path))

@@ -9,13 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from ptfast.config.checks.rules import across_keys, check_batch
-from ptfast.config.checks.target_kinds import check_source, check_target
+from ptfast.config.checks.target_keywords import check_source, check_target
 from ptfast.config.checks.trust import Trust
 from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
-from ptfast.core.errors import ConfigError, PtfastError, not_set, together
-from ptfast.core.sections.nearest_name import did_you_mean, nearest
+from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, nearest, not_set, together
 from ptfast.core.sections.section import GATHERED, Place, Section
 from ptfast.core.sections.targets import Target, locate, parse_target, parse_value
 

@@ -123,8 +123,7 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
 
 def known_keys(arguments: Sequence[str] = ()) -> list[str]:
     """Every dotted key of the config that `arguments` choose: of its sections and of its option files."""
-    from ptfast.config.files.lineage import lineage
-    from ptfast.config.files.yaml_file import read_yaml
+    from ptfast.config.files.yaml_file import lineage, read_yaml
     from ptfast.config.schema import VARIABLES, defaults, flatten
 
     primary = read_yaml(paths.builtin_root().conf / "config.yaml").data
@@ -146,7 +145,7 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
 
 def _option(group: str, option: str) -> dict[str, Any]:
     """An option's own keys and those of the options that it inherits."""
-    from ptfast.config.files.lineage import lineage
+    from ptfast.config.files.yaml_file import lineage
 
     file = paths.options(group).get(option)
     layers = [content.data for content in lineage(group, file)] if file else []

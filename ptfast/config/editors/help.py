@@ -1,4 +1,4 @@
-"""Options and recipes with their first comments, for help, `ptfast recipes` and `ptfast copy`.
+"""What help shows: options and recipes with their first comments, and descriptions from docstrings.
 
 Imports neither Hydra nor YAML, so that help is quick.
 """
@@ -6,14 +6,16 @@ Imports neither Hydra nor YAML, so that help is quick.
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ptfast.config.files import paths
-from ptfast.core.errors import ConfigError, MachineError, cannot_write
+from ptfast.core.errors import ConfigError, MachineError, cannot_write, did_you_mean
 from ptfast.core.protocols import TASKS
-from ptfast.core.sections.nearest_name import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -103,3 +105,40 @@ def _opening_comment(file: Path) -> tuple[str, ...]:
                 break
             comment.append(text.lstrip("#").strip())
     return tuple(comment)
+
+
+_SECTION = re.compile(r"^Arg(?:uments|s):\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+_ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*)(?: \([^)]*\))?: *(.*?)(?=^    \S|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def argument_docs(function: Any) -> dict[str, str]:
+    """Argument -> its description in the docstring of a class or function.
+
+    That is what `Args:` says, or else the first paragraph if it names the argument in backquotes.
+    """
+    initialiser = getattr(function, "__init__", None) if inspect.isclass(function) else None
+    found: dict[str, str] = {}
+    for documented in (initialiser, function):
+        text = (inspect.getdoc(documented) if documented is not None else None) or ""
+        summary = " ".join(text.partition("\n\n")[0].split())
+        found |= dict.fromkeys(re.findall(r"`(\w+)`", summary), summary)
+        section = _SECTION.search(text)
+        for names, description in _ARGUMENT.findall(section[1] if section else ""):
+            found |= dict.fromkeys(names.split(", "), " ".join(description.split()))
+    return found
+
+
+@functools.cache
+def field_docs(owner: type) -> dict[str, str]:
+    """Field -> the text below it in the class body."""
+    (body,) = ast.parse(inspect.getsource(owner)).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in zip(body.body, body.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from ptfast.config.checks.target_kinds import own_parameters
-from ptfast.config.editors.docstrings import argument_docs, field_docs
-from ptfast.config.editors.help import entries
-from ptfast.config.files.lineage import lineage
+from ptfast.config.checks.target_keywords import own_parameters
+from ptfast.config.editors.help import argument_docs, entries, field_docs
 from ptfast.config.files.paths import PRESETS, SEVERAL, groups, options
+from ptfast.config.files.yaml_file import lineage
 from ptfast.config.schema import Config, entry_of, section_of
 from ptfast.core.durations import NUMBER, Duration, Unit
 from ptfast.core.errors import PtfastError

@@ -14,11 +14,9 @@ from ptfast.config.checks.interpolations import ENV, resolve_keeping_env
 from ptfast.config.checks.rules import losing_length
 from ptfast.config.checks.trust import check_reach
 from ptfast.config.compose import Composed, apply, finish, place_of
-from ptfast.config.files.search_path import with_sections
 from ptfast.config.files.yaml_file import read_yaml
-from ptfast.config.hydra_internals import OmegaConfDumper
-from ptfast.config.run_sections import RunOptions
-from ptfast.config.schema import VARIABLES
+from ptfast.config.hydra_loader import OmegaConfDumper, with_sections
+from ptfast.config.schema import VARIABLES, RunOptions
 from ptfast.core.errors import SECRET, ConfigError, hide_credentials, is_secret
 from ptfast.core.run_directory import write_text
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ptfast.core.durations import Duration, DurationRangeError, Unit, is_finite, read_number
-from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.sections.nearest_name import did_you_mean
+from ptfast.core.errors import ConfigError, PtfastError, did_you_mean
 
 EMPTY: Any = inspect.Parameter.empty
 SEQUENCES = (

@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError, MachineError, PtfastError
-from ptfast.core.sections.nearest_name import did_you_mean, nearest
+from ptfast.core.errors import ConfigError, MachineError, PtfastError, did_you_mean, nearest
 
 METRIC_FACTS = frozenset({"num_classes", "num_labels", "task", "ignore_index"})
 """Keywords of metrics that are filled from the data."""

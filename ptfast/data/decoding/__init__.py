@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
-from ptfast.core.sections.technique import Family
+from ptfast.core.sections.section import Family
 from ptfast.data import DataSection
 from ptfast.data.loaders import Dataloader
 from ptfast.data.transforms import AugmentSection

@@ -12,8 +12,7 @@ from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.core.machine import usable_cores
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import NOT_NEGATIVE
-from ptfast.core.sections.section import Count, OrAuto, Section, Unused
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Count, Family, OrAuto, Section, Technique, Unused
 from ptfast.data import DataSection
 from ptfast.data.sampling import Sampling
 from ptfast.techniques.backend import Backend

@@ -8,9 +8,8 @@ from typing import Literal
 
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.section import Count, Section, Unused
+from ptfast.core.sections.section import Count, Family, Section, Technique, Unused
 from ptfast.core.sections.targets import Target
-from ptfast.core.sections.technique import Family, Technique
 from ptfast.data import DataSection
 from ptfast.optim import Optimizer
 from ptfast.techniques.curriculum import Curriculum

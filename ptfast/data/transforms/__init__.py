@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import NOT_NEGATIVE, Range
-from ptfast.core.sections.section import Part, Ratio, Section, Unused
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Family, Part, Ratio, Section, Technique, Unused
 
 
 class AugmentSection(Section):

@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ptfast.config.applicability import OF_THE_RUN, ThisMachine, verdict
-from ptfast.config.catalogue import CATALOGUE, Need, Technique
+from ptfast.config.catalogue import CATALOGUE, OF_THE_RUN, Need, Technique, ThisMachine, verdict
 from ptfast.config.files.frozen import redact
 from ptfast.config.files.overlay import check_overlay
 from ptfast.config.overrides import merge

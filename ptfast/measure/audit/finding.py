@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ptfast.core.sections.technique import Kind
+from ptfast.core.sections.section import Kind
 from ptfast.measure.experiment.verdicts import Effect, Verdict
 
 Sides = tuple[Callable[[], object], Callable[[], object]]

@@ -12,12 +12,12 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from ptfast.config.applicability import ThisMachine
+from ptfast.config.catalogue import ThisMachine
 from ptfast.config.files.overlay import check_out
 from ptfast.config.overrides import merge
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
-from ptfast.core.sections.technique import Need
+from ptfast.core.sections.section import Need
 from ptfast.core.units import clock
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, measure_pairs
 from ptfast.measure.experiment.verdicts import ALPHA

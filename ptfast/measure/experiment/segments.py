@@ -23,7 +23,7 @@ from ptfast.core.machine import (
     processor_time_s,
 )
 from ptfast.core.protocols import StepBatch
-from ptfast.core.sections.technique import Need
+from ptfast.core.sections.section import Need
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.measure.trial_rank import TrialRank
 from ptfast.report.terminal.display import Display

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.section import Count, OrAuto, Section
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Count, Family, OrAuto, Section, Technique
 
 
 class Backend(Section):

@@ -7,8 +7,7 @@ from typing import Literal
 
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.section import Count, Section, Unused
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Count, Family, Section, Technique, Unused
 from ptfast.techniques.compile import Compile
 
 

@@ -7,8 +7,7 @@ from typing import Literal
 
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.sections.section import OrAuto, Section, Unused
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Family, OrAuto, Section, Technique, Unused
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel
 

@@ -8,8 +8,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, InUnit
-from ptfast.core.sections.section import Count, OrAuto, Section, Unused, longer_than_run
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Count, Family, OrAuto, Section, Technique, Unused, longer_than_run
 
 
 class Curriculum(Section):

@@ -8,8 +8,7 @@ from typing import Annotated
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import InUnit
-from ptfast.core.sections.section import Every, Section, Unused
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Every, Family, Section, Technique, Unused
 
 
 class Ema(Section):

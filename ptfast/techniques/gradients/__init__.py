@@ -7,8 +7,7 @@ from typing import Annotated
 
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import POSITIVE
-from ptfast.core.sections.section import Count, Section
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Count, Family, Section, Technique
 
 
 class Gradients(Section):

@@ -12,8 +12,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, Range
-from ptfast.core.sections.section import Count, OrAuto, Section, Unused, WallTime
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Count, Family, OrAuto, Section, Technique, Unused, WallTime
 from ptfast.techniques.debug import Debug
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.precision import Precision

@@ -8,8 +8,7 @@ from typing import Literal
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.section import Section
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Family, Section, Technique
 
 
 class Precision(Section):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.section import OrAuto, Section
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Family, OrAuto, Section, Technique
 
 
 class Rewrites(Section):

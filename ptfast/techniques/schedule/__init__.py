@@ -9,8 +9,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import InUnit
-from ptfast.core.sections.section import TargetSection, longer_than_run
-from ptfast.core.sections.technique import Family, Technique
+from ptfast.core.sections.section import Family, TargetSection, Technique, longer_than_run
 
 
 class Schedule(TargetSection):

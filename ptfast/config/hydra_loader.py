@@ -1,4 +1,17 @@
-"""Option files and recipes as Hydra's search path, read strictly; recipes are the group `recipe`."""
+"""Hydra's loader over our files: its search path, strict reading, and the place of each key.
+
+Everything private of Hydra and OmegaConf that ptfast uses is imported here, each with its reason.
+
+- `ConfigLoaderImpl`: composing; `hydra.compose` does not say which file set which key, works on global state,
+  and registers the folders of configs for the whole process. Of its methods, `_load_single_config` and
+  `_compose_config_from_defaults_list` are overridden, and `_apply_overrides_to_config` lays values over
+  options that were merged before.
+- `ConfigSearchPathImpl`: the search path that this loader takes.
+- `Hydra`: sweeps, `--cfg` and `--info` with a loader of our own; `hydra.main` reads the command line itself.
+- `setup_globals`: the resolvers of `${hydra:...}`, which `hydra.main` registers.
+- `BasicLauncher`: jobs that run at a time; a launcher of one's own takes a package of plugins.
+- `OmegaConfDumper`: quotes texts that would be read as numbers; OmegaConf's `to_yaml` is ten times as slow.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +19,35 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hydra import __version__, version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.hydra import Hydra
+from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import OmegaConfDumper
 
-from ptfast.config.checks.options import check_option
 from ptfast.config.files import paths
-from ptfast.config.files.lineage import SELF, base_file, chosen_groups, lineage
-from ptfast.config.files.yaml_file import YamlFile, read_yaml
-from ptfast.config.hydra_internals import ConfigSearchPathImpl
+from ptfast.config.files.yaml_file import SELF, YamlFile, base_file, chosen_groups, lineage, read_yaml
+from ptfast.config.overrides import parse
 from ptfast.config.schema import with_defaults
 from ptfast.core.errors import PtfastError, together
+
+__all__ = [
+    "BasicLauncher",
+    "ConfigLoaderImpl",
+    "ConfigSearchPathImpl",
+    "Hydra",
+    "OmegaConfDumper",
+    "setup_globals",
+]
+
 
 PRIMARY = "config"
 
@@ -150,7 +179,7 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
                 continue
             place = content.places.get(f"defaults.{index}")
             try:
-                check_option(group, option, groups, place)
+                paths.check_option(group, option, groups, place)
             except PtfastError as error:
                 errors.append(error)
             # The primary config chooses an option of every group but the user's own.
@@ -165,3 +194,70 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
     if errors:
         raise together(errors)
     return result
+
+
+def _chosen(config_path: str | None, group: str, parents: dict[str | None, str | None]) -> str:
+    """The option that a file of a group was loaded for: its own, or the one that inherits it."""
+    while (parent := parents.get(config_path)) and parent.startswith(f"{group}/"):
+        config_path = parent
+    return str(config_path).rpartition("/")[2]
+
+
+class TracingLoader(ConfigLoaderImpl):
+    """Hydra's loader, noting in the order of merging which file set which key."""
+
+    def __init__(self) -> None:
+        if __version__.startswith("1.3."):
+            # Which behaves as 1.1 by default; later versions behave in one way alone.
+            version.setbase("1.3")
+        setup_globals()
+        super().__init__(search_path())
+        self.files: list[tuple[str, YamlFile]] = []
+
+    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
+        result = super()._load_single_config(default, repo)
+        config_path = default.config_path or ""
+        for source in repo.get_sources():
+            if isinstance(source, PtfastSource) and (file := source.file(config_path)):
+                package = default.package or result.header["package"] or ""
+                if config_path.startswith(f"{paths.RECIPES}/"):
+                    package = ""
+                self.files.append((package.replace("_global_", ""), read_yaml(file, allow_empty=True)))
+                break
+        return result
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
+        # Several options of a group would be laid over each other: each gets a section of its own.
+        parents = {each.config_path: each.parent for each in defaults if not each.is_self}
+        for group in paths.SEVERAL:
+            inside = [each for each in defaults if (each.config_path or "").startswith(f"{group}/")]
+            chosen = {each.config_path: _chosen(each.config_path, group, parents) for each in inside}
+            if len({*chosen.values()}) > 1:
+                for each in inside:
+                    each.package = f"{group}.{chosen[each.config_path]}"
+        return super()._compose_config_from_defaults_list(defaults, repo)
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        # Sweepers with a search space of their own hand in plain `key=value`, which Hydra refuses for keys
+        # that no option file lists.
+        return super().load_sweep_config(master_config, [a.text for a in parse(sweep_overrides)])
+
+    def places(self) -> dict[str, str]:
+        """`file:line` of every key in the files loaded so far; later files replace earlier ones."""
+        result: dict[str, str] = {}
+        for package, file in self.files:
+            prefix = f"{package}." if package else ""
+            if package:
+                result[package] = paths.shown(file.path)
+            result |= {
+                prefix + key: place for key, place in file.places.items() if key.split(".")[0] != "defaults"
+            }
+        return result
+
+    def option_places(self) -> set[str]:
+        """`file:line` of every key that an option file sets; recipes are the user's own word."""
+        return {place for package, file in self.files if package for place in file.places.values()}
+
+    def warnings(self) -> list[str]:
+        """Warnings from reading the files, each once."""
+        return list(dict.fromkeys(line for _, file in self.files for line in file.warnings))
