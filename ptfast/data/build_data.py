@@ -15,14 +15,22 @@ from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.data_fingerprint import Contents
 from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, as_known
-from ptfast.data.label_checks import as_classes, check_labels, holds, is_ignored, not_finite, unfit_samples
+from ptfast.data.label_checks import (
+    LabelCheck,
+    as_classes,
+    check_labels,
+    holds,
+    is_ignored,
+    not_finite,
+    unfit_samples,
+)
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sample_orders import checked_weights
 from ptfast.data.sampling.sampler import Indices, split_indices
-from ptfast.data.sources.image_files import HeldImages, ImageSource
+from ptfast.data.sources.image_files import HeldImages, ImageFiles, ImageSource
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.normalize import Statistics, statistics
 
@@ -106,9 +114,14 @@ def build_data(
     splits, kept = _hold_out(splits, val, seed)
     _check(splits)
     choice, files, read = None, splits.train, tuple(splits.sources.values())
-    if shuffle_buffer is not None and not files.shuffle_within(shuffle_buffer):
-        what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
-        raise ConfigError("C011", what, key="data.shuffle_buffer", value=shuffle_buffer, suggestion=hint)
+    skipping = [source for source in read if isinstance(source, ImageFiles) and source.skips]
+    if shuffle_buffer is not None:
+        from ptfast.data.sources.webdataset_shards import ShardedImages
+
+        if not isinstance(files, (IterableSource, ShardedImages)):
+            what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
+            raise ConfigError("C011", what, key="data.shuffle_buffer", value=shuffle_buffer, suggestion=hint)
+        files.shuffle_buffer = shuffle_buffer
     if choose is not None:
         others = [source for split, source in splits.sources.items() if split != "train"]
         choice = once(lambda: choose(splits.train, others))
@@ -117,7 +130,7 @@ def build_data(
     train = splits.train
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
     # Whether labels are counted must not depend on who loads: those that are held show that all count.
-    ignores_labels = ignores_labels or any(source.skips for source in read)
+    ignores_labels = ignores_labels or bool(skipping)
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=train.num_samples)
     if known is not None:
         info = as_known(known, info)
@@ -139,7 +152,7 @@ def build_data(
     if contents is not None:
         info = replace(info, extra={**info.extra, "contents": contents})
     note = _describe(name, splits)
-    data = Data(info, train, splits.val, splits.test, note, choice, _unreadable(read), files.order)
+    data = Data(info, train, splits.val, splits.test, note, choice, _unreadable(skipping), files.order)
     weights = data.weights if isinstance(source, DataSet) else partial(checked_weights, source, kept)
     return replace(data, weights=weights, kept=kept, holder=holder)
 
@@ -197,7 +210,7 @@ def _with_masks(splits: Splits, ignore_index: int) -> Splits:
                 check_labels(source.targets, info.num_classes or 1, split, ignore_index)
         elif info.task == "semantic_segmentation":
             # Nobody has seen them all: they are checked as they are read.
-            source.num_classes, source.ignore_index = info.num_classes, ignore_index
+            source.label_check = LabelCheck(info.num_classes, ignore_index)
     return splits._replace(info=info)
 
 
@@ -246,22 +259,22 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices
 def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     """The same splits, decoded into memory."""
     files, sources = splits.train, splits.sources.values()
-    if crops and isinstance(files, ImageSource) and files.cuts and not files.in_memory:
+    if crops and isinstance(files, ImageSource) and files.cuts and files.storage != "memory":
         splits = splits._replace(train=HeldImages(files))
     held = {
         split: source.hold(holder)
         for split, source in splits.sources.items()
-        if isinstance(source, MapSource) and not source.in_memory
+        if isinstance(source, MapSource) and source.storage != "memory"
     }
-    converted = sum(source.num_converted for source in sources if isinstance(source, MapSource))
+    converted = sum(source.num_converted for source in sources if isinstance(source, ImageFiles))
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
     note = "; ".join(filter(None, [splits.note, note, holder.note if held else ""]))
     return splits._replace(**held, note=note)
 
 
-def _unreadable(sources: tuple[Source, ...]) -> Callable[[], list[str]] | None:
+def _unreadable(sources: list[ImageFiles]) -> Callable[[], list[str]] | None:
     """A function that lists the files of `sources` that were left out."""
-    if not any(source.skips for source in sources):
+    if not sources:
         return None
     return lambda: [name for source in sources for name in source.unreadable()]
 

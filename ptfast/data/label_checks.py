@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -66,6 +67,27 @@ def check_range(
         if masks:
             hint += f"; set task.ignore_index={high} if such pixels do not count"
         raise DataError("D004", what, key="data", suggestion=hint)
+
+
+@dataclass(frozen=True)
+class LabelCheck:
+    """The check of labels as they are read, for data whose labels nobody has seen as a whole."""
+
+    num_classes: int | None = None
+    """None for labels that are not classes."""
+    ignore_index: int = IGNORE_INDEX
+    as_classes: bool = False
+    """Translate labels that name classes by floats or one-hot rows into class numbers."""
+
+    def __call__(self, raw: Any, numbers: list[int]) -> Any:
+        """Return the raw batch of samples `numbers`; raise DataError D004 for a label that is no class."""
+        if isinstance(raw, (tuple, list)) and len(raw) == 2 and signed(raw[1]) is not raw[1]:
+            raw = (raw[0], signed(raw[1]))
+        if self.as_classes:
+            raw = (raw[0], as_classes(raw[1], numbers=numbers), *raw[2:])
+        if self.num_classes is not None:
+            check_range(raw[1], self.num_classes, numbers=numbers, ignore_index=self.ignore_index)
+        return raw
 
 
 def not_finite(raw: Any, numbers: NDArray[np.int64]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.decoding.image_decoding import Pixels, in_threads
-from ptfast.data.label_checks import as_classes, check_range, signed
+from ptfast.data.label_checks import LabelCheck
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
@@ -27,101 +27,65 @@ _CHUNK = 1024
 
 
 class Padding(NamedTuple):
-    """How the sequences of a batch come to one length.
+    """How the sequences of a batch are padded to one length.
 
-    Padding is computed like any token and then thrown away. What a text does not need of it is saved; a
-    multiple of 8 suits tensor cores, one of 64 keeps shapes few, of which each may be compiled or searched
-    kernels for.
+    Padding costs as much compute as text. A multiple of 8 suits tensor cores; one of 64 keeps the number of
+    shapes small, each of which may be compiled or tuned separately.
     """
 
     fixed: bool = False
-    """Up to the longest that the data allows, whatever is in the batch."""
+    """Always pad to the longest that the data allows."""
     multiple: int = 1
-    """Up to a multiple of so many tokens."""
+    """Pad to a multiple of so many tokens."""
 
     def width(self, longest: int, limit: int) -> int:
-        """Tokens of a batch whose longest sequence has `longest`, and none more than `limit`."""
+        """Tokens of a batch whose longest sequence has `longest`, at most `limit`."""
         return limit if self.fixed else min(-(-longest // self.multiple) * self.multiple, limit)
 
 
 class BaseSource:
-    """Samples, whether they are fetched by index or come in a stream."""
+    """Samples, fetched by index or read in a stream."""
 
     images = False
     """Raw inputs are uint8 images, channels last: (batch, height, width, channels)."""
-    in_memory = False
-    """Fetching costs no more than gathering."""
-    packed = False
-    """Samples lie in a memory-mapped pack."""
+    storage: Literal["files", "pack", "memory", "gpu"] = "files"
+    """Where fetching gets samples: from files or the user's code, a memory-mapped pack, memory, or files that
+    the training GPU decodes."""
     repeatable = False
-    """A sample is the same each time, and drawn from no generator: it may be held, and fetched by a thread
-    beside the training."""
-    own_batches = False
-    """A function of the user's makes batches of its samples, which only that function knows to do."""
-    skips = False
-    """Another is shown in place of a sample that cannot be read, with a label that does not count."""
-    num_classes: int | None = None
-    """Labels are checked against it as they are read, where nobody has seen them all before."""
-    ignore_index = IGNORE_INDEX
-    """The label that does not count, of those that are checked so."""
-    as_classes = False
-    """Labels name classes otherwise than by whole numbers, and are translated as they are read."""
+    """A sample is the same each time and draws from no generator: it may be held in memory, or fetched by a
+    thread beside the training."""
+    label_check = LabelCheck()
+    """The check of the labels in each batch that is read."""
+    padding = Padding()
+    """How the sequences of a batch are padded to one length."""
 
     @property
     def num_samples(self) -> int | None:
-        """How many there are; None for a stream, which is read to know it."""
+        """The number of samples; None for a stream."""
         return None
 
     @property
     def held_bytes(self) -> int | None:
-        """Size of all inputs once decoded and held in memory; None where it is not known."""
+        """Size of all inputs once decoded and held in memory; None if unknown."""
         return None
 
     @property
     def original_bytes(self) -> int | None:
-        """Size of all images once held in memory as large as they are stored; as `held_bytes`."""
+        """Size of all images held in memory at their original size; None if unknown."""
         return self.held_bytes
 
-    def note_unreadable(self, indices: Indices, targets: Tensor) -> None:
-        """Note which of the samples `indices` were unreadable for whoever has fetched `targets`."""
-
-    def unreadable(self) -> list[str]:
-        """Names of the files that are known to be unreadable."""
-        return []
-
     def ignores_labels(self) -> bool:
-        """Return True if a label may be among them that does not count."""
+        """Return True if some labels may be ignored ones."""
         targets: Tensor | None = getattr(self, "targets", None)
         return targets is not None and bool((targets == IGNORE_INDEX).any())
-
-    def checked(self, raw: Any, numbers: list[int]) -> Any:
-        """A raw batch of the samples `numbers` that has just been read, its labels seen to be classes.
-
-        Raises:
-            DataError: D004 for a label that is none.
-        """
-        if isinstance(raw, (tuple, list)) and len(raw) == 2 and signed(raw[1]) is not raw[1]:
-            raw = (raw[0], signed(raw[1]))
-        if self.as_classes:
-            raw = (raw[0], as_classes(raw[1], numbers=numbers), *raw[2:])
-        if self.num_classes is not None:
-            check_range(raw[1], self.num_classes, numbers=numbers, ignore_index=self.ignore_index)
-        return raw
 
     def contents(self) -> list[Any] | None:
         """Fingerprint of these samples, by `data_fingerprint`; None where there is none."""
         return None
 
     def lengths(self) -> NDArray[np.int64] | None:
-        """Tokens of each sample; None for samples that are no sequences of unequal length."""
+        """Tokens of each sample; None unless samples are sequences of unequal length."""
         return None
-
-    def pad(self, padding: Padding) -> None:
-        """Bring the sequences of a batch to one length like this from now on."""
-
-    def shuffle_within(self, size: int) -> bool:
-        """Draw each sample out of about `size` neighbours from now on; False where that is not possible."""
-        return False
 
     def order(self, seed: int, epoch: int) -> Indices | None:
         """The order of the samples in an epoch; None where any order will do."""
@@ -133,11 +97,8 @@ class MapSource(BaseSource):
 
     columns: tuple[str, ...]
     """Names of the attributes that have an entry for each sample: arrays, tensors and lists, or None."""
-
     cuts = True
-    """Parts of images are cut out as they are read; else of those that have been fetched."""
-    decodes_on_device = False
-    """Crops come from the device that trains, and so within the process that trains."""
+    """Random crops are cut out of each original image; else out of images that were fetched."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -146,17 +107,12 @@ class MapSource(BaseSource):
     def num_samples(self) -> int | None:
         return len(self)
 
-    @property
-    def num_converted(self) -> int:
-        """Images that were not 8-bit RGB, of those fetched or held so far."""
-        return 0
-
     def hold(self, holder: Holder | None = None) -> TensorSource:
         """Every sample, decoded once and held in memory.
 
         Args:
             holder: of images and their targets, which ranks may hold together; None for this process. Other
-                samples each process holds for itself.
+                samples are held by each process for itself.
 
         Raises:
             DataError: D008 if they differ in shape.
@@ -187,15 +143,20 @@ class MapSource(BaseSource):
         except (RuntimeError, TypeError, ValueError):
             what = "samples that are not (input, target) tensors of one shape cannot be held in memory"
             raise DataError("D008", what, key="dataloader", suggestion="Use dataloader=auto") from None
-        if self.skips:
-            self.note_unreadable(np.arange(size), targets)
         return TensorSource(inputs, targets, images=True)
 
     def take(self, indices: Indices) -> Self:
         """Samples `indices` as a source of their own, of the same kind."""
         taken = copy(self)
         for name in self.columns:
-            setattr(taken, name, _chosen(getattr(self, name), indices))
+            column = getattr(self, name)
+            if isinstance(column, Tensor):
+                column = column.index_select(0, as_tensor(indices))
+            elif isinstance(column, list):
+                column = [column[i] for i in indices]
+            elif column is not None:
+                column = column[indices]
+            setattr(taken, name, column)
         return taken
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
@@ -247,7 +208,7 @@ class TensorSource(MapSource):
     """
 
     columns = ("inputs", "targets")
-    in_memory = True
+    storage = "memory"
     repeatable = True
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, images: bool = False) -> None:
@@ -285,15 +246,6 @@ class TensorSource(MapSource):
     def prepared_bytes(self) -> int:
         """Size of the inputs once normalised."""
         return self.inputs.numel() * (4 if self.images else self.inputs.element_size())
-
-
-def _chosen(column: Any, indices: Indices) -> Any:
-    """The entries `indices` of a column, copied; None stays None."""
-    if isinstance(column, Tensor):
-        return column.index_select(0, as_tensor(indices))
-    if isinstance(column, list):
-        return [column[i] for i in indices]
-    return None if column is None else column[indices]
 
 
 def as_tensor(array: np.ndarray) -> Tensor:

@@ -32,7 +32,7 @@ class NvJpegFiles(ImageFiles):
     Source: NVIDIA's nvJPEG, by torchvision's `decode_jpeg(..., device="cuda")`.
     """
 
-    decodes_on_device = True
+    storage = "gpu"
 
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
         device = self.device()

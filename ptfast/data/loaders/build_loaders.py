@@ -132,7 +132,7 @@ def build_train_loader(
         ConfigError: C011 for a kind that iterable data cannot have, and for samples that no thread may read.
         DataError: D002 or D006 if there are too few samples.
     """
-    if loading.read_ahead and not (data.train.repeatable or data.train.in_memory):
+    if loading.read_ahead and not (data.train.repeatable or data.train.storage == "memory"):
         what = "samples may draw from the random generators of the training, which a thread would share"
         hint = "Use dataloader=workers, which have generators of their own"
         raise ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
@@ -156,7 +156,7 @@ def _read_samples(
     if kind == "workers" and (workers := count_workers(loading.workers)):
         pool = loading.pool(RawBatches(source, augment), workers)
         return SampledBatches(sampler.step, prepare, pool), f"{loading.describe(workers)}, {reason}"
-    if kind in HELD and not source.in_memory:
+    if kind in HELD and source.storage != "memory":
         source = source.hold()
     if kind == "device":
         return build_device_batches(sampler, prepare, source, augment, loading.device), reason
@@ -257,7 +257,7 @@ def build_eval_loader(
         held = source
         # Neighbours need no copy.
         fetch = lambda share: held.slice(int(share.indices[0]), int(share.indices[-1]) + 1)  # noqa: E731
-    elif loading.kind in ("auto", "workers") and not source.in_memory:
+    elif loading.kind in ("auto", "workers") and source.storage != "memory":
         workers = count_workers(loading.workers)
         fetch = loading.pool(fetch, workers) if workers else fetch
     return EvaluationLoader(

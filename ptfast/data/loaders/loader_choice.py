@@ -16,6 +16,7 @@ from ptfast.core.units import num_bytes, short_time
 from ptfast.data.dataset import Source
 from ptfast.data.loaders.device_loader import free_bytes
 from ptfast.data.map_source import MapSource
+from ptfast.data.sources.custom_dataset import DatasetSource
 from ptfast.data.streams.iterable import IterableSource, check_kind
 
 HELD = ("memory", "device")
@@ -88,15 +89,15 @@ def choose(
     if kind == "auto":
         looked = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
         return _on_device(looked, train, device) if augments and not crops else looked
-    if kind in HELD and train.own_batches:
+    if kind in HELD and isinstance(train, DatasetSource) and train.collate.is_own:
         what = "a collate function of your own makes batches only when they are needed"
         hint = "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
-    if needed is not None and too_large and not train.in_memory:
+    if needed is not None and too_large and train.storage != "memory":
         what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
         hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
         raise MachineError("E005", what, key="dataloader.kind", value=kind, suggestion=hint)
-    if kind == "packed" and not train.packed:
+    if kind == "packed" and train.storage != "pack":
         what = "the data is not a pack"
         hint = "Make one with ptfast pack SRC DST and name that, or use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
@@ -165,18 +166,18 @@ def _quickest(
     num_samples: int | None,
     prefetch: int,
 ) -> Choice:
-    if train.decodes_on_device:
+    if train.storage == "gpu":
         return Choice("plain", "the GPU decodes", 0)
-    if train.in_memory:
+    if train.storage == "memory":
         return Choice("memory", "the data is in memory", 0)
     cost = time_samples(train)
     batch_s = cost.seconds * micro_batch_size
-    if train.packed and batch_s < HAND_OVER_S:
+    if train.storage == "pack" and batch_s < HAND_OVER_S:
         return Choice("packed", f"read in place, {short_time(cost.seconds)} a sample", 0)
     enough = num_samples is None or num_samples >= len(train)
     if train.repeatable and needed is not None and needed <= available_memory() // 4 and enough:
         return Choice("memory", f"{num_bytes(needed)}, decoded once", 0)
-    within = "packed" if train.packed else "plain"
+    within = "packed" if train.storage == "pack" else "plain"
     if batch_s < HAND_OVER_S:
         return Choice(within, f"a batch is read in {short_time(batch_s)}", 0)
     count = count_workers(workers, cost.num_bytes * micro_batch_size * prefetch)

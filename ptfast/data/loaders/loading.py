@@ -18,6 +18,7 @@ from ptfast.core.tensors.trees import map_tensors
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling.sampler import Indices, Share
+from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.normalize import Normalizer
 
 
@@ -246,7 +247,7 @@ def build_prepare(source: BaseSource, info: DataInfo, loading: ReaderOptions) ->
         normalizer=build_normalizer(info, loading.device, loading.normalize, images=source.images),
         channels_last=loading.channels_last,
         pin=loading.pins,
-        note_unreadable=source.note_unreadable if source.skips else None,
+        note_unreadable=source.note_unreadable if isinstance(source, ImageFiles) and source.skips else None,
     )
 
 

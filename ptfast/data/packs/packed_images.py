@@ -37,7 +37,7 @@ class PackedImages(ImageSource):
     """
 
     columns = ("targets", "_rows", "_ends", "_numbers")
-    packed = True
+    storage = "pack"
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, image_size: int | None) -> None:
         self._facts = facts = manifest.splits[split]

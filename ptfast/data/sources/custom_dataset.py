@@ -18,10 +18,18 @@ from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import IGNORE_INDEX, TASKS, DataInfo
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
-from ptfast.data.label_checks import as_classes, check_labels, infer_task, kind_of_target, shape_of, signed
+from ptfast.data.label_checks import (
+    LabelCheck,
+    as_classes,
+    check_labels,
+    infer_task,
+    kind_of_target,
+    shape_of,
+    signed,
+)
 from ptfast.data.loaders.collate import Collate, collate_of
 from ptfast.data.loaders.worker_processes import as_data_errors
-from ptfast.data.map_source import MapSource, Padding, TensorSource
+from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import seeded
 from ptfast.data.sampling.sampler import Indices
@@ -50,7 +58,6 @@ class DatasetSource(MapSource):
     ) -> None:
         self.dataset, self.seed, self.images = dataset, seed, images
         self.collate = collate_of(dataset, collate)
-        self.own_batches = self.collate.is_own
         self.all_count = False
         """Every label has been seen, and none was an ignored one."""
         self.all_labels: Tensor | None = None
@@ -62,7 +69,6 @@ class DatasetSource(MapSource):
         self._longest = 0 if self._lengths is None else int(self._lengths.max(initial=0))
         self._numbers = np.arange(len(dataset))
         self.pad_id = int(getattr(dataset, "pad_id", None) or 0)
-        self._padding = Padding()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -83,9 +89,6 @@ class DatasetSource(MapSource):
         known = [array for array in (labels, self._lengths) if isinstance(array, np.ndarray)]
         return describe_part(len(self), "samples", getattr(self.dataset, "fingerprint", None), *known)
 
-    def pad(self, padding: Padding) -> None:
-        self._padding = padding
-
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         wanted = self._numbers[indices].tolist()
         with seeded(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *wanted[:1])):
@@ -94,10 +97,10 @@ class DatasetSource(MapSource):
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = [self.dataset[i] for i in wanted]
-                if self._lengths is not None and not self.own_batches:
+                if self._lengths is not None and not self.collate.is_own:
                     samples = self._filled(samples)
             raw = self.collate(samples)
-        raw = self.checked(raw, wanted)
+        raw = self.label_check(raw, wanted)
         if self.images:
             return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
         return raw
@@ -113,7 +116,7 @@ class DatasetSource(MapSource):
         if longest > self._longest:
             what = f"a sample has {longest} tokens, where the longest of its lengths is {self._longest}"
             raise DataError("D008", what, key="data")
-        width = self._padding.width(longest, self._longest)
+        width = self.padding.width(longest, self._longest)
         return [
             (
                 _fill(tokens, width, self.pad_id),
@@ -178,8 +181,8 @@ def _adapt(
             what = "iterable data must say how many classes there are"
             raise DataError("D004", what, key="data", suggestion=hint)
         if info.task in _WITH_CLASSES:
-            source.num_classes = info.num_classes
-            source.as_classes = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)
+            translates = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)
+            source.label_check = LabelCheck(info.num_classes, as_classes=translates)
         return Splits(info, source, note=note)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         what = f"{type(dataset).__name__} is not a torch data set: it has no __getitem__ and __len__"
@@ -208,12 +211,13 @@ def _adapt(
     few = len(dataset) <= _SCAN_LIMIT and _is_tokens(sample[0])
     info = _info(dataset, sample, labels, task, known, _scan(source)[0] if few else None)
     if info.task in _WITH_CLASSES and info.num_classes:
-        source.as_classes = _names_otherwise(labels, info.task)
-        labels = as_classes(labels, "train sample") if source.as_classes else labels
+        translates = _names_otherwise(labels, info.task)
+        source.label_check = LabelCheck(as_classes=translates)
+        labels = as_classes(labels, "train sample") if translates else labels
         if bool((labels == IGNORE_INDEX).all()):
             labels = _scan(source)[1]
         check_labels(labels, max(1, info.num_classes), "train")
-        source.num_classes = info.num_classes
+        source.label_check = LabelCheck(info.num_classes, as_classes=translates)
     source.all_labels = labels if len(labels) == len(dataset) else None
     return Splits(info, source, note=note)
 

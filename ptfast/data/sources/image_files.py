@@ -111,6 +111,7 @@ class ImageFiles(ImageSource):
 
     @property
     def num_converted(self) -> int:
+        """Images that were not 8-bit RGB, of those fetched or held so far."""
         # In place of an unreadable file another is shown, which counts for itself.
         return int((self._converted & ~self._corrupt).sum())
 
@@ -137,9 +138,11 @@ class ImageFiles(ImageSource):
         return heights, widths
 
     def note_unreadable(self, indices: Indices, targets: Tensor) -> None:
+        """Note which of the samples `indices` were unreadable for the process that fetched `targets`."""
         self._corrupt[indices[targets.numpy() == IGNORE_INDEX]] = True
 
     def unreadable(self) -> list[str]:
+        """Names of the files that are known to be unreadable."""
         return [self.paths[int(i)] for i in np.flatnonzero(self._corrupt)]
 
     def ignores_labels(self) -> bool:
@@ -174,7 +177,9 @@ class ImageFiles(ImageSource):
     def hold(self, holder: Holder | None = None) -> TensorSource:
         """Every image in one tensor; ranks that share it lend their threads to the one that decodes."""
         if self.skips:
-            return super().hold(holder)
+            held = super().hold(holder)
+            self.note_unreadable(np.arange(len(self)), held.targets)
+            return held
         holder = holder or Holder()
         size, shape = self.image_size, self.shape or tuple(self.fetch(np.arange(1))[0].shape[1:])
 
@@ -217,7 +222,7 @@ class HeldImages(ImageSource):
     """
 
     columns = ("targets", "_pixels", "_sizes")
-    in_memory = True
+    storage = "memory"
 
     def __init__(self, source: ImageSource) -> None:
         everything = np.arange(len(source))

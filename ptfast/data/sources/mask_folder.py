@@ -92,7 +92,7 @@ class MaskedImages(ImageSource):
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         read = in_threads(len(indices), lambda place: self._read(*self.pairs[int(indices[place])]))
         images, masks = (torch.from_numpy(np.stack(column)) for column in zip(*read, strict=True))
-        return self.checked((images, masks), self._numbers[indices].tolist())
+        return self.label_check((images, masks), self._numbers[indices].tolist())
 
     def _read(self, image_file: str, mask_file: str) -> tuple[Pixels, Pixels]:
         pixels, mask = self._decoder(image_file).pixels, read_mask(mask_file)

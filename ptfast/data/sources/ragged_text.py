@@ -13,12 +13,11 @@ from torch import Tensor
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, PackedTokens
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.decoding.text_tokenizer import Encoded, Tokenizer, encode
-from ptfast.data.map_source import MapSource, Padding, as_tensor
+from ptfast.data.map_source import MapSource, as_tensor
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, permutation
 
 Numbers = NDArray[np.integer]
-AS_THEY_COME = Padding()
 
 
 class RaggedSource(MapSource):
@@ -33,23 +32,19 @@ class RaggedSource(MapSource):
     """
 
     columns: tuple[str, ...] = ("starts", "_lengths")
-    in_memory = True
+    storage = "memory"
 
     def __init__(
         self, tokens: Numbers, starts: Numbers, lengths: Numbers, pad_id: int, max_length: int
     ) -> None:
         self.tokens, self.starts, self.pad_id, self.max_length = tokens, starts, pad_id, max_length
         self._lengths = lengths.astype(np.int64, copy=False)
-        self._padding = AS_THEY_COME
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def lengths(self) -> NDArray[np.int64]:
         return self._lengths
-
-    def pad(self, padding: Padding) -> None:
-        self._padding = padding
 
     def contents(self) -> list[Any]:
         targets: Tensor | None = getattr(self, "targets", None)
@@ -59,7 +54,7 @@ class RaggedSource(MapSource):
     def gather(self, indices: Indices, ahead: int = 0, fill: int | None = None) -> Tensor:
         """Sequences, or what stands `ahead` tokens further on: (batch, length) int64, filled up."""
         lengths = self._lengths[indices]
-        columns = np.arange(self._padding.width(int(lengths.max()), self.max_length))
+        columns = np.arange(self.padding.width(int(lengths.max()), self.max_length))
         places = (self.starts[indices] + ahead)[:, None] + columns
         # Places beyond a sequence may lie beyond the array; they are clipped here and filled below.
         tokens = self.tokens.take(places, mode="clip").astype(np.int64, copy=False)
@@ -161,7 +156,7 @@ class PackedSequences(MapSource):
 
     def __init__(self, documents: Documents, context_length: int, seed: int) -> None:
         self._documents, self._context = documents, context_length
-        self.in_memory, self.packed = documents.in_memory, documents.packed
+        self.storage = documents.storage
         self._seed = counter_draws.key(seed, counter_draws.WINDOW)
         lengths = documents.lengths()
         slots, self._counts = pack_lengths(lengths, context_length)

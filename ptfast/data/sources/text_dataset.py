@@ -181,7 +181,7 @@ class TextFile:
             splits = self._documents(info, encoded, val)
         if checksums is not None:
             for source in splits.sources.values():
-                source.packed, source.in_memory = True, False
+                source.storage = "pack"
             facts = describe_part(len(encoded.tokens), "tokens", *checksums)
             splits = splits._replace(contents=lambda: {"train": facts})
         return splits
@@ -248,7 +248,7 @@ class Windows(MapSource):
     """Windows of running text one after another: `(inputs, targets)`, the targets one token further on."""
 
     columns = ("_numbers",)
-    in_memory = True
+    storage = "memory"
 
     def __init__(self, tokens: Numbers, context_length: int) -> None:
         self._tokens, self._context = tokens, context_length

@@ -98,10 +98,7 @@ class ShardedImages(ImageFiles):
 
     paths: Members
     shuffle_buffer: int | None = None
-
-    def shuffle_within(self, size: int) -> bool:
-        self.shuffle_buffer = size
-        return True
+    """Draw each sample out of about so many neighbours; None to shuffle all."""
 
     def order(self, seed: int, epoch: int) -> Indices | None:
         if self.shuffle_buffer is None:

@@ -105,10 +105,6 @@ class IterableSource(BaseSource):
             return wanted
         return min(wanted, self.num_shards // num_ranks)
 
-    def shuffle_within(self, size: int) -> bool:
-        self.shuffle_buffer = size
-        return True
-
     def read(self, epoch: int, reader: Reader = Reader()) -> Iterator[Any]:
         """One pass over what belongs to `reader`.
 

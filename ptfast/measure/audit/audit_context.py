@@ -151,7 +151,9 @@ def _examine(config: Config, run: Run, source: Source) -> AuditContext:
         source=source,
         batch=seen["batch"],
         device_type=run.device.type,
-        samples=trace_samples(source) if isinstance(source, MapSource) and not source.in_memory else None,
+        samples=trace_samples(source)
+        if isinstance(source, MapSource) and source.storage != "memory"
+        else None,
         steps=steps,
         calls=calls,
         operators=operators,

@@ -200,11 +200,11 @@ def _facts_of(train: Source) -> dict[str, Any]:
     return {
         "iterable": False,
         "num_shards": None,
-        "packed": train.packed,
-        "in_memory": train.in_memory,
+        "packed": train.storage == "pack",
+        "in_memory": train.storage == "memory",
         "repeatable": train.repeatable,
         "num_samples": len(train),
-        "read_s": 0.0 if train.in_memory else time_samples(train).seconds * len(train),
+        "read_s": 0.0 if train.storage == "memory" else time_samples(train).seconds * len(train),
     }
 
 

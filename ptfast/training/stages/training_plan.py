@@ -133,7 +133,7 @@ def arrange(data: Data, batching: Batching, seed: int) -> Data:
         return _packed(data, seed)
     for source in (data.train, data.val, data.test):
         if source is not None:
-            source.pad(_padding(batching))
+            source.padding = _padding(batching)
     return data
 
 

@@ -135,8 +135,6 @@ def test_no_room_is_one_error(colour: Data, monkeypatch: pytest.MonkeyPatch):
 
 
 class Ragged(MapSource):
-    in_memory = False
-
     def __len__(self) -> int:
         return 2000
 
@@ -148,7 +146,7 @@ def test_samples_of_many_shapes_are_refused():
     info = DataInfo(kind="features", task="classification", num_classes=2)
     with pytest.raises(DataError, match=r"dataloader: samples that are not .* of one shape"):
         loader(Data(info, Ragged(), None, None, ""), "device")
-    Ragged.in_memory = True
+    Ragged.storage = "memory"
     with pytest.raises(ConfigError, match=r"dataloader\.kind=device: only samples of one shape"):
         loader(Data(info, Ragged(), None, None, ""), "device")
 

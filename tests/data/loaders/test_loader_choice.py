@@ -29,7 +29,7 @@ class Files(MapSource):
     images = repeatable = True
 
     def __init__(self, read_s: float, count: int = 1000, packed: bool = False) -> None:
-        self.read_s, self.count, self.packed = read_s, count, packed
+        self.read_s, self.count, self.storage = read_s, count, "pack" if packed else "files"
         self.held_bytes_ = count * 3000
 
     def __len__(self) -> int:

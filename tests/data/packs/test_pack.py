@@ -128,7 +128,7 @@ def test_what_reaches_a_worker_is_no_copy_of_the_data(
     assert (tmp_path / "pack" / "train.bin").read_bytes() not in sent
     assert same(pickle.loads(sent).fetch(np.arange(10)), before)
     assert same(MapSource.hold(source).fetch(np.arange(10)), before)
-    assert source.take(np.arange(3)).packed
+    assert source.take(np.arange(3)).storage == "pack"
 
 
 def test_a_part_of_a_pack_is_held_where_ranks_hold_it_together(tree: Path, tmp_path: Path):

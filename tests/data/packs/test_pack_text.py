@@ -70,7 +70,7 @@ def test_a_pack_is_the_text_it_was_made_from(
         manifest = pack(file, folder, **options)
         assert len(manifest.splits["text"].parts) > 1 or piece_bytes == 10**6
         found = load(folder, **options)
-        assert found.train.packed
+        assert found.train.storage == "pack"
         assert_same(found, expected)
 
 
@@ -115,7 +115,7 @@ def test_it_must_be_read_as_it_was_packed(file: Path, tmp_path: Path):
     # A model reads other data by its own vocabulary, and all that a pack has is tokens of its own.
     known = load(tmp_path / "pack", tokenizer="words", documents="lines").info
     source = TextFile(str(tmp_path / "pack"), documents="lines")
-    assert build_data(source, val=TEN, seed=0, task="auto", known=known).train.packed
+    assert build_data(source, val=TEN, seed=0, task="auto", known=known).train.storage == "pack"
     other = tmp_path / "other.txt"
     other.write_text("other words " * 200)
     pack(other, tmp_path / "another", tokenizer="words", documents="lines")

@@ -60,7 +60,7 @@ def test_texts_are_padded_to_the_longest_to_a_multiple_or_to_the_limit() -> None
     source = TextSource(texts_of(np.array([3, 10, 0, 40])), torch.arange(4), 0, 20)
     shape = {}
     for padding in (Padding(), Padding(multiple=8), Padding(fixed=True)):
-        source.pad(padding)
+        source.padding = padding
         tokens, labels = source.fetch(np.array([1, 0, 2]))
         shape[padding] = tokens.shape
         assert tokens[0].tolist() == [101 + i for i in range(10)] + [0] * (tokens.shape[1] - 10)
@@ -75,7 +75,7 @@ def test_texts_are_padded_to_the_longest_to_a_multiple_or_to_the_limit() -> None
 def test_padding_reaches_a_part_of_a_source() -> None:
     source = TextSource(texts_of(np.array([3, 10, 5])), torch.arange(3), 0, 20)
     part = source.take(np.array([2, 0]))
-    part.pad(Padding(multiple=8))
+    part.padding = Padding(multiple=8)
     assert part.fetch(np.array([0, 1]))[0].shape == (2, 8)
     lengths = part.lengths()
     assert lengths is not None
