@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from ptfast.optim.layer_batches import Group, LayerBatch, Tensors, multiplied
+from ptfast.optim.layer_batches import Group, LayerBatch, multiplied
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of
 
 
 class CautiousAdamW(LayerwiseOptimizer):
-    """AdamW that leaves a weight undecayed where decay would work against the gradient.
+    """AdamW that decays a weight only where that does not oppose the step.
 
     Decay that opposes the step trades fit for small weights; without it the minima are those of the loss
     itself. For weights `w` and Adam's update `u`, whose sign is that of the first moment:
@@ -51,26 +51,20 @@ class CautiousAdamW(LayerwiseOptimizer):
         decay = group["lr"] * group["weight_decay"]
         pairs = zip(batch.buffers(self._buffers), batch.pieces, strict=True)
         for (kept, passing), (weights, grads, exp_avgs, exp_avg_sqs) in pairs:
-            before: Tensors = []
-            if decay:
-                before = multiplied(weights, 1.0, kept)
+            before = multiplied(weights, 1.0, kept) if decay else []
             state = (batch.scaled(grads, passing), exp_avgs, exp_avg_sqs, [], steps)
             torch._fused_adamw_(weights, *state, **adam)
             if not decay:
                 continue
-            towards_zero = _not_negative(exp_avgs, before, passing)
+            # 1 where the step moves a weight towards zero, 0 elsewhere.
+            if passing is None:
+                towards_zero = torch._foreach_sign(torch._foreach_mul(exp_avgs, before))
+                torch._foreach_add_(towards_zero, 1)
+                torch._foreach_clamp_max_(towards_zero, 1)
+            else:
+                towards_zero = passing
+                for exp_avg, weight, product in zip(exp_avgs, before, passing, strict=True):
+                    torch.ge(torch.mul(exp_avg, weight, out=product), 0, out=product)
             if found_inf is not None:
                 torch._foreach_mul_(towards_zero, 1 - found_inf)
             torch._foreach_addcmul_(weights, before, towards_zero, value=-decay)
-
-
-def _not_negative(ones: Tensors, others: Tensors, out: Tensors | None) -> Tensors:
-    """1 where the product of two tensors is not negative, 0 elsewhere; in `out` where there is some."""
-    if out is None:
-        signs = torch._foreach_sign(torch._foreach_mul(ones, others))
-        torch._foreach_add_(signs, 1)
-        torch._foreach_clamp_max_(signs, 1)
-        return list(signs)
-    for one, other, product in zip(ones, others, out, strict=True):
-        torch.ge(torch.mul(one, other, out=product), 0, out=product)
-    return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ptfast.optim.layer_batches import Group, LayerBatch, Tensors, multiplied
-from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, trust_ratios
+from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of
 
 
 class Lamb(LayerwiseOptimizer):
@@ -20,8 +20,8 @@ class Lamb(LayerwiseOptimizer):
 
         w <- w - lr * phi(|w|) / |r + weight_decay * w| * (r + weight_decay * w)
 
-    Decay is thus kept out of the moments, as in AdamW, but is part of what is rescaled: how fast weights
-    decay depends on the layer.
+    Decay is kept out of the moments, as in AdamW, but is rescaled with the update, so its pace depends on
+    the layer.
 
     Args:
         params: parameters or groups of them; a group may set every keyword below for itself.
@@ -33,8 +33,8 @@ class Lamb(LayerwiseOptimizer):
         adapt: scale steps; without it a step is AdamW's.
         exclude_1d: take 1-d parameters (biases, norm weights) as Adam would, without scaling or decay.
 
-    Cost: 2.3 of AdamW's fused steps on the CPU, since a layer's update is written out before its norm is
-    known; Adam's two moments, and room for the update of the longest layer.
+    Cost: 2.3 of AdamW's fused steps on the CPU, since a layer's update is written before its norm is known;
+    Adam's two moments, and room for the update of the longest layer.
     """
 
     layer_state = ("exp_avg", "exp_avg_sq")
@@ -80,8 +80,10 @@ class Lamb(LayerwiseOptimizer):
         norms = batch.norms(weight_sizes)
         if group["norm_range"] is not None:
             norms = norms.clamp(*group["norm_range"])
-        ratios = trust_ratios(norms, batch.norms(update_sizes)) * group["lr"]
-        ratios = batch.unless_found_inf(ratios, 0.0).unbind()
-        # Backwards: what was written last is in the cache still.
+        update_norms = batch.norms(update_sizes)
+        ratios = torch.where(torch.minimum(norms, update_norms) > 0, norms / update_norms, 1.0) * group["lr"]
+        if found_inf is not None:
+            ratios = torch.where(found_inf > 0, 0.0, ratios)
+        # Backwards: what was written last is still in the cache.
         for (weights, *_), update in zip(reversed(batch.pieces), reversed(updates), strict=True):
-            torch._foreach_addcmul_(weights, update, ratios)
+            torch._foreach_addcmul_(weights, update, ratios.unbind())

@@ -7,7 +7,6 @@ arXiv:1708.03888, Algorithm 1.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ptfast.optim.layer_batches import Group, LayerBatch
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step_by_momentum
@@ -22,8 +21,8 @@ class Lars(LayerwiseOptimizer):
         ratio = trust * |w| / (|g| + weight_decay * |w| + eps), or 1 where |w| or |g| is 0
         v <- momentum * v + ratio * (g + weight_decay * w);    w <- w - lr * v
 
-    Weight decay is thus L2, as in torch's SGD, and rescaled with the gradient. The rate is applied after the
-    momentum, as there; the paper applies it before, which is the same while the rate stays.
+    Weight decay is L2, as in torch's SGD, and rescaled with the gradient. The rate is applied after the
+    momentum, as there; the paper applies it before, which is the same while the rate is constant.
 
     Args:
         params: parameters or groups of them; a group may set every keyword below for itself.
@@ -61,16 +60,15 @@ class Lars(LayerwiseOptimizer):
     def _update(self, group: Group, batch: LayerBatch) -> None:
         excluded = group["exclude_1d"] and batch.ndim <= 1
         decay = 0.0 if excluded else group["weight_decay"]
-        factors = None if excluded or not group["adapt"] else self._ratios(group, batch, decay)
+        ratios = None
+        if group["adapt"] and not excluded:
+            layer_norms, grad_norms = (
+                batch.norms([size for piece in batch.pieces for size in batch.sizes(piece[column])])
+                for column in (0, 1)
+            )
+            if batch.grad_factor is not None:
+                grad_norms = grad_norms * batch.grad_factor
+            ratios = group["trust"] * layer_norms / (grad_norms + decay * layer_norms + group["eps"])
+            ratios = torch.where(torch.minimum(layer_norms, grad_norms) > 0, ratios, 1.0)
         keywords = {name: group[name] for name in ("lr", "momentum", "nesterov")}
-        step_by_momentum(batch, factors, decay_within=decay, **keywords)
-
-    def _ratios(self, group: Group, batch: LayerBatch, decay: float) -> Tensor:
-        layer_norms, grad_norms = (
-            batch.norms([size for piece in batch.pieces for size in batch.sizes(piece[column])])
-            for column in (0, 1)
-        )
-        if batch.grad_factor is not None:
-            grad_norms = grad_norms * batch.grad_factor
-        ratios = group["trust"] * layer_norms / (grad_norms + decay * layer_norms + group["eps"])
-        return torch.where(torch.minimum(layer_norms, grad_norms) > 0, ratios, 1.0)
+        step_by_momentum(batch, ratios, decay_within=decay, **keywords)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -24,11 +25,11 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 class LayerBatch:
     """Layers that are updated together: of one group, device and type, all with a gradient.
 
-    They are 1-d all or none. Either they are whole, in one piece, or it is a single long layer in several. On
-    the CPU all tensors are flat views in the order of memory: 20 us of Python per layer and step would count
-    there, so that views are made once, and only gradients are put in at every step.
+    Either all of them are 1-d or none. A batch holds whole layers in one piece, or a single long layer in
+    several. On the CPU all tensors are flat views in memory order. They are made once, because 20 us of
+    Python per layer and step would count there; a step only puts in its gradients.
 
-    What is updated are `weights`: views of the layers, or copies in float32.
+    `weights` are updated: views of the layers, or copies in float32.
     """
 
     def __init__(
@@ -41,20 +42,19 @@ class LayerBatch:
     ) -> None:
         self.layers, self._weights = layers, weights
         self.ndim = max(layer.ndim for layer in layers)
-        """Number of dimensions of the layers, or the largest of them."""
+        """The largest number of dimensions of a layer."""
         self.on_cpu = layers[0].is_cpu
-        """The host has nothing to wait for."""
         self.scalars: list[Tensors] = [[state[name] for state in states] for name in scalar_state]
         """State that is one number per layer, by name."""
         columns = [weights, *([state[name] for state in states] for name in layer_state)]
         self.pieces: list[list[Tensors]] = [
             [weights, [], *kept] for weights, *kept in zip(*map(self._cut, columns), strict=True)
         ]
-        """Per piece: weights, gradients (unscaled still), then by name the state that has a layer's shape."""
+        """Per piece: weights, gradients (not yet multiplied by `grad_factor`), then each of `layer_state`."""
         self.grad_factor: Tensor | None = None
-        """0-d; what gradients are to be multiplied by, None for 1."""
+        """0-d; None for 1."""
         self.found_inf: Tensor | None = None
-        """0-d, 1 where the step is to change nothing, None for 0."""
+        """0-d; 1 if the step must change nothing. None for 0."""
         self._buffers: list[Any] | None = None
         self._made_from = [
             (layer, layer.data_ptr(), layer.stride(), state, [*state.values()])
@@ -62,7 +62,7 @@ class LayerBatch:
         ]
 
     def holds(self, layers: Tensors, states: dict[Tensor, Group]) -> bool:
-        """Return True if it is of these layers still, and they and their state lie where they did."""
+        """Return True if the batch is of these layers, and they and their state lie where they did."""
         if len(layers) != len(self.layers):
             return False
         for layer, (known, address, strides, state, values) in zip(layers, self._made_from, strict=True):
@@ -73,22 +73,29 @@ class LayerBatch:
         return True
 
     def load_grads(self) -> None:
-        """Take the gradients that the layers have now."""
-        grads = [_grad_of(*pair) for pair in zip(self.layers, self._weights, strict=True)]
+        """Take the gradients that the layers have now; C011 for a sparse one."""
+        grads: Tensors = []
+        for layer, weight in zip(self.layers, self._weights, strict=True):
+            grad = layer.grad
+            assert grad is not None
+            if grad.is_sparse:
+                hint = "Build the embedding with sparse=False"
+                raise ConfigError("C011", "it takes no sparse gradients", key="optimizer", suggestion=hint)
+            grads.append(laid_out_as(weight, grad if grad.dtype == weight.dtype else grad.to(weight.dtype)))
         for piece, cut in zip(self.pieces, self._cut(grads), strict=True):
             piece[1] = cut
 
     def finish(self, *, copied: bool) -> None:
-        """Let go of the gradients, and where weights are copies, write them back."""
+        """Release the gradients, and write copied weights back."""
         for piece in self.pieces:
             piece[1] = []
         if copied:
             torch._foreach_copy_([layer.detach() for layer in self.layers], self._weights)
 
     def sizes(self, tensors: Tensors) -> Tensors:
-        """Sizes of the tensors of one piece, of which `norms` makes norms: 0-d each.
+        """Sizes of the tensors of one piece, 0-d each, from which `norms` makes norms.
 
-        On the CPU BLAS sums squares in three quarters of the time that a norm takes.
+        On the CPU BLAS sums squares in three quarters of the time of a norm.
         """
         return [torch.dot(t, t) for t in tensors] if self.on_cpu else list(torch._foreach_norm(tensors))
 
@@ -100,7 +107,7 @@ class LayerBatch:
         return (stacked if len(self.pieces) == 1 else stacked.sum(0, keepdim=True)).sqrt_()
 
     def counted_steps(self) -> Tensors:
-        """Step counts, raised unless an infinity was found; as a list, since 0-d tensors are waited for."""
+        """Step counts, raised by 1 unless an infinity was found."""
         (steps,) = self.scalars
         torch._foreach_add_(steps, [1.0 - self.found_inf] * len(steps) if self.found_inf is not None else 1)
         return steps
@@ -110,10 +117,10 @@ class LayerBatch:
         return grads if self.grad_factor is None else multiplied(grads, self.grad_factor, out)
 
     def buffers(self, shared: dict[torch.dtype, Tensors]) -> list[tuple[Tensors | None, Tensors | None]]:
-        """Scratch memory per piece, like its weights: one to the end of the batch, one to that of the piece.
+        """Scratch memory for each piece's weights: one lasts for the batch, the other for the piece.
 
-        On the CPU it stays from step to step, `shared` by all batches: to have it mapped anew takes several
-        times as long as to compute what goes there. Elsewhere there is none.
+        On the CPU it is kept between steps and `shared` by all batches, since mapping it anew takes several
+        times as long as the computation itself. Other devices have none.
         """
         if not self.on_cpu:
             return [(None, None)] * len(self.pieces)
@@ -129,61 +136,50 @@ class LayerBatch:
                 self._buffers.append(tuple(pair))
         return self._buffers
 
-    def unless_found_inf(self, new: Tensor, old: Tensor | float) -> Tensor:
-        """`new`, or `old` where an infinity was found; chosen on the device."""
-        return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
-
     def _cut(self, column: Tensors) -> list[Tensors]:
-        """A column as one piece, or in pieces of `CPU_CHUNK_SIZE` elements where it is one longer layer."""
+        """A column as one piece; a layer longer than `CPU_CHUNK_SIZE` in pieces of that many elements."""
         if not self.on_cpu:
             return [column]
-        # All columns are in one layout, so that it does not matter in which order elements are gone through.
+        # All columns share one layout, so the order of elements does not matter.
         flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in column]
         if len(flat) > 1 or flat[0].numel() <= CPU_CHUNK_SIZE:
             return [flat]
         return [[piece] for piece in flat[0].split(CPU_CHUNK_SIZE)]
 
 
-def multiplied(tensors: Tensors, factor: float | Tensor, out: Tensors | None) -> Tensors:
-    """`tensors` times `factor`, in `out` where there is some."""
-    if out is None:
-        return list(torch._foreach_mul(tensors, factor))
-    return [torch.mul(tensor, factor, out=each) for tensor, each in zip(tensors, out, strict=True)]
+@dataclass
+class PlannedBatch:
+    """Layers of a group that are updated together, as far as they have gradients."""
+
+    layers: Tensors
+    copied: bool
+    """A copy of them is updated and written back."""
+    batch: LayerBatch | None = None
+    """That of the last step."""
 
 
-def batch_layers(layers: Tensors) -> list[tuple[Tensors, bool]]:
-    """Batches that stay in the cache, one device and type each, 1-d layers apart; True for those to copy."""
-    current: dict[tuple[Any, ...], Tensors] = {}
-    batches: list[tuple[Tensors, bool]] = []
+def plan_batches(layers: Tensors) -> list[PlannedBatch]:
+    """Batches that fit the cache, each of one device and type, with 1-d layers apart."""
+    current: dict[tuple[Any, ...], PlannedBatch] = {}
+    batches: list[PlannedBatch] = []
     for layer in layers:
-        copied = layer.dtype in HALF_TYPES or not _is_dense(layer)
+        is_dense = torch.empty_like(layer, device="meta").stride() == layer.stride()
+        copied = layer.dtype in HALF_TYPES or not is_dense
         kind = (layer.device, layer.dtype, layer.ndim <= 1, copied)
         batch = current.get(kind)
         limit = CPU_CHUNK_SIZE if layer.is_cpu else DEVICE_CHUNK_SIZE
-        if batch is None or sum(other.numel() for other in batch) + layer.numel() > limit:
-            batch = current[kind] = []
-            batches.append((batch, copied))
-        batch.append(layer)
+        if batch is None or sum(other.numel() for other in batch.layers) + layer.numel() > limit:
+            batch = current[kind] = PlannedBatch([], copied)
+            batches.append(batch)
+        batch.layers.append(layer)
     return batches
 
 
-def _grad_of(layer: Tensor, weight: Tensor) -> Tensor:
-    grad = layer.grad
-    assert grad is not None
-    if grad.is_sparse:
-        hint = "Build the embedding with sparse=False"
-        raise ConfigError("C011", "it takes no sparse gradients", key="optimizer", suggestion=hint)
-    return laid_out_as(weight, grad if grad.dtype == weight.dtype else grad.to(weight.dtype))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if a tensor's elements fill a stretch of memory, in any order of dimensions."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def working_copy(layer: Tensor) -> Tensor:
-    dtype = torch.float32 if layer.dtype in HALF_TYPES else layer.dtype
-    return torch.empty_like(layer, dtype=dtype, requires_grad=False).copy_(layer)
+def multiplied(tensors: Tensors, factor: float | Tensor, out: Tensors | None) -> Tensors:
+    """`tensors` times `factor`, in `out` if given."""
+    if out is None:
+        return list(torch._foreach_mul(tensors, factor))
+    return [torch.mul(tensor, factor, out=each) for tensor, each in zip(tensors, out, strict=True)]
 
 
 def laid_out_as(weight: Tensor, tensor: Tensor) -> Tensor:

@@ -1,16 +1,23 @@
-"""The base of layer-wise optimizers: steps over batches of layers, and manners like torch's own."""
+"""The base of layer-wise optimizers: steps over batches of layers, with the interface of torch's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ptfast.optim.layer_batches import Group, LayerBatch, Tensors, batch_layers, laid_out_as, working_copy
+from ptfast.optim.layer_batches import (
+    HALF_TYPES,
+    Group,
+    LayerBatch,
+    PlannedBatch,
+    Tensors,
+    laid_out_as,
+    plan_batches,
+)
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 
@@ -18,22 +25,22 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[G
 class LayerwiseOptimizer(Optimizer):
     """Base of optimizers whose step looks at the norm of each layer (one parameter tensor).
 
-    A step runs every operation over a list of layers (multi-tensor) and never waits for the device to read a
-    value. On the CPU the lists are as short as the cache is small, and a layer longer than that is cut: a
-    step costs what it moves through memory, and most passes then find their operands in the cache.
+    A step runs every operation over a list of layers (multi-tensor) and never waits for the device. A step
+    costs what it moves through memory, so on the CPU the lists are short enough for the cache, and longer
+    layers are cut.
 
-    `None` gradients, groups, closures, saving and loading are as in torch. Gradient scaling is that of
+    `None` gradients, groups, closures, saving and loading work as in torch. Gradient scaling is that of
     torch's fused optimizers: `GradScaler` hands over `grad_scale` and `found_inf` on the device, and a step
-    for which an infinity was found changes nothing, step counts included. Gradients themselves are left
-    unscaled. Half-precision parameters are updated in float32 and have float32 state, but the weights are
-    rounded after every step: there are no master weights.
+    with an infinity changes nothing, step counts included. The gradients themselves are not changed.
+    Half-precision parameters are updated in float32 and have float32 state, but the weights are rounded after
+    every step: there are no master weights.
     """
 
     _step_supports_amp_scaling = True
     layer_state: tuple[str, ...] = ()
-    """Names of the state that has its layer's shape; begins at zero."""
+    """Names of the state with its layer's shape; starts at zero."""
     scalar_state: tuple[str, ...] = ()
-    """Names of the state that is one number per layer; begins at zero."""
+    """Names of the state that is one number per layer; starts at zero."""
 
     def __init__(self, params: Params, defaults: Group) -> None:
         for name in ("lr", "weight_decay", "eps"):
@@ -42,9 +49,10 @@ class LayerwiseOptimizer(Optimizer):
         for beta in (*defaults.get("betas", ()), defaults.get("momentum", 0.0)):
             if not 0 <= beta < 1:
                 raise ValueError(f"betas and momentum must be in [0, 1), not {beta}")
-        self._plans: dict[int, list[_Planned]] = {}
+        self._plans: dict[int, list[PlannedBatch]] = {}
+        """By the index of the group."""
         self._buffers: dict[torch.dtype, Tensors] = {}
-        """For what a step computes on the way, by the type of the weights."""
+        """Scratch memory of a step, by the type of the weights."""
         super().__init__(params, defaults)
 
     def _update(self, group: Group, batch: LayerBatch) -> None:
@@ -52,7 +60,7 @@ class LayerwiseOptimizer(Optimizer):
         raise NotImplementedError
 
     def _grad_factor(self, device: torch.device) -> Tensor | None:
-        """The factor on all gradients, before anything else: 0-d, on `device`; None for 1."""
+        """The factor on all gradients, applied first: 0-d, on `device`; None for 1."""
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         return None if grad_scale is None else grad_scale.to(device, non_blocking=True).reciprocal()
 
@@ -65,7 +73,9 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         factors: dict[torch.device, tuple[Tensor | None, Tensor | None]] = {}
         for index, group in enumerate(self.param_groups):
-            for planned in self._plan(index, group["params"]):
+            if index not in self._plans:
+                self._plans[index] = plan_batches(group["params"])
+            for planned in self._plans[index]:
                 layers = [layer for layer in planned.layers if layer.grad is not None]
                 if not layers:
                     continue
@@ -79,15 +89,39 @@ class LayerwiseOptimizer(Optimizer):
                         # A sum over devices, while torch's kernels skip the step at exactly 1.
                         found_inf = found_inf.to(device, non_blocking=True).clamp(max=1)
                     factors[device] = None if needless else factor, found_inf
-                batch = self._batch(planned, layers)
+                batch = planned.batch
+                if batch is None or planned.copied or not batch.holds(layers, self.state):
+                    batch = planned.batch = self._build_batch(layers, copied=planned.copied)
                 batch.grad_factor, batch.found_inf = factors[device]
                 batch.load_grads()
                 self._update(group, batch)
                 batch.finish(copied=planned.copied)
         return loss
 
+    def _build_batch(self, layers: Tensors, *, copied: bool) -> LayerBatch:
+        """The batch of `layers` with their state, which their first step creates."""
+        weights, states = [], []
+        for layer in layers:
+            weight = layer.detach()
+            if copied:
+                dtype = torch.float32 if layer.dtype in HALF_TYPES else layer.dtype
+                weight = torch.empty_like(layer, dtype=dtype, requires_grad=False).copy_(layer)
+            state = self.state[layer]
+            if not state:
+                for name in self.scalar_state:
+                    # Torch's kernels read step counts as float32, whatever the type of the weights.
+                    state[name] = weight.new_zeros((), dtype=torch.float32 if name == "step" else None)
+                for name in self.layer_state:
+                    state[name] = torch.zeros_like(weight)
+            for name in self.layer_state:
+                # The state may be loaded, or older than a change of the weights' layout.
+                state[name] = laid_out_as(weight, state[name])
+            weights.append(weight)
+            states.append(state)
+        return LayerBatch(layers, weights, states, self.layer_state, self.scalar_state)
+
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as in torch; not of parameters that are not floating-point, nor of shards."""
+        """Add a group, as in torch; parameters must be whole and floating-point."""
         super().add_param_group(param_group)
         self._plans.clear()
         for layer in self.param_groups[-1]["params"]:
@@ -97,7 +131,7 @@ class LayerwiseOptimizer(Optimizer):
                 raise ValueError(f"{type(self).__name__} steps over whole layers, not shards")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state, as in torch, but in the type it was saved in: torch casts it to the parameter's."""
+        """Load state in the type it was saved in; torch would cast it to the parameter's type."""
         super().load_state_dict(state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         layers = (layer for group in self.param_groups for layer in group["params"])
@@ -109,48 +143,9 @@ class LayerwiseOptimizer(Optimizer):
         self._plans, self._buffers = {}, {}
         super().__setstate__(state)
 
-    def _plan(self, index: int, layers: Tensors) -> list[_Planned]:
-        """The layers of a group in batches, found once."""
-        plan = self._plans.get(index)
-        if plan is None:
-            plan = self._plans[index] = [_Planned(*planned) for planned in batch_layers(layers)]
-        return plan
-
-    def _batch(self, planned: _Planned, layers: Tensors) -> LayerBatch:
-        """The batch of those of the planned layers that have a gradient."""
-        if planned.batch is None or planned.copied or not planned.batch.holds(layers, self.state):
-            weights = [working_copy(layer) if planned.copied else layer.detach() for layer in layers]
-            states = [self._state_of(*pair) for pair in zip(layers, weights, strict=True)]
-            planned.batch = LayerBatch(layers, weights, states, self.layer_state, self.scalar_state)
-        return planned.batch
-
-    def _state_of(self, layer: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        state = self.state[layer]
-        if not state:
-            for name in self.scalar_state:
-                # Torch's kernels read step counts as float32, whatever the weights are.
-                state[name] = weight.new_zeros((), dtype=torch.float32 if name == "step" else None)
-            for name in self.layer_state:
-                state[name] = torch.zeros_like(weight)
-        for name in self.layer_state:
-            # Loaded, or made before the weights were laid out anew.
-            state[name] = laid_out_as(weight, state[name])
-        return state
-
-
-@dataclass
-class _Planned:
-    """Layers that are updated together, if they have gradients."""
-
-    layers: Tensors
-    copied: bool
-    """A copy of them is updated, and written back."""
-    batch: LayerBatch | None = None
-    """As of the last step."""
-
 
 def defaults_of(arguments: Group) -> Group:
-    """A constructor's keywords by name, from its `locals()`: what groups that do not set them get."""
+    """A constructor's keywords by name, from its `locals()`: the defaults of its groups."""
     return {name: arguments[name] for name in arguments if name not in ("self", "params", "__class__")}
 
 
@@ -168,14 +163,14 @@ def step_by_momentum(
 
         v <- momentum * v + factor * (g + decay_within * w) + decay_beside * w;    w <- w - lr * v
 
-    The pieces of `batch` are `w`, `g` and `v`; factors are one per layer, above 0, on the device, None for 1.
+    The pieces of `batch` are `w`, `g` and `v`. `factors`, above 0 and on the device, has one per layer.
 
-    Cost: one fused pass on the CPU; up to two before it elsewhere and with Nesterov.
+    Cost: one fused pass on the CPU; up to two more elsewhere and with Nesterov.
     """
     sgd = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "maximize": False, "is_first_step": False}
     sgd |= {"found_inf": batch.found_inf}
     if factors is not None and factors.is_cpu and momentum and not nesterov:
-        # No host waits for a CPU: with the factor as its own dampening the kernel needs no pass before it.
+        # Reading from the CPU is free, and with the factor as its dampening the kernel needs no other pass.
         unscale = 1.0 if batch.grad_factor is None else batch.grad_factor.item()
         whole = factors if unscale == 1 else factors * unscale
         numbers, decays = whole.tolist(), [decay_within / unscale] * len(batch.layers)
@@ -195,8 +190,3 @@ def step_by_momentum(
         torch._fused_sgd_(
             weights, update, velocities if momentum else [], weight_decay=decay, dampening=0.0, **sgd
         )
-
-
-def trust_ratios(layer_norms: Tensor, update_norms: Tensor) -> Tensor:
-    """Length of each layer over that of its update, 1 where either is zero."""
-    return torch.where(torch.minimum(layer_norms, update_norms) > 0, layer_norms / update_norms, 1.0)

@@ -16,15 +16,14 @@ from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step
 class Novograd(LayerwiseOptimizer):
     """Adam with one second moment per layer, and half of Adam's memory.
 
-    The second moment is that of the gradient's norm, a number per layer, and begins at the first gradient's.
-    For a layer `w` with gradient `g`:
+    The second moment is one number per layer, that of the gradient's norm, and starts at the first
+    gradient's. For a layer `w` with gradient `g`:
 
         v <- beta2 * v + (1 - beta2) * |g|^2
         m <- beta1 * m + g / (sqrt(v) + eps) + weight_decay * w;    w <- w - lr * m
 
-    Weight decay comes in after the normalisation, so the gradient's size does not matter to it, but before
-    the momentum: with AdamW's rate and decay it pulls 1 / (1 - beta1) times as hard, unless gradients are
-    averaged.
+    Weight decay is added after the normalisation but before the momentum: with AdamW's rate and decay it
+    pulls 1 / (1 - beta1) times as hard, unless gradients are averaged.
 
     Args:
         params: parameters or groups of them; a group may set every keyword below for itself.
@@ -61,7 +60,8 @@ class Novograd(LayerwiseOptimizer):
             norms = norms * batch.grad_factor
         squares, before = norms.square(), torch.stack(exp_avg_sqs)
         after = torch.where(before == 0, squares, torch.lerp(squares, before, beta2))
-        after = batch.unless_found_inf(after, before)
+        if batch.found_inf is not None:
+            after = torch.where(batch.found_inf > 0, before, after)
         torch._foreach_copy_(exp_avg_sqs, after.unbind())
         factors = (after.sqrt() + group["eps"]).reciprocal()
         decay = 0.0 if group["exclude_1d"] and batch.ndim <= 1 else group["weight_decay"]

@@ -17,11 +17,11 @@ from ptfast.optim.layerwise import Params
 class Nvlamb(Lamb):
     """`Lamb` with gradients clipped to a global norm before their moments are taken.
 
-    Early large gradients do not fill the second moment, which else keeps later steps short for thousands of
-    steps. This clips in the same pass, without changing the gradients themselves.
+    Large early gradients would fill the second moment and shorten thousands of later steps. Clipping happens
+    in the same pass and leaves the gradients themselves as they are.
 
     Args:
-        params: as for `Lamb`, like all that is not listed.
+        params: as for `Lamb`, like all others that are not listed.
         max_grad_norm: longest norm of all gradients taken as one vector, > 0; null leaves them as they are.
 
     Cost: that of `Lamb` and one more pass over the gradients.
