@@ -20,7 +20,7 @@ from ptfast.techniques.schedule import Schedule
 
 
 class ParameterGroup(Section):
-    """Settings of the parameters whose names match; where entries disagree, the later one counts."""
+    """Settings of the parameters whose names match; of entries that disagree, the later one counts."""
 
     match: str
     """Pattern of names, such as `*.bias` or `layers.0.*`; `*` stands for dots too, and case counts."""
@@ -63,11 +63,11 @@ _WHOLE_LAYERS = (
     "novograd.Novograd",
     "muon.Muon",
 )
-"""Our optimizers that step over whole layers, of which a rank under fsdp has a part."""
+"""Our optimizers that need whole layers, which fsdp shards."""
 
 
 def one_way_of_clipping_groups(gradients: Gradients, optimizer: Optimizer) -> PtfastError | None:
-    """Refuse another way of clipping beside norms of groups, which take the place of the global one."""
+    """Refuse another way of clipping beside norms of groups, which replace the global one."""
     other = next((name for name in ("clip_value", "clip_adaptive") if getattr(gradients, name)), None)
     limits = [(index, group.clip_norm) for index, group in enumerate(optimizer.groups) if group.clip_norm]
     if other is None or not limits:
@@ -77,27 +77,22 @@ def one_way_of_clipping_groups(gradients: Gradients, optimizer: Optimizer) -> Pt
     return ConfigError("C011", what, key=f"gradients.{other}", value=value, suggestion=hint)
 
 
-def reference_of_scaling(optimizer: Optimizer) -> PtfastError | None:
-    """Refuse to scale the learning rate from no batch size."""
-    if optimizer.lr_scaling == "none" or optimizer.reference_batch is not None:
-        return None
-    what, hint = "there is no batch size to scale from", "Set optimizer.reference_batch=256, say"
-    return ConfigError("C011", what, key="optimizer.lr_scaling", value=optimizer.lr_scaling, suggestion=hint)
-
-
-def momentum_of_nesterov(optimizer: Optimizer) -> PtfastError | None:
-    """Refuse Nesterov's momentum without a momentum."""
-    kwargs = optimizer.target.kwargs
-    if kwargs.get("nesterov") is not True or kwargs.get("momentum") != 0:
-        return None
-    hint = "Set optimizer.momentum=0.9, or optimizer.nesterov=false"
-    return ConfigError(
-        "C011", "Nesterov needs a momentum", key="optimizer.nesterov", value=True, suggestion=hint
-    )
+def keys_that_fit_together(optimizer: Optimizer) -> Iterator[PtfastError]:
+    """Refuse keys of the optimizer that contradict one another."""
+    kwargs, rule = optimizer.target.kwargs, optimizer.lr_scaling
+    if kwargs.get("nesterov") is True and kwargs.get("momentum") == 0:
+        what, hint = "Nesterov needs a momentum", "Set optimizer.momentum=0.9, or optimizer.nesterov=false"
+        yield ConfigError("C011", what, key="optimizer.nesterov", value=True, suggestion=hint)
+    if rule != "none" and optimizer.reference_batch is None:
+        what, hint = "there is no batch size to scale from", "Set optimizer.reference_batch=256, say"
+        yield ConfigError("C011", what, key="optimizer.lr_scaling", value=rule, suggestion=hint)
+    if kwargs.get("fused") is True and kwargs.get("foreach") is True:
+        what, hint = "contradicts optimizer.fused=true", "Leave one of the two out"
+        yield ConfigError("C011", what, key="optimizer.foreach", value=True, suggestion=hint)
 
 
 def momentum_to_cycle(optimizer: Optimizer, schedule: Schedule, place: Place) -> PtfastError | None:
-    """Refuse momenta typed for the schedule where the optimizer has none; those of an option stay off."""
+    """Refuse momenta given on the command line if the optimizer has none; those of an option stay off."""
     momenta = {name: schedule.target.kwargs.get(name) for name in ("momentum_max", "momentum_min")}
     typed = [name for name in momenta if momenta[name] and place(f"schedule.{name}") == COMMAND_LINE]
     words = keywords(optimizer.target.resolve()).items() if typed else ()
@@ -111,22 +106,13 @@ def momentum_to_cycle(optimizer: Optimizer, schedule: Schedule, place: Place) ->
     return ConfigError("C011", what, key=key, value=momenta[typed[0]], suggestion=hint)
 
 
-def one_form_of_step(optimizer: Optimizer) -> PtfastError | None:
-    """Refuse steps that are both fused and by lists of tensors."""
-    kwargs = optimizer.target.kwargs
-    if kwargs.get("fused") is not True or kwargs.get("foreach") is not True:
-        return None
-    what, hint = "contradicts optimizer.fused=true", "Leave one of the two out"
-    return ConfigError("C011", what, key="optimizer.foreach", value=True, suggestion=hint)
-
-
-def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[PtfastError]:
-    """Refuse optimizers and freezing that ranks with parts of the weights or gradients cannot follow."""
+def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[PtfastError]:
+    """Refuse optimizers and freezing that do not work on sharded weights or compressed gradients."""
     path, sharded = optimizer.target.path, parallel.strategy == "fsdp"
     backbone = optimizer.backbone_from
     waits = backbone is not None and bool(backbone.value)
     ends = [end for group in optimizer.groups for end in (group.trains_from, group.trains_until)]
-    # What is frozen throughout, by an end at 0, does not switch.
+    # Parameters that are frozen throughout, by an end at 0, never switch.
     switching = waits or any(end is not None and end.value for end in ends)
     if switching and parallel.compression == "powersgd":
         what = "keeps the error of each bucket, and freezing changes the buckets"
@@ -150,7 +136,7 @@ def shared_out_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[
 def no_schedule_beside_schedule_free(
     optimizer: Optimizer, schedule: Schedule, ema: Ema, parallel: Parallel
 ) -> Iterator[PtfastError]:
-    """Refuse what a schedule-free optimizer takes the place of, and ranks with parts of the weights."""
+    """Refuse what a schedule-free optimizer replaces, and sharded weights."""
     if not optimizer.target.path.startswith("schedulefree."):
         return
     path = schedule.target.path
@@ -167,21 +153,14 @@ def no_schedule_beside_schedule_free(
         yield ConfigError("C011", what, key=key, value=optimizer.target.path, suggestion=hint)
 
 
-def panel(groups_note: str | None) -> dict[str, object]:
-    """Settings of single parameters."""
-    return {"parameters": groups_note}
-
-
 FAMILY = Family(
     name="optimizer",
     rules=(
         no_schedule_beside_schedule_free,
         one_way_of_clipping_groups,
-        momentum_of_nesterov,
+        keys_that_fit_together,
         momentum_to_cycle,
-        reference_of_scaling,
-        one_form_of_step,
-        shared_out_parameters,
+        sharded_parameters,
     ),
     unused=(
         Unused(
@@ -191,6 +170,6 @@ FAMILY = Family(
             "optimizer.lr_scaling=linear",
         ),
     ),
-    panel=panel,
+    panel=lambda groups_note: {"parameters": groups_note},
     techniques=(*OPTIMIZERS, *PARAMETERS),
 )

@@ -22,9 +22,9 @@ from ptfast.optim.layer_batches import laid_out_as
 from ptfast.optim.layerwise import LayerwiseOptimizer
 
 FOREACH_DEVICES = ("cuda", "xpu")
-"""Where torch's optimizers take the foreach path of themselves."""
+"""Devices on which torch's optimizers choose the foreach path by themselves."""
 KERNELS = ("fused", "foreach")
-"""Keys of a parameter group that choose the kernels of the step."""
+"""Keys of a parameter group that choose the kernels of its step."""
 
 
 def build_optimizer(
@@ -38,7 +38,7 @@ def build_optimizer(
     Args:
         target: any `torch.optim.Optimizer` class; its keyword `fused` may be `auto`: on where it runs.
         model: on `device` already, in its final dtype.
-        groups: the parameters that train, as `Grouping.parts` has them; None for one group of all.
+        groups: the parameters that train, from `Grouping.parts`; None for one group of all.
 
     Returns:
         The optimizer, whose groups keep their base rate as `initial_lr`, as under torch's schedulers, and how
@@ -47,13 +47,14 @@ def build_optimizer(
     Raises:
         MachineError: E005 for `fused=true` where that does not run.
         ConfigError: C005 for a value the optimizer refuses, C009 for one whose step runs the model again,
-            C011 for a model without a parameter to train, or for weight decay that the optimizer has not.
+            C011 for a model without a parameter to train, or for weight decay that the optimizer lacks.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         what = "the model has no parameter to train"
         raise ConfigError("C011", what, key="model", value=type(model).__name__)
-    keep_compiler_unimported()
+    _keep_compiler_unimported()
+    takes = inspect.signature(target.resolve()).parameters
     closure = inspect.signature(target.resolve().step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         what = "its step runs forward and backward itself (it takes a closure)"
@@ -62,16 +63,17 @@ def build_optimizer(
     kwargs = dict(target.kwargs)
     wanted = kwargs.pop("fused", None)
     unfused = replace(target, kwargs=kwargs)
-    fused = bool(wanted) and not kwargs.get("foreach") and _runs_fused(unfused, parameters)
+    fused = "fused" in takes and bool(wanted) and not kwargs.get("foreach")
+    fused = fused and _runs_fused(unfused, parameters)
     if wanted is True and not fused:
         what = f"{target.path} has no fused step for these parameters on {device.type}"
         hint = "Use optimizer.fused=auto"
         raise MachineError("E005", what, key="optimizer.fused", value="true", suggestion=hint)
     # Torch writes its defaults into the groups that it is given.
     given = [dict(group) for group in groups or ()] or parameters
-    if wanted is not False and not fused and is_sharded(parameters[0]) and _takes(target, "foreach"):
-        # Each operation on weights that are shared out costs its Python, a list's not more than one weight's:
-        # a third of the time. Torch takes it for plain tensors only, unless it is asked to.
+    if wanted is not False and not fused and is_sharded(parameters[0]) and "foreach" in takes:
+        # An operation on sharded weights costs as much Python for a list as for one weight: lists take a
+        # third of the time. Torch chooses them for plain tensors only.
         unfused = replace(unfused, kwargs={"foreach": True, **kwargs})
     chosen = replace(unfused, kwargs={**unfused.kwargs, "fused": True}) if fused else unfused
     optimizer = _construct(chosen, given, model)
@@ -91,18 +93,17 @@ def build_optimizer(
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Restore a saved state, each tensor of it in the memory layout that its parameter has now.
 
-    Torch's fused kernels go by addresses: a state saved in another layout would be applied to other weights,
-    and one of another shape would be read beyond its end.
+    Torch's fused kernels go by addresses: a state in another layout would be applied to other weights, and
+    one of another shape would be read beyond its end.
 
     Raises:
-        ValueError: it is of another shape.
+        ValueError: a tensor is of another shape than its parameter.
     """
-    # Of each parameter this rank takes the part that it has.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in state["param_groups"] for key in group["params"]]
     of_key = dict(zip(keys, parameters, strict=True))
     parts = {k: map_tensors(partial(shard_like, of_key.get(k)), kept) for k, kept in state["state"].items()}
-    # Which kernels take the step is this run's choice, and torch moves step counts to where they want them.
+    # This run chooses the kernels, and torch moves step counts to where they need them.
     own = [{name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups]
     groups = [group | kernels for group, kernels in zip(state["param_groups"], own, strict=True)]
     optimizer.load_state_dict({**state, "state": parts, "param_groups": groups})
@@ -118,7 +119,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The state of `optimizer` by names of parameters, not torch's numbers; `load_optimizer` takes either."""
+    """The state of `optimizer` by names of parameters, not by torch's numbers; both can be loaded."""
     state = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     in_order = (p for group in optimizer.param_groups for p in group["params"])
@@ -132,9 +133,9 @@ def state_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Have fused SGD's momentum start at zero, before its first step.
+    """Start fused SGD's momentum at zero, before its first step.
 
-    It makes its buffers in its first step without filling them; where that step is left out because scaled
+    Its first step allocates the buffers without filling them; if that step is skipped because scaled
     gradients overflow, the next one would read whatever the memory held.
     """
     for group in optimizer.param_groups:
@@ -157,16 +158,14 @@ def apply_lr(
 
 
 def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if there is a momentum, or a beta1, that is on: what a schedule may cycle."""
+    """Return True if it has a momentum or a beta1 above 0, which a schedule may cycle."""
     return any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
 
 
 def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
-    """Return True if a fused step runs, found by taking one on a scalar: some optimizers refuse only then."""
-    if not _takes(target, "fused"):
-        return False
+    """Return True if a fused step on a scalar runs: some optimizers refuse only then."""
     kinds = {(p.device, p.dtype): torch.zeros(1, device=p.device, dtype=p.dtype) for p in parameters}
-    # Of parameters that are shared out, one of each kind: torch takes them or not.
+    # Not every torch accepts sharded parameters.
     kinds |= {(p.device, p.dtype): torch.zeros_like(p) for p in parameters if is_sharded(p)}
     probes = [nn.Parameter(probe) for probe in kinds.values()]
     try:
@@ -175,19 +174,15 @@ def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
             probe.grad = torch.zeros_like(probe)
         build_step(optimizer)()
     except (RuntimeError, AssertionError):
-        # The latter is what torch 2.9 has for an operator that does not take weights that are shared out.
+        # Torch 2.9 raises AssertionError for an operator that does not support sharded weights.
         return False
     return True
-
-
-def _takes(target: Target, keyword: str) -> bool:
-    return keyword in inspect.signature(target.resolve()).parameters
 
 
 def _construct(
     target: Target, parameters: Sequence[Any], model: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """Build it; one that takes a keyword `model` receives which module each parameter belongs to."""
+    """Build the optimizer, with the keyword `model` if it takes one."""
     try:
         return target.build(list(parameters), model=model)
     except (TypeError, ValueError) as error:
@@ -195,7 +190,7 @@ def _construct(
 
 
 def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse weight decay of a group by which the optimizer would not go."""
+    """Refuse weight decay of a group that the optimizer would ignore."""
     for group in groups:
         decay = group.get("weight_decay")
         if decay is not None and "weight_decay" not in optimizer.defaults:
@@ -209,11 +204,11 @@ def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
         raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
 
 
-def keep_compiler_unimported() -> None:
+def _keep_compiler_unimported() -> None:
     """Let optimizers be built, saved and loaded without importing torch's compiler, which takes 2 s.
 
-    Torch hides these methods from the compiler, and imports it to do so, when each is first called. Where the
-    compiler is in use already, or torch is made differently, nothing changes.
+    Torch imports it to hide these methods from it when each is first called. Nothing changes if the compiler
+    is imported already, or if this torch does not wrap them.
     """
     if "torch._dynamo" in sys.modules:
         return
@@ -226,9 +221,8 @@ def keep_compiler_unimported() -> None:
 def build_step(optimizer: Optimizer) -> Callable[[], object]:
     """Build the function that steps `optimizer`: for torch's own and ours, the formula alone, 20 us faster.
 
-    The public method also asks for hooks, opens a profiler range and breaks the compiler's graph, and imports
-    the compiler first. It is called where hooks are registered on the optimizer, under a profiler, and for an
-    optimizer from elsewhere.
+    The public method also looks for hooks, opens a profiler range and imports the compiler to break its
+    graph. It is called if the optimizer has hooks or comes from elsewhere, and under a profiler.
     """
     public = type(optimizer).step
     formula = inspect.unwrap(public)

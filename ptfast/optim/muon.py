@@ -34,13 +34,12 @@ class Muon(Optimizer):
     """Steps as long in rare directions of a hidden matrix as in common ones; another optimizer for the rest.
 
     Muon replaces the momentum of a matrix by the nearest orthogonal matrix (Newton-Schulz iteration, in
-    bf16); its authors trained NanoGPT 1.35 times as fast with it as with AdamW. Convolutions are matrices
-    with a row for each output channel. `hidden_matrices` says which parameters these are. Matrices of one
-    shape are multiplied together.
+    bf16); its authors trained NanoGPT 1.35 times as fast with it as with AdamW. `hidden_matrices` chooses the
+    parameters; a convolution is a matrix with a row for each output channel.
 
     Args:
         params: parameters in the model's order, or pairs of name and parameter, or groups of parameters; a
-            group may say itself whose it is, with `muon: true` or `muon: false`.
+            group may choose its optimizer by `muon: true` or `muon: false`.
         lr: learning rate of both, >= 0.
         momentum: of Muon, in [0, 1).
         nesterov: of Muon, and of SGD.
@@ -49,17 +48,17 @@ class Muon(Optimizer):
         adjust_lr_fn: how Muon's rate depends on a matrix's shape. `match_rms_adamw` makes a step about as
             long as AdamW's, so that one rate serves both; `original` needs a higher one, about 0.02.
         normalize: set every matrix to the norm of an orthogonal one, the root of its number of rows, before
-            its step, in the place of weight decay; for layers with a norm behind, which takes the scale away.
+            its step, in place of weight decay; for layers with a norm behind them, which cancels the scale.
         cautious: decay only those entries of a matrix that the step moves towards zero.
-        rest: who takes all other parameters, `adamw` or `sgd`.
+        rest: the optimizer of all other parameters, `adamw` or `sgd`.
         rest_lr: its learning rate; null: `lr`.
-        rest_names: patterns such as `*.gate.weight` of names that it takes besides.
-        ends: let Muon have the first and the last matrix of the model too.
+        rest_names: patterns such as `*.gate.weight` of further names that it takes.
+        ends: let Muon take the first and the last matrix of the model too.
         betas: of AdamW.
         eps: of AdamW.
         sgd_momentum: of SGD, in [0, 1).
         fused: of AdamW or SGD.
-        model: where parameters come without names: what they are called and belong to.
+        model: gives parameters their names and modules, where they come without names.
 
     Cost: `ns_steps * (4 * n * n * m + 2 * n * n * n)` floating-point operations per matrix of n <= m; half
     of AdamW's state. With fp16 gradient scaling the host waits for every step's check.
@@ -104,12 +103,7 @@ class Muon(Optimizer):
         if not given or not isinstance(given[0], dict):
             given = [{"params": given}]
         if any("muon" not in group for group in given):
-            named = [pair for group in given for pair in _named(list(group["params"]), model)]
-            # As the model holds them, however they are grouped.
-            places = {} if model is None else {id(p): place for place, p in enumerate(model.parameters())}
-            named.sort(key=lambda pair: places.get(id(pair[1]), 0))
-            hidden = hidden_matrices(named, model, rest_names=rest_names, ends=ends)
-            given = [part for group in given for part in _split(group, hidden)]
+            given = _split(given, model, rest_names, ends)
         groups = [{**(for_muon if group["muon"] else self._rest.defaults), **group} for group in given]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "rest": rest})
         self._step_rest = build_step(self._rest)
@@ -121,7 +115,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Loading replaces the groups and their state.
+        # Loading a state replaces the groups and their state.
         self._rest.state = self.state
         self._rest.param_groups = [group for group in self.param_groups if not group["muon"]]
         self._step_rest()
@@ -163,9 +157,9 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
-    """The nearest orthogonal matrix of each of several of one shape, about: singular values 0.5 to 1.5.
+    """The nearest orthogonal matrix, about (singular values 0.5 to 1.5), of each of `matrices` of one shape.
 
-    All are multiplied in one operation, where a GPU otherwise waits for a launch per matrix.
+    All are multiplied in one operation, where a GPU would otherwise wait for a launch per matrix.
 
     Source: Jordan et al. 2024, the Newton-Schulz iteration with their coefficients.
     """
@@ -183,7 +177,7 @@ def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
 
 
 def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None:
-    """Take the step of matrices of one shape, with what keeps their weights from growing."""
+    """Take the step of matrices of one shape, with their decay or normalisation."""
     rows, columns = weights[0].shape
     lr, decay = group["lr"], group["lr"] * group["weight_decay"]
     if group["normalize"]:
@@ -200,7 +194,7 @@ def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None
 
 
 def _stacks(matrices: list[Tensor]) -> Iterator[list[int]]:
-    """Places of the matrices that are multiplied together: of one shape, type and device."""
+    """Places of the matrices to multiply together: those of one shape, type and device."""
     alike: dict[Any, list[int]] = {}
     for place, matrix in enumerate(matrices):
         alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(place)
@@ -221,10 +215,10 @@ def hidden_matrices(
 ) -> set[int]:
     """Ids of the parameters that Muon takes: weights of two dimensions or more between the ends of a model.
 
-    Left to the rest are: what has fewer dimensions; what is called otherwise than `...weight` (positions,
-    class tokens); embeddings, known by their module, or by `emb` in the name where there is no model; the
-    first and the last matrix in the order of modules, embeddings counted, unless `ends`; and what
-    `rest_names` matches, case included. Names in `named` are empty where unknown.
+    The rest gets parameters of fewer dimensions; those not named `...weight` (positions, class tokens);
+    embeddings, known by their module, or without a model by `emb` in the name; unless `ends`, the first and
+    the last matrix in the order of modules, embeddings counted; and those that `rest_names` matches, case
+    included. Names in `named` are empty where unknown.
     """
     for pattern in rest_names:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
@@ -243,20 +237,30 @@ def hidden_matrices(
     return {id(p) for _, p in matrices} - others
 
 
-def _named(given: list[Any], model: nn.Module | None) -> list[tuple[str, Tensor]]:
-    if given and isinstance(given[0], tuple):
-        return given
+def _split(
+    given: list[dict[str, Any]], model: nn.Module | None, rest_names: Sequence[str], ends: bool
+) -> list[dict[str, Any]]:
+    """Each group as one of hidden matrices and one of the others; a group with `muon` stays as it is."""
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-    return [(names.get(id(p), ""), p) for p in given]
-
-
-def _split(group: dict[str, Any], hidden: set[int]) -> list[dict[str, Any]]:
-    """A group as one of hidden matrices and one of the others, as far as there are any."""
-    if "muon" in group:
-        return [group]
-    parameters = [given[1] if isinstance(given, tuple) else given for given in group["params"]]
-    parts = {flag: [p for p in parameters if (id(p) in hidden) is flag] for flag in (True, False)}
-    return [{**group, "params": part, "muon": flag} for flag, part in parts.items() if part]
+    given = [{**group, "params": list(group["params"])} for group in given]
+    named: list[tuple[str, Tensor]] = []
+    for group in given:
+        pairs = group["params"] and isinstance(group["params"][0], tuple)
+        named += group["params"] if pairs else [(names.get(id(p), ""), p) for p in group["params"]]
+    # In the model's order, however they are grouped.
+    places = {} if model is None else {id(p): place for place, p in enumerate(model.parameters())}
+    named.sort(key=lambda pair: places.get(id(pair[1]), 0))
+    hidden = hidden_matrices(named, model, rest_names=rest_names, ends=ends)
+    parts: list[dict[str, Any]] = []
+    for group in given:
+        if "muon" in group:
+            parts.append(group)
+            continue
+        parameters = [each[1] if isinstance(each, tuple) else each for each in group["params"]]
+        for muon in (True, False):
+            if part := [p for p in parameters if (id(p) in hidden) is muon]:
+                parts.append({**group, "params": part, "muon": muon})
+    return parts
 
 
 def _build_rest(rest: Rest, **keywords: Any) -> AdamW | SGD:

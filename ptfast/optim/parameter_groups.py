@@ -1,4 +1,4 @@
-"""Parameter groups: what the config asks of each parameter by its name, its dimensions and its depth."""
+"""Parameter groups: settings of each parameter by its name, its dimensions and its depth."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ class RequestedGroup:
     lr_scale: float = 1.0
     weight_decay: float | None = None
     optimizer: str | None = None
-    """The name of the one that a task steps."""
+    """Name of an optimizer that the task steps itself."""
     clip_norm: tuple[int, float] | None = None
-    """The entry that limits its gradient, and the limit."""
+    """Index of the entry that limits its gradient, and the limit."""
     trains_from: Duration = START
     trains_until: Duration | None = None
 
     @property
     def frozen(self) -> bool:
-        """Return True if it never trains."""
+        """It never trains."""
         return self.trains_until is not None and not self.trains_until.value
 
     @property
     def switches(self) -> bool:
-        """Return True if it trains in a part of the run only."""
+        """It trains in a part of the run only."""
         return not self.frozen and (self.trains_until is not None or bool(self.trains_from.value))
 
 
 class Grouping:
     """Settings of the parameters of a model, by plain name.
 
-    Rates are those of the optimizer times `layer_decay` for every layer above (`layer_depths`) times an
-    entry's `lr_scale`. All entries of `groups` that match a parameter hold for it, key by key; where two say
-    the same key, the later one counts. A parameter that several modules share goes by any of its names.
+    A rate is that of the optimizer, times `layer_decay` for every layer above (`layer_depths`), times an
+    entry's `lr_scale`. All entries of `groups` that match a parameter apply to it; where two set the same
+    key, the later one counts. A parameter that several modules share may be matched by any of its names.
 
     Args:
         model: the plain model.
-        section: an entry of `groups` goes before `decay_1d` and `backbone_from`; `layer_decay` is about 0.65
+        section: an entry of `groups` overrides `decay_1d` and `backbone_from`; `layer_decay` is about 0.65
             to 0.9 for fine-tuning transformers.
-        dropped: names of parameters without effect that a rewrite has taken away; patterns may match them.
+        dropped: names of parameters that a rewrite has removed; patterns may match them.
 
     Raises:
-        ConfigError: C005 for a pattern that matches no parameter, with the nearest names, or a name of none,
-            C011 for what tells layers apart in a model of one layer.
+        ConfigError: C005 for a pattern that matches no parameter, or a named optimizer without parameters;
+            C011 for settings by layer in a model of one layer.
     """
 
     def __init__(self, model: nn.Module, section: Optimizer, dropped: Collection[str] = ()) -> None:
@@ -98,11 +98,24 @@ class Grouping:
             for index, entry in enumerate(groups):
                 if any(fnmatchcase(other, entry.match) for other in names[id(parameter)]):
                     matches[index] += 1
-                    asked = _refined(asked, entry, index, scale)
+                    said = {
+                        "lr_scale": None if entry.lr_scale is None else scale * entry.lr_scale,
+                        "weight_decay": entry.weight_decay,
+                        "optimizer": entry.name,
+                        "clip_norm": None if entry.clip_norm is None else (index, entry.clip_norm),
+                        "trains_from": entry.trains_from,
+                        "trains_until": entry.trains_until,
+                    }
+                    changes: dict[str, Any] = {key: value for key, value in said.items() if value is not None}
+                    asked = replace(asked, **changes)
             self._asked[name] = asked
         for index, entry in enumerate(groups):
             if not matches[index] and not any(fnmatchcase(name, entry.match) for name in dropped):
-                raise _no_match(entry.match, [name for known in names.values() for name in known], index)
+                every_name = [name for known in names.values() for name in known]
+                near = difflib.get_close_matches(entry.match.replace("*", ""), every_name, n=3, cutoff=0.0)
+                key, hint = f"optimizer.groups.{index}.match", f"The nearest are {', '.join(near)}"
+                what = "matches no parameter"
+                raise ConfigError("C005", what, key=key, value=entry.match, suggestion=hint)
             self._notes.append(f"{entry.match} ({matches[index]}){_format_override(entry)}")
         stepped = {asked.optimizer for asked in self._asked.values() if not asked.frozen}
         for index, entry in enumerate(groups):
@@ -111,24 +124,21 @@ class Grouping:
                 key = f"optimizer.groups.{index}.name"
                 raise ConfigError("C005", what, key=key, value=entry.name)
 
-    @property
-    def trivial(self) -> bool:
-        """Return True if nothing is asked of any parameter."""
-        return not self._notes
-
     def freeze(self) -> None:
-        """Freeze what never trains, before the model is wrapped for ranks; C011 where nothing is left."""
+        """Freeze what never trains, before the model is wrapped for ranks; C011 if nothing is left."""
         frozen = [parameter for asked, parameter in self._parameters() if asked.frozen]
         for parameter in frozen:
             parameter.requires_grad_(False)
         if frozen and not any(parameter.requires_grad for parameter in self._model.parameters()):
             raise ConfigError("C011", "every parameter is frozen throughout", key="optimizer.groups")
 
-    def parts(self) -> list[dict[str, Any]]:
-        """The parameters that train, as groups for an optimizer, in the model's order.
+    def parts(self) -> list[dict[str, Any]] | None:
+        """The parameters that train, as groups for an optimizer, in the model's order; None without settings.
 
-        Each has `lr_scale`, on the optimizer's rate, and where asked for `weight_decay` and `optimizer`.
+        Each has `lr_scale`, a factor on the optimizer's rate, and if set `weight_decay` and `optimizer`.
         """
+        if not self._notes:
+            return None
         parts: dict[RequestedGroup, dict[str, Any]] = {}
         for asked, parameter in self._parameters():
             if parameter.requires_grad:
@@ -139,7 +149,7 @@ class Grouping:
         return list(parts.values())
 
     def clip_norms(self) -> list[tuple[float, list[Tensor]]]:
-        """The longest norm and the parameters of each entry with one."""
+        """The largest gradient norm of each entry that has one, and its parameters."""
         members: dict[tuple[int, float], list[Tensor]] = {}
         for asked, parameter in self._parameters():
             if asked.clip_norm is not None and parameter.requires_grad:
@@ -147,9 +157,13 @@ class Grouping:
         return [(norm, parameters) for (_, norm), parameters in members.items()]
 
     def freezing(self, steps_of: Callable[[str, Duration], int], total_steps: int) -> Freezing | None:
-        """When which parameters train, or None where all of them do throughout.
+        """When which parameters train, or None if all of them always do.
 
-        `steps_of` gives a key's duration in steps. It is C011 for parameters to stop before they begin.
+        Args:
+            steps_of: gives a key's duration in steps.
+
+        Raises:
+            ConfigError: C011 for parameters that stop before they begin.
         """
         members: dict[RequestedGroup, list[Tensor]] = {}
         for asked, parameter in self._parameters():
@@ -181,7 +195,7 @@ class Grouping:
         )
 
     def describe(self) -> str | None:
-        """One line for the panel; None where nothing is asked."""
+        """One line for the panel; None without settings."""
         return "; ".join(self._notes) or None
 
     def _parameters(self) -> list[tuple[RequestedGroup, Tensor]]:
@@ -189,18 +203,18 @@ class Grouping:
 
 
 def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_size: int) -> str | None:
-    """Bring the rate, and the weight decay that goes with it, from a reference batch to that of the run.
+    """Scale the rate, and the weight decay with it, from the reference batch to that of the run.
 
-    With k times the batch there are k times fewer steps for as many samples. SGD makes up for it with k times
-    the rate (`linear`, up to some thousands of images), Adam and its like with the root of it (`sqrt`): their
-    step does not grow with the gradient, whose noise falls by that much. Where decay comes to `lr *
-    weight_decay` in a step, it should be k times as much too, so that weights forget at the same pace per
-    sample: the linear rule does that by the rate alone, the root rule needs the other root on the decay. So
-    it is with SGD, decoupled decay (AdamW), Adafactor, NovoGrad and Muon; elsewhere decay passes through a
-    normalisation (Adam's L2, LARS, LAMB) or is not known, and stays. Betas and eps stay too.
+    k times the batch means k times fewer steps over the same samples. SGD makes up for it with k times the
+    rate (`linear`, up to some thousands of images), Adam and its like with the root of k (`sqrt`): their step
+    does not grow with the gradient, whose noise falls by that much. If a step decays by `lr * weight_decay`,
+    that product should grow k times too, so that weights decay at the same pace per sample: the linear rule
+    achieves it by the rate alone, the root rule needs the other root on the decay. This holds for SGD,
+    decoupled decay (AdamW), Adafactor, NovoGrad and Muon. Elsewhere decay passes through a normalisation
+    (Adam's L2, LARS, LAMB) or is unknown, and stays. Betas and eps stay too.
 
     Returns:
-        What became of the two, for the panel; None where nothing did.
+        The factors, for the panel; None if nothing is scaled.
 
     Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, decay kept); Malladi, Lyu, Panigrahi, Arora 2022,
         arXiv:2205.10287 (root, for Adam); Wang, Aitchison 2024, arXiv:2405.13698 (rate times decay in
@@ -226,22 +240,9 @@ def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_
 
 
 def reference_lr(optimizer: torch.optim.Optimizer, name: str = "lr") -> float:
-    """The rate of an optimizer where no group scales it: that of now, or as `initial_lr` its base."""
+    """The rate of an optimizer before any group scales it; its base rate by the name `initial_lr`."""
     group = min(optimizer.param_groups, key=lambda group: group.get("lr_scale", 1.0) != 1.0)
     return group[name] / group.get("lr_scale", 1.0)
-
-
-def _refined(asked: RequestedGroup, entry: ParameterGroup, index: int, scale: float) -> RequestedGroup:
-    """`asked` with what an entry says."""
-    changes: dict[str, Any] = {
-        "lr_scale": None if entry.lr_scale is None else scale * entry.lr_scale,
-        "weight_decay": entry.weight_decay,
-        "optimizer": entry.name,
-        "clip_norm": None if entry.clip_norm is None else (index, entry.clip_norm),
-        "trains_from": entry.trains_from,
-        "trains_until": entry.trains_until,
-    }
-    return replace(asked, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _format_override(entry: ParameterGroup) -> str:
@@ -258,20 +259,13 @@ def _format_override(entry: ParameterGroup) -> str:
     return "".join(f" {text.format(value)}" for text, value in parts.items() if value is not None)
 
 
-def _no_match(pattern: str, names: list[str], index: int) -> ConfigError:
-    near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.0)
-    hint = f"The nearest are {', '.join(near)}"
-    key = f"optimizer.groups.{index}.match"
-    return ConfigError("C005", "matches no parameter", key=key, value=pattern, suggestion=hint)
-
-
 def layer_depths(model: nn.Module) -> dict[str, int]:
-    """The layer of each parameter by name, from 0 at the input, in the order that modules are held in.
+    """The layer of each parameter by name, from 0 at the input, in the order of modules.
 
-    A layer is a repeated block as `find_blocks` knows it (a transformer's layer, a residual block); in a
-    model without any, every module that holds a matrix of its own. What comes before the first (embeddings,
-    a stem) is one more layer below, what comes after the last one more above, if it holds a matrix (a head,
-    with the norm before it), and what lies between two belongs to the one before.
+    A layer is a repeated block of `find_blocks` (a transformer's layer, a residual block), or in a model
+    without any, a module that holds a matrix of its own. Parameters before the first (embeddings, a stem)
+    make one layer below; those after the last make one above if there is a matrix among them (a head, with
+    the norm before it); those between two belong to the one before.
 
     Source of the counting: Bao, Dong, Piao, Wei 2022, "BEiT", arXiv:2106.08254, whose code counts a vision
         transformer's embeddings, layers, and norm and head in this way.
@@ -309,9 +303,8 @@ class Window:
 class Freezing:
     """Parameters that train in a part of the run only.
 
-    A frozen parameter needs no gradient: it is not updated, has no weight decay, its momentum stands still,
-    and backward ends where nothing below trains. Its BatchNorm keeps measuring: running statistics are no
-    parameters.
+    A frozen parameter needs no gradient: it is not updated or decayed, its momentum stays, and backward ends
+    where nothing below trains. Running statistics of BatchNorm are still updated.
 
     Args:
         windows: of the parameters that some step freezes.
@@ -319,7 +312,7 @@ class Freezing:
         extendable: a longer run would freeze at the same steps.
 
     Raises:
-        ConfigError: C011 where no parameter at all trains in some step.
+        ConfigError: C011 if no parameter at all trains in some step.
     """
 
     def __init__(
@@ -335,7 +328,7 @@ class Freezing:
                 raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
 
     def apply(self, step: int) -> bool:
-        """Have those parameters take gradients that train in `step`; say whether that changed any."""
+        """Let only the parameters that train in `step` take gradients; return True if that changed any."""
         changed = False
         for window in self._windows:
             trains = window.first <= step < window.last

@@ -21,10 +21,9 @@ STATISTICS_SAMPLES = 4096
 
 def add_optimizer(context: BuildContext) -> None:
     """The optimizer of the parameters that train, its rates scaled for the batch."""
-    section, resolved, grouping = context.config.optimizer, context.resolved, context.grouping
-    groups = None if grouping.trivial else grouping.parts()
+    section, resolved = context.config.optimizer, context.resolved
     context.optimizer, resolved.optimizer = build_optimizer(
-        section.target, context.model, context.device, groups
+        section.target, context.model, context.device, context.grouping.parts()
     )
     resolved.lr_scaling = scale_for_batch(context.optimizer, section, context.config.batch_size)
     if context.precision.scaler is not None:
