@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
 
 WIDTH, INDENT = 80, 24
 """Columns of help, and where its texts begin."""
-_ON_KEYS = "key=value sets a key of the config: ptfast --help lists its groups."
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Flag:
 
     @property
     def attribute(self) -> str:
-        """What holds its value once a command line is read."""
+        """The attribute that holds its value once a command line is read."""
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
 
@@ -70,46 +68,22 @@ class Command:
     alone: bool = False
     imports_torch: bool = False
 
-    def __call__(self, args: Namespace) -> int:
-        """Run it."""
-        module, _, function = self.run.partition(".")
-        return getattr(importlib.import_module(f"ptfast.cli.{module}"), function)(args)
-
 
 def switch(names: str, help: str) -> Flag:
     """A flag without a value."""
     return Flag(names, help, read=None)
 
 
+def path(text: str) -> Path:
+    """A path, perhaps in the home folder."""
+    return Path(text).expanduser()
+
+
 COMMON = (
-    Flag("--config-dir", "folder of GROUP/OPTION.yaml and recipes/ to look in first", read=Path),
+    Flag("--config-dir", "folder of GROUP/OPTION.yaml and recipes/ to look in first", read=path),
     switch("--traceback", "show where an error comes from"),
     switch("--help -h", "show this"),
 )
-
-
-def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
-    """The flags and words of a command line.
-
-    Raises:
-        ConfigError: C015 for a flag that is not known or lacks its value, C006 for one given two values, C005
-            for a value that it cannot have, C001 and C016 for too many words and too few.
-    """
-    arguments, unknown = _parser(name, command).parse_known_intermixed_args(list(words))
-    if unknown:
-        raise _unknown_flag(unknown[0], list(words), command)
-    hint = f"Usage: ptfast {name} {command.usage}".rstrip()
-    if len(arguments.words) < command.min_words and not arguments.help:
-        raise ConfigError("C016", "an argument is missing", key=name, suggestion=hint)
-    if command.max_words is not None and (more := arguments.words[command.max_words :]):
-        raise ConfigError("C001", "one argument too many", key=more[0], suggestion=hint)
-    return arguments
-
-
-def help_of(name: str, command: Command) -> str:
-    """What `--help` prints of one command."""
-    text = _parser(name, command).format_help()
-    return f"Usage: ptfast {name} {command.usage}".rstrip() + "\n\n" + text.strip()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -118,45 +92,19 @@ class _Parser(argparse.ArgumentParser):
         flag = message.split(": ")[0].split()[-1].split("/")[0]
         if "ignored explicit argument" in message:
             raise ConfigError("C015", "takes no value", key=flag, suggestion=f"Write {flag} alone")
-        raise _lacks_value(flag)
-
-
-def _lacks_value(flag: str) -> ConfigError:
-    return ConfigError("C015", "needs a value", key=flag, suggestion=f"Write {flag} VALUE")
-
-
-class _Once(argparse.Action):
-    """Sets a value read from its text, once."""
-
-    def __init__(self, *args: Any, read: Callable[[str], Any], **keywords: Any) -> None:
-        super().__init__(*args, metavar="VALUE", **keywords)
-        self.read, self.given = read, False
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        key = self.option_strings[0]
-        if not values:
-            raise _lacks_value(key)
-        if self.given:
-            raise ConfigError("C006", "given twice", key=key, place=COMMAND_LINE, suggestion="Keep one")
-        self.given = True
-        try:
-            setattr(namespace, self.dest, self.read(values))
-        except ValueError as error:
-            what, _, hint = str(error).partition(". ")
-            details = {"key": key, "value": values, "place": COMMAND_LINE, "suggestion": hint or None}
-            raise ConfigError("C005", what, **details) from error
+        raise ConfigError("C015", "needs a value", key=flag, suggestion=f"Write {flag} VALUE")
 
 
 def _parser(name: str, command: Command) -> _Parser:
     summary = f"{command.summary[0].upper()}{command.summary[1:]}."
     if command.examples:
         summary += "\n\nExamples:\n" + "\n".join(f"  ptfast {example}" for example in command.examples)
+    takes_config = "key=value" in command.usage
     parser = _Parser(
         f"ptfast {name}",
         argparse.SUPPRESS,
         summary,
-        "key=value sets a key of the config: ptfast --help lists its groups."
-        * ("key=value" in command.usage),
+        "key=value sets a key of the config: ptfast --help lists its groups." if takes_config else None,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=WIDTH + 2),
         add_help=False,
         allow_abbrev=False,
@@ -166,11 +114,50 @@ def _parser(name: str, command: Command) -> _Parser:
     for flag in (*command.flags, *COMMON):
         keywords: dict[str, Any] = {"action": "store_true"}
         if flag.read is not None:
-            keywords = {"action": _Once, "read": flag.read, "default": flag.default}
+            keywords = {"action": "append", "metavar": "VALUE"}
         group.add_argument(
             *flag.names.split(), dest=flag.attribute, help=flag.help.replace("%", "%%"), **keywords
         )
     return parser
+
+
+def help_of(name: str, command: Command) -> str:
+    """What `--help` prints of one command."""
+    text = _parser(name, command).format_help()
+    return f"Usage: ptfast {name} {command.usage}".rstrip() + "\n\n" + text.strip()
+
+
+def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
+    """The flags and words of a command line.
+
+    Raises:
+        ConfigError: C015 for a flag that is not known or lacks its value, C006 for one given two values, C005
+            for a value that it cannot have, C001 and C016 for too many words and too few.
+    """
+    parser = _parser(name, command)
+    arguments, unknown = parser.parse_known_intermixed_args(list(words))
+    for flag in (*command.flags, *COMMON):
+        if flag.read is None:
+            continue
+        text, *more = getattr(arguments, flag.attribute) or [None]
+        if text == "":
+            parser.error(f"argument {flag.name}: expected one argument")
+        details: dict[str, Any] = {"key": flag.name, "place": COMMAND_LINE}
+        if more:
+            raise ConfigError("C006", "given twice", **details, suggestion="Keep one")
+        try:
+            setattr(arguments, flag.attribute, flag.default if text is None else flag.read(text))
+        except ValueError as error:
+            what, _, hint = str(error).partition(". ")
+            raise ConfigError("C005", what, **details, value=text, suggestion=hint or None) from error
+    if unknown:
+        raise _unknown_flag(unknown[0], list(words), command)
+    hint = f"Usage: ptfast {name} {command.usage}".rstrip()
+    if len(arguments.words) < command.min_words and not arguments.help:
+        raise ConfigError("C016", "an argument is missing", key=name, suggestion=hint)
+    if command.max_words is not None and (more := arguments.words[command.max_words :]):
+        raise ConfigError("C001", "one argument too many", key=more[0], suggestion=hint)
+    return arguments
 
 
 def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
@@ -236,8 +223,3 @@ def one_of(*choices: str) -> Callable[[str], str]:
         return text
 
     return read
-
-
-def path(text: str) -> Path:
-    """A path, perhaps in the home folder."""
-    return Path(text).expanduser()

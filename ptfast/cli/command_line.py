@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from ptfast.cli.arguments import COMMON, INDENT, WIDTH, Command, help_of, parse
@@ -55,7 +55,11 @@ def _dispatch(words: list[str]) -> int:
     if name == "__complete":
         from ptfast.config.editors.completion import complete
 
-        flags = {name: _flags(command, rest) for name, command in COMMANDS.items()}
+        flags = {}
+        for command_name, command in COMMANDS.items():
+            # Of `find lr` those of lr.
+            chosen = next((command.kinds[word] for word in rest if word in command.kinds), command)
+            flags[command_name] = [flag.name for flag in (*chosen.flags, *COMMON)]
         print("\n".join(complete(rest, flags, {name: c.kinds for name, c in COMMANDS.items() if c.kinds})))
         return EXIT_OK
     if name not in COMMANDS:
@@ -64,8 +68,13 @@ def _dispatch(words: list[str]) -> int:
     if args.help:
         print(help_of(called, command))
         return EXIT_OK
-    if args.config_dir is not None:
-        _search_in(args.config_dir)
+    if (folder := args.config_dir) is not None:
+        from ptfast.config.files import paths
+
+        if not folder.is_dir():
+            raise ConfigError("C001", "no such folder", key="--config-dir", value=folder, place=COMMAND_LINE)
+        # Looked in first by this process and those that it starts.
+        os.environ[paths.CONFIG_DIR] = str(folder.absolute())
     if COMMANDS[name].alone:
         from ptfast.core.distributed import nodes_from_environment, world
 
@@ -75,7 +84,8 @@ def _dispatch(words: list[str]) -> int:
     shows = getattr(args, "cfg", None) or getattr(args, "info", None)
     if (COMMANDS[name].alone or command.imports_torch) and not shows:
         say_starting()
-    return command(args)
+    module, _, function = command.run.partition(".")
+    return getattr(importlib.import_module(f"ptfast.cli.{module}"), function)(args)
 
 
 def read(name: str, words: list[str]) -> tuple[str, Command, Namespace]:
@@ -106,22 +116,6 @@ def _no_command(name: str) -> ConfigError:
     elif recipe_file(name):
         hint = f"Did you mean ptfast train +recipe={name}?"
     return ConfigError("C015", "no such command", key=name, suggestion=hint)
-
-
-def _flags(command: Command, words: Sequence[str]) -> list[str]:
-    """The flags of a command, for completion; of `find lr` those of lr."""
-    chosen = next((command.kinds[word] for word in words if word in command.kinds), command)
-    return [flag.name for flag in (*chosen.flags, *COMMON)]
-
-
-def _search_in(folder: Path) -> None:
-    """Look for options and recipes in `folder` first, in this process and those that it starts."""
-    from ptfast.config.files import paths
-
-    found = folder.expanduser().absolute()
-    if not found.is_dir():
-        raise ConfigError("C001", "no such folder", key="--config-dir", value=folder, place=COMMAND_LINE)
-    os.environ[paths.CONFIG_DIR] = str(found)
 
 
 def help_text(topic: str | None = None) -> str:

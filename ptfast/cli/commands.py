@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ptfast.cli.arguments import Command, Flag, number, one_of, path, pixels, seconds, switch
 
 _RUN = "[+recipe=NAME] [key=value ...]"
@@ -125,7 +123,7 @@ COMMANDS: dict[str, Command] = {
         (
             Flag("--metric", "figure to rank by, such as val.accuracy", default="auto"),
             Flag("--mode", "max or min: which way the figure is better", default="auto"),
-            Flag("--out", "page (.html) or picture (.png) to write", read=Path),
+            Flag("--out", "page (.html) or picture (.png) to write", read=path),
         ),
         ("compare RUN RUN --metric val.accuracy --out both.html",),
         min_words=1,
@@ -247,7 +245,7 @@ COMMANDS: dict[str, Command] = {
         "",
         "print a JSON Schema of recipe files, for editors",
         "listing_commands.schema",
-        (Flag("--out", "file to write", read=Path),),
+        (Flag("--out", "file to write", read=path),),
         max_words=0,
     ),
     "completion": Command(

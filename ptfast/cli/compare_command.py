@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from urllib.parse import quote
 
 from ptfast.cli.run_ranking import (
     SEED,
+    SPLITS,
     Label,
     Ranking,
     Variant,
     explained,
     figure_of,
     group_seeds,
-    metric_names,
     rank_runs,
 )
 from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write, shorten
 from ptfast.core.units import TOO_SHORT, duration, figure, is_fraction
 from ptfast.report.html.html_page import header, html_table, page
-from ptfast.report.html.run_files import RunFiles
+from ptfast.report.html.run_files import RunFiles, is_finite
 from ptfast.report.html.run_report import REPORT_FILE, chart_order
 from ptfast.report.html.svg_charts import Series, figure_title, is_logarithmic, line_chart, line_color, thin
 from ptfast.report.terminal.display import fits, table
@@ -64,7 +65,15 @@ def compare(args: Namespace) -> int:
     is_sweep = len(parents) == 1 and parents.pop().parent.name == "sweeps"
     ranking = rank_runs(run_dirs, metric, mode, is_sweep)
     if all(value is None for value in ranking.values) and metric != "auto":
-        known = sorted({name for run in ranking.runs for name in metric_names(run)})
+        known = {
+            f"{split}.{name}"
+            for run in ranking.runs
+            for split in SPLITS
+            for name in run.figures(split)
+            if name != "step"
+        }
+        known |= {name for run in ranking.runs for name, value in run.summary.items() if is_finite(value)}
+        known = sorted(known - {"exit_code"})
         hint = f"There are: {', '.join(known)}" if known else "None of the runs has figures yet"
         raise ConfigError("C005", "no run has this figure", key="--metric", value=metric, suggestion=hint)
     show(ranking)
@@ -130,8 +139,9 @@ def run_rows(ranking: Ranking) -> dict[str, list[str]]:
     columns = {"#": ["" if value is None else str(place) for place, value in enumerate(values, 1)]}
     columns |= {key: [label.get(key, "-") for label in ranking.labels] for key in ranking.keys}
     columns[metric] = [_cell(run, metric, value) for run, value in zip(runs, values, strict=True)]
-    for name in _others(ranking):
-        columns[COLUMNS.get(name, name)] = [_cell(run, name, figure_of(run, name)) for run in runs]
+    for name in (ranking.loss, *COLUMNS):
+        if name != metric:
+            columns[COLUMNS.get(name, name)] = [_cell(run, name, figure_of(run, name)) for run in runs]
     errors = [run.summary.get("error") for run in runs]
     columns["status"] = [
         f"{run.status}: {shorten(error, 60)}" if error else run.status
@@ -143,45 +153,39 @@ def run_rows(ranking: Ranking) -> dict[str, list[str]]:
 
 
 def _variant_rows(ranking: Ranking, variants: Sequence[Variant]) -> dict[str, list[str]]:
-    """The cells of a table of variants, by header."""
+    """The cells of a table of variants, by header; figures are means over the runs that did not fail."""
     metric = ranking.metric
     columns = {"#": [str(place) if variant.values else "" for place, variant in enumerate(variants, 1)]}
     keys = [key for key in ranking.keys if key != SEED]
     columns |= {key: [variant.label.get(key, "-") for variant in variants] for key in keys}
-    columns[metric] = [_written(metric, variant.average) for variant in variants]
-    columns["±95%"] = [_written(metric, variant.half_width) for variant in variants]
+    columns[metric] = [_cell(variant.runs[0], metric, variant.average) for variant in variants]
+    widths = [variant.half_width for variant in variants]
+    columns["±95%"] = [
+        "-" if width is None else _cell(variants[0].runs[0], metric, width) for width in widths
+    ]
     columns["seeds"] = [str(len(variant.values)) for variant in variants]
-    for name in _others(ranking):
-        means = [variant.mean(lambda run, name=name: figure_of(run, name)) for variant in variants]
-        columns[COLUMNS.get(name, name)] = [
-            _cell(variant.runs[0], name, mean) for variant, mean in zip(variants, means, strict=True)
-        ]
-    columns["status"] = [_statuses(variant) for variant in variants]
+    for name in (ranking.loss, *COLUMNS):
+        if name == metric:
+            continue
+        cells = columns[COLUMNS.get(name, name)] = []
+        for variant in variants:
+            found = [figure_of(run, name) for run in variant.runs if run.status != "failed"]
+            known = [value for value in found if value is not None]
+            cells.append(_cell(variant.runs[0], name, fmean(known) if known else None))
+    columns["status"] = []
+    for variant in variants:
+        counts = Counter(run.status for run in variant.runs)
+        several = ", ".join(f"{count} {status}" for status, count in counts.items())
+        columns["status"].append(several if len(counts) > 1 else variant.runs[0].status)
     return columns
 
 
-def _others(ranking: Ranking) -> list[str]:
-    """Figures that are shown beside the metric."""
-    return [name for name in (ranking.loss, *COLUMNS) if name != ranking.metric]
-
-
-def _statuses(variant: Variant) -> str:
-    """How the runs of a variant have ended: one word for all, or numbers of each."""
-    ended = [run.status for run in variant.runs]
-    counts = {status: ended.count(status) for status in dict.fromkeys(ended)}
-    return ended[0] if len(counts) == 1 else ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
 def _cell(run: RunFiles, name: str, value: float | None) -> str:
-    if value is None and name == "train_samples_per_s" and name in run.summary:
-        return TOO_SHORT
-    return _written(name, value)
-
-
-def _written(metric: str, value: float | None) -> str:
+    """A figure, or a mean of it, as a table shows it."""
     if value is None:
-        return "-"
-    name = metric.rpartition(".")[2]
+        too_short = name == "train_samples_per_s" and name in run.summary
+        return TOO_SHORT if too_short else "-"
+    name = name.rpartition(".")[2]
     return duration(value) if name.endswith("_s") and not name.endswith("_per_s") else figure(name, value)
 
 
@@ -200,18 +204,18 @@ def _report(run: RunFiles) -> Path:
     return report if report.is_file() else run.run_dir
 
 
-@dataclass(frozen=True)
-class Overlay:
-    """One chart: a figure of one split, a line for each run."""
+def _overlays(ranking: Ranking, max_names: int | None = None) -> Iterator[tuple[str, str, list[Series]]]:
+    """Charts with a line for each run: the figure, the title, the lines.
 
-    name: str
-    title: str
-    series: list[Series]
-
-
-def _overlays(ranking: Ranking, names: Sequence[str]) -> list[Overlay]:
-    runs = ranking.runs
-    overlays = []
+    A line is named by the run's rank, or its status if it has none, and by what tells the run apart; where
+    there are more runs than `max_names`, by the first alone.
+    """
+    runs, names = ranking.runs, []
+    told_apart = zip(runs, ranking.values, _pairs(ranking.labels), strict=True)
+    for place, (run, value, pairs) in enumerate(told_apart, 1):
+        rank = run.status if value is None else str(place)
+        full = shorten(f"{rank}: {', '.join(pairs) or run.run_dir.name}", 60)
+        names.append(rank if max_names is not None and len(runs) > max_names else full)
     for figure_name in chart_order(list(dict.fromkeys(name for run in runs for name in run.curves))):
         for split in ("val", "train"):
             curves = [run.curves.get(figure_name, {}).get(split, []) for run in runs]
@@ -219,19 +223,7 @@ def _overlays(ranking: Ranking, names: Sequence[str]) -> list[Overlay]:
             if series:
                 about_training = figure_name in ("lr", "samples_per_s")
                 title = figure_title(figure_name)
-                overlays.append(Overlay(figure_name, title if about_training else f"{split} {title}", series))
-    return overlays
-
-
-def _names(ranking: Ranking) -> list[str]:
-    """Runs by their rank, or their status where they have none, and what tells them apart."""
-    names = []
-    told_apart = zip(ranking.runs, ranking.values, _pairs(ranking.labels), strict=True)
-    for place, (run, value, pairs) in enumerate(told_apart, 1):
-        apart = ", ".join(pairs)
-        rank = run.status if value is None else str(place)
-        names.append(shorten(f"{rank}: {apart or run.run_dir.name}", 60))
-    return names
+                yield figure_name, title if about_training else f"{split} {title}", series
 
 
 def _pairs(labels: Sequence[Label]) -> list[list[str]]:
@@ -265,12 +257,10 @@ def _render(ranking: Ranking, folder: Path) -> str:
         )
         sentence = escape(_share_title(ranking))
         body += f'<h2>{sentence[0].upper()}{sentence[1:]}</h2><div class="card"><table>{bars}</table></div>'
-    # The names of many runs would take more room than their curves; the table above has them by number.
-    names = [name.partition(":")[0] if len(runs) > MOST_NAMES else name for name in _names(ranking)]
     last_step = max((run.last_step for run in runs), default=0)
-    charts = [
-        line_chart(chart.name, chart.series, last_step, chart.title) for chart in _overlays(ranking, names)
-    ]
+    # The names of many runs would take more room than their curves; the table above has them by number.
+    overlays = _overlays(ranking, max_names=MOST_NAMES)
+    charts = [line_chart(name, series, last_step, title) for name, title, series in overlays]
     if charts:
         body += f'<h2>Curves</h2><div class="grid2">{"".join(charts)}</div>'
     return page(title, body)
@@ -280,25 +270,23 @@ def _draw(ranking: Ranking, out: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    overlays, shares = _overlays(ranking, _names(ranking)), explained(ranking)
+    overlays, shares = [*_overlays(ranking)], explained(ranking)
     num_rows = max(1, (len(overlays) + bool(shares) + 1) // 2)
     picture = Figure(figsize=(11, 3.2 * num_rows + 0.8), layout="constrained")
     lines = {}
-    for index, chart in enumerate(overlays):
+    for index, (name, title, series) in enumerate(overlays):
         axes = picture.add_subplot(num_rows, 2, index + 1)
-        for series in chart.series:
-            style, color = "--" if series.color // 10 % 2 else "-", f"C{series.color % 10}"
-            (lines[series.name],) = axes.plot(
-                *zip(*thin(series.points), strict=True), style, color=color, lw=1.4
-            )
-        values = [value for series in chart.series for _, value in series.points]
-        if chart.name.endswith("_per_s"):
+        for line in series:
+            style, color = "--" if line.color // 10 % 2 else "-", f"C{line.color % 10}"
+            (lines[line.name],) = axes.plot(*zip(*thin(line.points), strict=True), style, color=color, lw=1.4)
+        values = [value for line in series for _, value in line.points]
+        if name.endswith("_per_s"):
             axes.set_ylim(bottom=0)
-        elif is_fraction(chart.name):
+        elif is_fraction(name):
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        elif is_logarithmic(chart.name, min(values), max(values)):
+        elif is_logarithmic(name, min(values), max(values)):
             axes.set_yscale("log")
-        axes.set_title(chart.title, fontsize=11, loc="left")
+        axes.set_title(title, fontsize=11, loc="left")
         axes.set_xlabel("step")
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)

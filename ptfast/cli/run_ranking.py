@@ -1,12 +1,12 @@
-"""Runs ranked by one figure, the seeds of a variant taken together, and what each key has to do with it."""
+"""Rank runs by one figure, average over seeds, and say how much of its variance each key explains."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ptfast.config.schema import flatten, with_defaults
 from ptfast.core.errors import shorten
@@ -48,7 +48,8 @@ class Ranking:
     @property
     def loss(self) -> str:
         """The loss of the split that ranks the runs."""
-        return f"{self.metric.partition('.')[0]}.loss" if "." in self.metric else "best.loss"
+        split, dot, _ = self.metric.partition(".")
+        return f"{split if dot else 'best'}.loss"
 
 
 @dataclass(frozen=True)
@@ -73,27 +74,25 @@ class Variant:
             return None
         return t_quantile(0.975, count - 1) * statistics.stdev(self.values) / count**0.5
 
-    def mean(self, figure_of: Callable[[RunFiles], float | None]) -> float | None:
-        """The mean of a figure over the runs that have it and did not fail; None where none has."""
-        found = [figure_of(run) for run in self.runs if run.status != "failed"]
-        known = [value for value in found if value is not None]
-        return statistics.fmean(known) if known else None
-
 
 def rank_runs(
     run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto", is_sweep: bool = False
 ) -> Ranking:
-    """Order runs by `metric`; nothing that is missing raises.
+    """Order runs by `metric`; a run without it comes last.
 
     Args:
-        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; `auto`: what the runs' own
-            `best` follows.
+        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; `auto`: the figure that
+            the runs' own `best` follows.
         mode: `max` or `min`; `auto` judges by the metric's name.
         is_sweep: tell the runs apart by the arguments in which they differ, not by the whole config.
     """
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
     if metric == "auto":
-        metric = _default_metric(runs)
+        followed = (run.summary.get("best_metric") for run in runs)
+        logged = (
+            f"{split}.{name}" for split in SPLITS for run in runs if (name := headline(run.figures(split)))
+        )
+        metric = str(next(filter(None, followed), None) or next(logged, "best.loss"))
     if mode == "auto":
         mode = better_mode(metric)
     values = [None if run.status == "failed" else figure_of(run, metric) for run in runs]
@@ -105,7 +104,7 @@ def rank_runs(
 
 
 def group_seeds(ranking: Ranking) -> list[Variant]:
-    """The variants of which at least one was trained with several seeds, best first; none where none was."""
+    """The variants, best first, if at least one was trained with several seeds; else none."""
     if SEED not in ranking.keys:
         return []
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
@@ -127,14 +126,14 @@ def group_seeds(ranking: Ranking) -> list[Variant]:
 def explained(ranking: Ranking) -> dict[str, float | None]:
     """The share of the metric's variance that each key explains by itself, the largest first.
 
-    It is epsilon squared of a one-way analysis of variance: the variance between the means of a key's
-    values, less what as many values would explain by chance, over that of all runs. What keys do only
-    together, and noise, is in no share; where runs are no full grid, keys that go together share theirs. A
-    number of which most runs have their own value is cut into a lower, a middle and an upper third.
+    This is epsilon squared of a one-way analysis of variance: the variance between the means of a key's
+    values, less what as many values would explain by chance, over the variance of all runs. Interactions of
+    keys and noise belong to no share; unless the runs form a full grid, keys that vary together share theirs.
+    A number that differs in most runs is cut into a lower, a middle and an upper third.
 
     Returns:
-        None for a key of which there is no second run with a value. Nothing for fewer than `LEAST_RUNS` runs
-        with the metric, fewer than two keys, or runs that are all equal.
+        None for a key that has no value twice. Empty for fewer than `LEAST_RUNS` runs with the metric, fewer
+        than two keys, or runs that are all equal.
 
     Source: Kelley 1935, An unbiased correlation ratio measure.
     """
@@ -142,11 +141,19 @@ def explained(ranking: Ranking) -> dict[str, float | None]:
     values = [value for value in ranking.values if value is not None]
     if len(ranking.keys) < 2 or len(values) < LEAST_RUNS or max(values) == min(values):
         return {}
+    whole = statistics.pvariance(values) * len(values)
     shares: dict[str, float | None] = {}
     for key in ranking.keys:
-        levels = _levels([label.get(key, "") for label in labels])
-        if len({*levels}) > 1:
-            shares[key] = _epsilon_squared(levels, values)
+        groups: dict[object, list[float]] = {}
+        for level, value in zip(_levels([label.get(key, "") for label in labels]), values, strict=True):
+            groups.setdefault(level, []).append(value)
+        if len(groups) < 2:
+            continue
+        shares[key] = None
+        if num_spare := len(values) - len(groups):
+            within = sum(statistics.pvariance(group) * len(group) for group in groups.values())
+            by_chance = (len(groups) - 1) * within / num_spare
+            shares[key] = max(0.0, (whole - within - by_chance) / whole)
     return dict(sorted(shares.items(), key=lambda item: -1.0 if item[1] is None else item[1], reverse=True))
 
 
@@ -162,18 +169,6 @@ def _levels(texts: Sequence[str]) -> Sequence[object]:
     return [distinct.index(number) * 3 // len(distinct) for number in numbers]
 
 
-def _epsilon_squared(levels: Sequence[object], values: Sequence[float]) -> float | None:
-    groups: dict[object, list[float]] = {}
-    for level, value in zip(levels, values, strict=True):
-        groups.setdefault(level, []).append(value)
-    num_spare = len(values) - len(groups)
-    if num_spare == 0:
-        return None
-    whole = statistics.pvariance(values) * len(values)
-    within = sum(statistics.pvariance(group) * len(group) for group in groups.values())
-    return max(0.0, (whole - within - (len(groups) - 1) * within / num_spare) / whole)
-
-
 def figure_of(run: RunFiles, metric: str) -> float | None:
     """A run's figure by its name with or without a split, or by a key of summary.json."""
     split, dot, name = metric.partition(".")
@@ -184,27 +179,10 @@ def figure_of(run: RunFiles, metric: str) -> float | None:
     return next((float(value) for value in candidates if is_finite(value)), None)
 
 
-def metric_names(run: RunFiles) -> list[str]:
-    """The figures that a run can be ranked by."""
-    names = [f"{split}.{name}" for split in SPLITS for name in run.figures(split) if name != "step"]
-    return names + [name for name, value in run.summary.items() if is_finite(value) and name != "exit_code"]
-
-
 def _place(value: float | None, mode: str) -> tuple[bool, float]:
     if value is None:
         return True, 0.0
     return False, -value if mode == "max" else value
-
-
-def _default_metric(runs: Sequence[RunFiles]) -> str:
-    for run in runs:
-        if followed := run.summary.get("best_metric"):
-            return str(followed)
-    for split in SPLITS:
-        for run in runs:
-            if name := headline(run.figures(split)):
-                return f"{split}.{name}"
-    return "best.loss"
 
 
 def _argument_differences(runs: Sequence[RunFiles]) -> list[Label]:
@@ -234,13 +212,15 @@ def _config_differences(runs: Sequence[RunFiles]) -> list[Label]:
         targets = {str(config.get(f"{section}._target_")) for config in readable}
         if len(targets) == 1 or all(key in config for config in readable):
             differing.append(key)
-    return [
-        {key.removesuffix("._target_"): _short(key, config[key]) for key in differing if key in config}
-        for config in flat
-    ]
-
-
-def _short(key: str, value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value).rpartition(".")[2] if key.endswith("_target_") else shorten(value, 30)
+    labels: list[Label] = []
+    for config in flat:
+        label = {}
+        for key in (key for key in differing if key in config):
+            value, text = config[key], shorten(config[key], 30)
+            if value is None or isinstance(value, bool):
+                text = json.dumps(value)
+            elif key.endswith("_target_"):
+                text = str(value).rpartition(".")[2]
+            label[key.removesuffix("._target_")] = text
+        labels.append(label)
+    return labels

@@ -40,7 +40,7 @@ OUTPUT = "output.log"
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP has reached the sweep: running jobs save, and no other starts."""
+    """The sweep received SIGTERM or SIGHUP: running jobs save, and no other starts."""
 
 
 class JobError(Exception):
@@ -48,7 +48,7 @@ class JobError(Exception):
 
     def __init__(self, exit_code: int, reason: str) -> None:
         super().__init__(exit_code, reason)
-        self.exit_code, self.reason = exit_code, reason
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SweepJob:
         run: the command line: takes its words and returns the exit code.
         folder: the sweep's; a job's run directory is `<folder>/<number>`.
         num_parallel: how many train at a time.
-        gpus: one for each of those, as `CUDA_VISIBLE_DEVICES` names them; none leaves every job all.
+        gpus: one for each of those, as `CUDA_VISIBLE_DEVICES` names them; if empty, every job sees all.
     """
 
     run: Callable[[list[str]], int]
@@ -83,17 +83,24 @@ class SweepJob:
         run_dir.mkdir(parents=True, exist_ok=True)
         slot = min({*range(self.num_parallel)} - {*self._running})
         points = [word for word in composed.arguments if not word.startswith("hydra")]
-        said = " ".join(word.removeprefix("++") for word in redact(points)) or "defaults"
-        print(f"{'' if self.num_parallel > 1 else chr(10)}job {number}: {said}", flush=True)
-        # What is for the sweep means nothing to a single run, which would warn of it.
+        shown = " ".join(word.removeprefix("++") for word in redact(points)) or "defaults"
+        print(f"{'' if self.num_parallel > 1 else chr(10)}job {number}: {shown}", flush=True)
+        # A single run would warn of the sweep's own keys.
         alone = [word for word in points if not word.startswith("sweep.")]
+        environment, output = {}, None
+        if self.num_parallel > 1:
+            output = run_dir / OUTPUT
+            threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // self.num_parallel))
+            environment = {"OMP_NUM_THREADS": threads, "LOCAL_WORLD_SIZE": str(self.num_parallel)}
+            if self.gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         process = warm_process(
             self.run,
             ["train", *alone, f"run.dir={quoted(run_dir)}"],
             # Its decoder reads JPEG files.
             modules=["torchvision"] if re.search("torchvision|'decoder'", str(composed.tree)) else [],
-            environment=self._share(slot),
-            output=run_dir / OUTPUT if self.num_parallel > 1 else None,
+            environment=environment,
+            output=output,
         )
         self._running[slot] = run_dir, process
         start_process(process)
@@ -108,16 +115,6 @@ class SweepJob:
                 if self.num_parallel > 1:
                     print(f"job {run_dir.name}: {_ending(run_dir, process.exitcode)}", flush=True)
 
-    def _share(self, slot: int) -> dict[str, str]:
-        """The environment that gives a job its share of the machine; none where it has all of it."""
-        if self.num_parallel == 1:
-            return {}
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // self.num_parallel))
-        share = {"OMP_NUM_THREADS": threads, "LOCAL_WORLD_SIZE": str(self.num_parallel)}
-        if self.gpus:
-            share["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
-        return share
-
     def _objective(self, composed: Composed, run_dir: Path, process: BaseProcess) -> float | None:
         while (run_dir, process) in self._running.values():
             self._wait()
@@ -130,7 +127,7 @@ class SweepJob:
 
 
 def _ending(run_dir: Path, code: int) -> str:
-    """How a job has ended, by its summary, or by its exit code where it wrote none."""
+    """How a job has ended, by its summary, or by its exit code if it wrote none."""
     summary = run_directory.read_json(run_dir / run_directory.SUMMARY)
     status = summary.get("status") if code == EXIT_OK else None
     return str(summary.get("error") or status or ENDINGS.get(code) or f"exit code {code}")
@@ -153,14 +150,19 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     start_s = time.monotonic()
     results: list[JobResult] = []
     ended_by: BaseException | None = None
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise Terminated
+
     caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, _terminate) for number in caught}
+    previous = {number: signal.signal(number, terminate) for number in caught}
     try:
         job = SweepJob(run, folder.absolute(), num_parallel, gpus)
         results = run_sweep(arguments, job, folder, lambda composed: validate(composed.tree, composed.place))
     except (KeyboardInterrupt, Terminated) as error:
         ended_by = error
-        # They save and leave. Ctrl-C has reached them, too.
+        # Running jobs save and leave; Ctrl-C has reached them as well.
         running = multiprocessing.active_children()
         for process in running if isinstance(error, Terminated) else ():
             process.terminate()
@@ -182,13 +184,8 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     return next((e.exit_code if isinstance(e, (JobError, PtfastError)) else 1 for e in errors), EXIT_OK)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise Terminated
-
-
 def _resolve_parallel(config: Config, given: Sequence[Argument]) -> tuple[int, list[str]]:
-    """How many jobs train at a time, and the GPUs to share out among them."""
+    """How many jobs train at a time, and the GPUs to distribute among them."""
     parallel = config.sweep.parallel
     if parallel == 1:
         return 1, []
