@@ -1,4 +1,4 @@
-"""`ptfast launch`: reads what is asked for, and submits it to a cluster or prints it."""
+"""`ptfast launch`: submits a training to a cluster, or prints what would be submitted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ptfast.config.compose import Composed
 
 OF_MACHINE = ("C012", "E004", "E005")
-"""Errors about the machine that submits, which need not be able to train."""
+"""Errors about this machine, which submits and need not be able to train."""
 WRITERS: dict[str, Callable[[Job], str]] = {"slurm": slurm, "ray": ray}
 SUBMIT = {"slurm": ("sbatch",), "ray": (sys.executable, "-")}
 """The command that reads a job from its standard input."""
@@ -50,6 +50,7 @@ def launch(args: Namespace) -> int:
 
 def _job(args: Namespace) -> Job:
     from ptfast.config.compose import compose
+    from ptfast.core.run_directory import new_folder
 
     kind, _, number = (args.gpus or "").rpartition(":")
     if args.gpus and (not number.isdecimal() or int(number) == 0):
@@ -65,10 +66,16 @@ def _job(args: Namespace) -> Job:
         added.append("parallel=ddp")
     if num_gpus and num_gpus > 1 and args.kind == "slurm" and (alone or parallel["nproc"] == "auto"):
         added.append(f"parallel.nproc={num_gpus}")
-    name = composed.tree["run"]["name"] or composed.recipe or "train"
+    run = composed.tree["run"]
+    name = run["name"] or composed.recipe or "train"
+    # A job that is started again resumes, unless the user has said otherwise.
+    if not run["dir"]:
+        added.append(f"run.dir={new_folder(Path(run['root']).absolute(), name)}")
+    if run["resume"] == "never":
+        added.append("run.resume=auto")
     limit_s = getattr(args, "time", None)
     return Job(
-        words=(*args.words, *added, *_resumable(composed, name)),
+        words=(*args.words, *added),
         name=allowed_name(name),
         num_nodes=args.nodes,
         gpu_type=kind or None,
@@ -80,7 +87,7 @@ def _job(args: Namespace) -> Job:
 
 
 def _check_config(composed: Composed, num_ranks: int) -> None:
-    """Check a config as far as that can be done from here: the nodes are other machines."""
+    """Check the config, except for errors about this machine: the nodes are others."""
     from ptfast.config.checks.validate import check_batch, validate
 
     try:
@@ -94,14 +101,3 @@ def _check_config(composed: Composed, num_ranks: int) -> None:
         raise ConfigError("C011", what, key="parallel.nnodes", value=num_nodes, suggestion=hint)
     accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
     check_batch(config.batch_size, config.micro_batches, num_ranks, accumulate, first)
-
-
-def _resumable(composed: Composed, name: str) -> Iterator[str]:
-    """The words with which a job that is started again goes on, where the user has given none."""
-    from ptfast.core.run_directory import new_folder
-
-    run = composed.tree["run"]
-    if not run["dir"]:
-        yield f"run.dir={new_folder(Path(run['root']).absolute(), name)}"
-    if run["resume"] == "never":
-        yield "run.resume=auto"

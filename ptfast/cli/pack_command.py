@@ -1,4 +1,4 @@
-"""`ptfast pack`: turn images or text into a pack once, so that training starts at once."""
+"""`ptfast pack`: convert images or text once, so that training starts immediately."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _plan(source: Path, args: Namespace) -> Plan:
 
 
 def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
-    """Say what was made, what was left out, and how to train from it."""
+    """Say what was packed, what was skipped, and how to train from it."""
     samples = sum(split.samples for split in manifest.splits.values())
     size = sum(split.bytes for split in manifest.splits.values())
     what, data = f"{grouped(samples)} images", f"imagefolder data.root={folder}"
@@ -139,12 +139,11 @@ _REDRAW_S = 0.1
 
 
 class Counter:
-    """Shows a count on its way to a total.
+    """Progress towards a total: a bar that is redrawn on a terminal, lines elsewhere.
 
     Args:
-        what: is being done, such as `packing`.
-        unit: what is counted, in the plural; `bytes` are shown in larger units of them.
-        total: where it ends.
+        what: the work, such as `packing`.
+        unit: what is counted, in the plural; `bytes` are scaled to KiB, MiB, ...
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class Counter:
         self._start_s = self._next_s = now()
 
     def show(self, count: int) -> None:
-        """The count is at `count`; the first call says where it began, and the rate is from there on."""
+        """Show that `count` are done; the rate is measured from the first call."""
         now = self._now()
         if self._first is None:
             self._first, self._start_s = count, now
@@ -188,7 +187,7 @@ class Counter:
             self._write(f"{self._what} {text}\n")
 
     def close(self) -> None:
-        """Leave the terminal at the start of a line of its own."""
+        """Clear the bar."""
         if self._redraws and self._first is not None:
             self._write("\r\x1b[K")
 

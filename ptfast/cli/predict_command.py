@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def predict(args: Namespace) -> int:
-    """Predict for files, or go on from a prompt."""
+    """Predict for files, or continue a prompt."""
     path, *words = args.words
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
     paths = [word for word in words if word not in overrides]
@@ -48,17 +48,16 @@ def predict(args: Namespace) -> int:
 def predict_files(
     config: Config, state_folder: Path, paths: list[str], out: str | None = None, masks: Path | None = None
 ) -> int:
-    """Write one record per input: where it came from, and what the task predicts; in words on a terminal.
+    """Write one record per input: its source and the prediction; in words on a terminal.
 
     Args:
         paths: image files or folders of them, `.npy`/`.npz` arrays, or text files with one input a line.
         masks: folder to write predicted masks to, whose files then stand in the records.
 
     Raises:
-        DataError: D001, D005 for what cannot be read; an image is left out with a warning, unless all are.
+        DataError: D001, D005 for inputs that cannot be read; images are skipped with a warning, unless all
+            of them fail.
     """
-    import torch
-
     from ptfast.data.new_inputs import read_inputs
     from ptfast.training.evaluate import averaged_over_views
     from ptfast.training.saved_model import load_saved
@@ -91,12 +90,13 @@ def predict_files(
             for source, record in zip(names, records, strict=True):
                 if masks is not None:
                     record["mask"] = _write_mask(masks, source, record)
-                if out is None and is_terminal(standard_output()):
-                    say(f"{source}: {_told(record)}")
-                    continue
-                lines.append(json.dumps({"input": source, **record}))
-                if out is None:
-                    print(lines.pop(), flush=True)
+                line = json.dumps({"input": source, **record})
+                if out is not None:
+                    lines.append(line)
+                elif is_terminal(standard_output()):
+                    say(f"{source}: {_in_words(record)}")
+                else:
+                    print(line, flush=True)
     if unreadable and not num_predicted:
         raise unreadable[0]
     if out is not None:
@@ -126,7 +126,7 @@ def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
 def continue_prompt(
     config: Config, state_folder: Path, prompt: str, out: str | None = None, **sampling: Any
 ) -> int:
-    """Write the prompt and what a language model says after it, as plain text.
+    """Write the prompt and its continuation by a language model, as plain text.
 
     Args:
         sampling: keywords of `generate`, drawn from the config's `seed`.
@@ -135,9 +135,6 @@ def continue_prompt(
         ConfigError: C011 for a run that models no text, C005 for a prompt without a token.
         DataError: D005 for a token that the model does not know.
     """
-    import torch
-
-    from ptfast.cli.predict_command import generate
     from ptfast.data.decoding.text_tokenizer import tokenizer_of
     from ptfast.training.saved_model import load_saved
     from ptfast.training.user_code import naming_user_code
@@ -179,7 +176,7 @@ def _write(text: str, out: str) -> None:
         raise cannot_write(error, "--out", out) from error
 
 
-def _told(record: Mapping[str, Any]) -> str:
+def _in_words(record: Mapping[str, Any]) -> str:
     """A prediction in words: the likeliest classes with their probabilities, or every entry by name."""
     if isinstance(top := record.get("top"), dict):
         return ", ".join(f"{name} {share:.1%}" for name, share in top.items())
@@ -199,19 +196,19 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Draw tokens that go on from `tokens`.
+    """Continue `tokens` with tokens drawn from the model.
 
-    Models of transformers do so by their own `generate`, with what attention has computed kept, and end where
-    their end token is drawn. Any other reads the last `context_length` tokens again for each new one.
+    Models of transformers use their own `generate`, which caches attention and ends at their end token. Any
+    other model reads the last `context_length` tokens again for each new one.
 
     Args:
         model: maps tokens (batch, length) to logits of the next ones (batch, length, classes), in evaluation.
         tokens: of the prompt, (length,), on the device of the model.
-        vocab_size: tokens that may be drawn; logits of a model may be of more.
+        vocab_size: tokens that may be drawn; the model may have logits for more.
         context_length: tokens that the model was trained on.
         num_new: tokens to draw, at most.
         temperature: above 0; logits are divided by it.
-        top_k: how many of the likeliest tokens there are to choose from; None for all, 1 for no choice.
+        top_k: draw from this many of the likeliest tokens; None for all.
         seed: of the draws; the same on any device up to its rounding.
 
     Returns:
