@@ -11,23 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks
-from ptfast.core.protocols import (
-    Callback,
-    DataInfo,
-    EvalLoader,
-    Logger,
-    RunDisplay,
-    StepBatch,
-    Task,
-    TrainLoader,
-    hooks,
-)
+from ptfast.core.plain_display import Display
+from ptfast.core.protocols import Callback, DataInfo, Logger, StepBatch, Task, hooks
 from ptfast.core.resolved import Progress, Resolved
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ptfast.data.loaders.build_loaders import EvaluationLoader, Loader
     from ptfast.data.streams.stream_loaders import Marks
     from ptfast.optim.parameter_groups import Freezing
     from ptfast.techniques.compile.compilation import Compilation
@@ -117,7 +109,7 @@ class Run:
     device: torch.device
     ranks: Ranks
     clock: Clock
-    display: RunDisplay
+    display: Display
     logger: Logger
 
     model: nn.Module
@@ -137,8 +129,8 @@ class Run:
     """None where nothing is compiled."""
     freezing: Freezing | None
     """None where the same parameters train throughout."""
-    train_loader: TrainLoader
-    eval_loaders: dict[str, EvalLoader]
+    train_loader: Loader
+    eval_loaders: dict[str, EvaluationLoader]
     marks: Marks | None
     """None for data that is not iterable."""
     unreadable: Callable[[], list[str]] | None

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ptfast.core.errors import ConfigError, ParallelError, text_of
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+MEET_S = 600.0
+"""How long ranks wait for each other's notes in their store."""
 _stores: list[Any] = []
-"""The store of the ranks, once it is open: that of the first serves the others for as long as it is kept."""
+"""The ranks' store, once it is open: the first rank's serves the others for as long as it is kept."""
 THREADS_VARIABLE = "PTFAST_THREADS"
 """The user's OMP_NUM_THREADS before ptfast launched its ranks; torchrun sets it to 1 itself."""
 
@@ -27,18 +29,19 @@ WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Starter(NamedTuple):
-    """A program that starts processes without setting any of `WORLD`."""
+    """A program that starts processes without setting any of `WORLD`: its variables, and commands instead.
+
+    Args:
+        size: variable with the number of processes; `rank` and `local_size` likewise.
+        one: the command for a single process here, with the cores of all.
+        each: the command for one process on each of several machines.
+    """
 
     size: str
-    """The variable with their number."""
     rank: str
-    """The one with this process's place."""
     local_size: str
-    """The one with their number on this machine."""
     one: str
-    """The command for a single process here, with the cores of all."""
     each: str
-    """The command for one on each of several machines."""
 
 
 STARTERS = {
@@ -86,16 +89,16 @@ def under_torchrun() -> bool:
 
 
 def world(*, meets: bool = False) -> Ranks | None:
-    """This process's place among the ranks that somebody has started; None where it is none of them.
+    """This process's place among the ranks that were started; None if it is not one of them.
 
     It is read from `WORLD`, set by torchrun or by any engine that sets all of it.
 
     Args:
-        meets: it has been told how to find processes on other machines, if there are any.
+        meets: this process knows how to find processes on other machines, if there are any.
 
     Raises:
-        ParallelError: P002 for variables that make no sense, and where several processes were started that
-            do not know of each other: each would train by itself. The first says so; others exit.
+        ParallelError: P002 for variables that make no sense, and for several processes that do not know of
+            each other and would each train alone. The first says so; the others exit.
     """
     if not under_torchrun() and not all(map(os.environ.get, WORLD)):
         if not (meets or nodes_from_environment()):
@@ -126,35 +129,29 @@ def _refuse_several() -> None:
     get = os.environ.get
     if "RANK" in os.environ and get("WORLD_SIZE", "1") != "1":
         missing = [name for name in WORLD if not get(name)]
-        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and {_ALONE}"
+        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+        rank, key, size = get("RANK", ""), "WORLD_SIZE", get("WORLD_SIZE")
         hint = f"{_TORCHRUN.format('N', 'M', 'HOST')}, or set what is missing"
-        _refuse(get("RANK", ""), what, hint, "WORLD_SIZE", get("WORLD_SIZE"))
-    for name, starter in STARTERS.items():
-        if starter.rank in os.environ and get(starter.size, "1") != "1":
-            size = _number(starter.size)
-            hint = _command(starter, size)
-            _refuse(
-                get(starter.rank, ""), f"{name} has started {size}, and {_ALONE}", hint, starter.size, size
-            )
-
-
-def _command(starter: Starter, size: int) -> str:
-    """Return the command for one run in place of `size` processes."""
-    nodes = _number("SLURM_STEP_NUM_NODES", "1") if starter.size.startswith("SLURM") else 1
-    local_size = _number(starter.local_size, str(max(1, size // nodes)))
-    nodes = -(-size // local_size)
-    cores = local_size * _number("SLURM_CPUS_PER_TASK", "1")
-    if nodes == 1:
-        return f"{starter.one.format(cores=cores)}ptfast train ... parallel=ddp parallel.nproc={size}"
-    return starter.each.format(nodes=nodes, cores=cores) + _TORCHRUN.format(
-        nodes, local_size, socket.gethostname()
-    )
-
-
-def _refuse(rank: str, what: str, command: str, key: str, value: Any) -> NoReturn:
+    else:
+        started = (name for name, each in STARTERS.items() if each.rank in os.environ)
+        name = next((name for name in started if get(STARTERS[name].size, "1") != "1"), None)
+        if name is None:
+            return
+        starter = STARTERS[name]
+        key, size, rank = starter.size, _number(starter.size), get(starter.rank, "")
+        what = f"{name} has started {size}"
+        nodes = _number("SLURM_STEP_NUM_NODES", "1") if name == "srun" else 1
+        local_size = _number(starter.local_size, str(max(1, size // nodes)))
+        nodes = -(-size // local_size)
+        cores = local_size * _number("SLURM_CPUS_PER_TASK", "1")
+        if nodes == 1:
+            hint = f"{starter.one.format(cores=cores)}ptfast train ... parallel=ddp parallel.nproc={size}"
+        else:
+            torchrun = _TORCHRUN.format(nodes, local_size, socket.gethostname())
+            hint = starter.each.format(nodes=nodes, cores=cores) + torchrun
     if rank not in ("", "0"):
         raise SystemExit(ParallelError.exit_code)
-    raise ParallelError("P002", what, key=key, value=value, suggestion=f"Run {command}")
+    raise ParallelError("P002", f"{what}, and {_ALONE}", key=key, value=size, suggestion=f"Run {hint}")
 
 
 def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> None:
@@ -178,8 +175,8 @@ def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> 
 
 def _refuse_shared_gpu(mine: str, ranks: Ranks, timeout_s: float) -> None:
     """Compare the GPUs of this machine's ranks, each of which sees only some of them."""
-    store, first = _open_store(ranks, timeout_s), ranks.rank - ranks.local_rank
-    with _meeting():
+    first = ranks.rank - ranks.local_rank
+    with _meeting(timeout_s) as store:
         store.set(_place(f"gpu/{ranks.rank}"), mine)
         places = [_place(f"gpu/{first + number}") for number in range(ranks.num_local_ranks)]
         num_gpus = len({store.get(place) for place in places})
@@ -188,16 +185,23 @@ def _refuse_shared_gpu(mine: str, ranks: Ranks, timeout_s: float) -> None:
         raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={num_gpus}")
 
 
-def destroy_process_group() -> None:
-    """Leave the process group, if one was joined."""
+def joined() -> bool:
+    """Return True if this process is in a process group."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    return dist.is_available() and dist.is_initialized()
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if one was joined."""
+    if joined():
+        import torch.distributed as dist
+
         dist.destroy_process_group()
 
 
 def abort_process_group() -> None:
-    """End what waits for other ranks, in whichever thread: of GPUs, whose collectives nothing else ends."""
+    """End every wait for other ranks, in any thread: nothing else ends collectives of GPUs."""
     import torch.distributed as dist
 
     with contextlib.suppress(Exception):
@@ -214,10 +218,10 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def gathered(own: Tensor, num_ranks: int) -> Tensor:
-    """The flat tensor `own` of each rank, one after another, on every rank: (num_ranks, values)."""
+    """Gather the flat tensor `own` of each rank on every rank: (num_ranks, values)."""
     import torch.distributed as dist
 
-    # torch 2.14 deprecates the name that older versions have it by.
+    # torch 2.14 renames this function and deprecates the old name.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     of_all = own.new_empty(num_ranks * len(own))
     gather(of_all, own)
@@ -225,11 +229,9 @@ def gathered(own: Tensor, num_ranks: int) -> Tensor:
 
 
 def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int]]]:
-    """Return a function that begins to sum numbers over the ranks and returns one that waits for the sums.
+    """Return a function that starts to sum numbers over the ranks and returns one that waits for the sums.
 
-    No device is involved.
-
-    To be called on all ranks at once: they open a channel of their own for it.
+    To be called on all ranks at once: they open a channel of their own. No device is involved.
     """
     if num_ranks == 1:
         return lambda numbers: lambda: list(numbers)
@@ -249,13 +251,6 @@ def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int
         return finish
 
     return begin
-
-
-def joined() -> bool:
-    """Return True if this process is in a process group."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
 
 
 def on_all_ranks(value: T, num_ranks: int) -> list[T]:
@@ -286,10 +281,10 @@ def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
 
 
 def once_per_machine(compute: Callable[[], T]) -> T:
-    """The result of `compute` on the first rank of each machine, on all its ranks; what it raises, all raise.
+    """Call `compute` on the first rank of each machine and return its result, or raise its error, on all.
 
-    For what is the same on every rank and takes a while, such as checksums of files. To be called on all
-    ranks at once; without a process group this process computes for itself.
+    For slow work with the same result on every rank, such as checksums of files. To be called on all ranks
+    at once; without a process group this process computes for itself.
     """
     if not joined():
         return compute()
@@ -304,9 +299,9 @@ def once_per_machine(compute: Callable[[], T]) -> T:
 
 
 def once_per_rank(compute: Callable[[], T], ranks: Ranks) -> list[T]:
-    """The result of `compute` on each rank, on every rank; what one of them raises, all raise.
+    """The result of `compute` on each rank, on every rank; an error of one is raised on all.
 
-    To be called on all ranks at once: none goes on before all have come to their end.
+    To be called on all ranks at once; each waits until all have computed.
     """
     answers = on_all_ranks(_attempt(compute), ranks.num_ranks)
     for _, error in answers:
@@ -322,21 +317,20 @@ def _attempt(compute: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def broadcast_text(word: str | None, ranks: Ranks, place: str = "word", timeout_s: float = 600.0) -> str:
+def broadcast_text(word: str | None, ranks: Ranks, name: str = "word") -> str:
     """The first rank's `word`, on every rank, over their store: needs no process group yet.
 
     Args:
-        place: where it is left in the store: each word has its own.
+        name: under which it lies in the store; each word has its own.
 
     Raises:
         ParallelError: P001 where the ranks do not find each other.
     """
     if word is not None and not ranks.distributed:
         return word
-    store = _open_store(ranks, timeout_s)
-    place = _place(place)
+    place = _place(name)
     heard = [f"{place}/heard/{rank}" for rank in range(ranks.num_ranks)]
-    with _meeting():
+    with _meeting() as store:
         if not ranks.is_first:
             heard_word: str = store.get(place).decode()
             store.set(heard[ranks.rank], "")
@@ -345,47 +339,56 @@ def broadcast_text(word: str | None, ranks: Ranks, place: str = "word", timeout_
         store.set(place, word)
         if not _agent_serves():
             # The store goes with this process.
-            store.wait(heard[1:], timedelta(seconds=timeout_s))
+            store.wait(heard[1:], timedelta(seconds=MEET_S))
         return word
 
 
-def gather_texts(word: str, ranks: Ranks, place: str, timeout_s: float = 600.0) -> list[str]:
-    """The `word` of each rank on the first, by way of their store; nothing on the others."""
+def gather_texts(word: str, ranks: Ranks, name: str) -> list[str]:
+    """The `word` of each rank on the first, over their store; an empty list on the others."""
     if not ranks.distributed:
         return [word]
-    store, place = _open_store(ranks, timeout_s), _place(place)
-    with _meeting():
+    place = _place(name)
+    with _meeting() as store:
         store.set(f"{place}/{ranks.rank}", word)
         if not ranks.is_first:
             return []
         return [store.get(f"{place}/{rank}").decode() for rank in range(ranks.num_ranks)]
 
 
-def count_neighbours(ranks: Ranks, timeout_s: float = 600.0) -> Ranks:
-    """`ranks` with the number of those on this machine, where nobody has said it. Waits for all.
+def count_neighbours(ranks: Ranks) -> Ranks:
+    """`ranks` with the number of ranks on this machine, if the launcher has not said it. Waits for all.
 
     Raises:
         ParallelError: P001 where the ranks do not find each other.
     """
     if "LOCAL_WORLD_SIZE" in os.environ or not ranks.distributed:
         return ranks
-    store, mine = _open_store(ranks, timeout_s), socket.gethostname()
-    with _meeting():
+    mine = socket.gethostname()
+    with _meeting() as store:
         store.set(f"ptfast/host/{ranks.rank}", mine)
         hosts = [store.get(f"ptfast/host/{rank}").decode() for rank in range(ranks.num_ranks)]
-    # Read wherever the machine is shared out.
+    # Read wherever the machine is divided among ranks.
     os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(mine))
     return replace(ranks, num_local_ranks=hosts.count(mine))
 
 
-def _open_store(ranks: Ranks, timeout_s: float) -> Any:
-    """Return the store of the ranks' notes for each other; the first serves it, unless torchrun does."""
+@contextlib.contextmanager
+def _meeting(timeout_s: float = MEET_S) -> Iterator[Any]:
+    """The ranks' store, in which they leave notes for each other; served by the first, or by torchrun.
+
+    Report ranks that cannot reach it inside this block as P001.
+    """
     from torch.distributed.rendezvous import rendezvous
 
-    if not _stores:
-        with _meeting():
+    try:
+        if not _stores:
             _stores.append(next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))[0])
-    return _stores[0]
+        yield _stores[0]
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        what = f"the ranks cannot reach each other there ({str(error).splitlines()[0]})"
+        hint = "MASTER_ADDR and MASTER_PORT name the machine of rank 0, and a free port of it"
+        raise ParallelError("P001", what, key=address, suggestion=hint) from error
 
 
 def _agent_serves() -> bool:
@@ -394,27 +397,16 @@ def _agent_serves() -> bool:
 
 
 def _place(name: str) -> str:
-    """A place in the store: one that outlives its ranks must not give notes to those that come after."""
-    # Of a store that the first rank serves the others may count their restarts differently.
+    """A key in the store; after a restart another one, if the store outlives its ranks."""
+    # In a store that the first rank serves, the others may count their restarts differently.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_serves() else "0"
     return f"ptfast/{restarts}/{name}"
-
-
-@contextlib.contextmanager
-def _meeting() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        what = f"the ranks cannot reach each other there ({str(error).splitlines()[0]})"
-        hint = "MASTER_ADDR and MASTER_PORT name the machine of rank 0, and a free port of it"
-        raise ParallelError("P001", what, key=address, suggestion=hint) from error
 
 
 def all_come_to(place: str, ranks: Ranks, timeout_s: float) -> bool:
     """Return True if all ranks call this with the same `place` within `timeout_s`.
 
-    By way of their store: the process group may be busy with what a missing rank has left undone.
+    Uses their store, because the process group may be stuck in a collective that a missing rank never joined.
     """
     import torch.distributed as dist
 

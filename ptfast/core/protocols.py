@@ -1,17 +1,14 @@
-"""Contracts between parts: the facts about the data, batches, loaders, tasks and callbacks."""
+"""Contracts between parts: facts about the data, batches, tasks, callbacks and loggers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from ptfast.core.batch_plan import BatchPlan
 
 TASKS = {
     "classification": "ptfast.tasks.classification.Classification",
@@ -116,51 +113,6 @@ class StepBatch(NamedTuple):
     """Samples of the whole step, over all ranks."""
 
 
-@runtime_checkable
-class TrainLoader(Protocol):
-    """The training batches of one rank, a pure function of (seed, step)."""
-
-    plan: BatchPlan
-    """Which samples make up each step."""
-    kind: str
-    """As `auto` was resolved."""
-    reason: str
-    """Why, in a few words for the panel."""
-
-    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
-        ...
-
-    def not_finite(self, first_step: int, last_step: int) -> list[int]:
-        """Samples of a step among these whose numbers are not finite, by their places in the data set."""
-        ...
-
-    def close(self) -> None:
-        """Stop worker processes."""
-        ...
-
-
-@runtime_checkable
-class EvalLoader(Protocol):
-    """One rank's share of an evaluation split, each sample exactly once over all ranks."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Samples that are evaluated, over all ranks; None for data of unknown length."""
-        ...
-
-    @property
-    def left_out(self) -> int:
-        """Samples of the split that are not, over all ranks: those of a last, smaller batch, if so wanted."""
-        ...
-
-    def __iter__(self) -> Iterator[MicroBatch]: ...
-
-    def close(self) -> None:
-        """Stop worker processes."""
-        ...
-
-
 class Metrics(Protocol):
     """Figures summed on the device, such as a torchmetrics `MetricCollection`."""
 
@@ -262,29 +214,11 @@ def hooks(callbacks: Sequence[Any], name: str) -> list[Callable[..., None]]:
     return [method for method in methods if method and getattr(method, "__func__", None) is not idle]
 
 
-class RunDisplay(Protocol):
-    """The terminal."""
-
-    def status(self, text: str, left_s: float | None = None) -> AbstractContextManager[None]: ...
-    def start(
-        self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
-    ) -> None: ...
-    def progress(self, step: int, epoch: float, figures: dict[str, Any]) -> None: ...
-    def evaluation(
-        self, step: int, epoch: float, split: str, figures: dict[str, Any], is_best: bool = False
-    ) -> None: ...
-    def note(self, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
-
-
-@runtime_checkable
-class Logger(Protocol):
-    """Takes records: `step`, `epoch`, `split` and figures by name, all plain host values."""
+class Logger:
+    """Takes records of plain host values: `step`, `epoch`, `split`, figures by name. This one drops them."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Write one record."""
-        ...
 
     def close(self) -> None:
         """Write what is still held back and let go of files and connections."""
-        ...

@@ -36,11 +36,12 @@ from ptfast.core.errors import (
     summary_of,
     traceback_of,
 )
+from ptfast.core.plain_display import Display
+from ptfast.core.protocols import Logger
 from ptfast.core.units import num_bytes
 from ptfast.launch.resume import resume_command
-from ptfast.report.loggers import NoLogger
 from ptfast.report.panel import build_panel, device_name, left_out
-from ptfast.report.terminal.display import Display, build_display
+from ptfast.report.terminal.display import build_display
 from ptfast.run import Run
 from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
 
@@ -109,7 +110,7 @@ class RankPart:
     ranks: Ranks
     display: Display
     clock: Clock
-    logger: Any = field(default_factory=NoLogger)
+    logger: Logger = field(default_factory=Logger)
     run: Run | None = None
     """None until it is built."""
     resumed_step: int | None = None

@@ -236,7 +236,7 @@ CLOSE_S = 30.0
 """How long loggers may take for what is left to write, once a run is over."""
 
 
-class BackgroundLogger:
+class BackgroundLogger(Logger):
     """Hands records to loggers in a thread of its own: a training step pays for a queue entry and no more.
 
     A logger that fails is dropped with one warning and training continues. A `MachineError`, which only
@@ -247,14 +247,14 @@ class BackgroundLogger:
         warn: where the warning goes, always called from the thread that logs.
     """
 
-    def __init__(self, loggers: Sequence[Logger], warn: Callable[[str], None] = warnings.warn) -> None:
+    def __init__(self, loggers: Sequence[Any], warn: Callable[[str], None] = warnings.warn) -> None:
         self._loggers = list(loggers)
         self._warn = warn
         self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._error: MachineError | None = None
-        self._busy: Logger | None = None
+        self._busy: Any = None
         """The logger called last."""
         self._closed = False
 
@@ -307,7 +307,7 @@ class BackgroundLogger:
         for logger in list(self._loggers):
             self._attempt(logger, logger.close)
 
-    def _attempt(self, logger: Logger, action: Callable[[], None]) -> None:
+    def _attempt(self, logger: Any, action: Callable[[], None]) -> None:
         self._busy = logger
         try:
             action()
@@ -319,7 +319,7 @@ class BackgroundLogger:
             reason = shorten(f"{type(error).__name__}: {error}", 200)
             self._warnings.put(f"{type(logger).__name__} failed and logs no more of this run ({reason})")
 
-    def _drop(self, logger: Logger) -> None:
+    def _drop(self, logger: Any) -> None:
         self._loggers.remove(logger)
         with contextlib.suppress(Exception):
             logger.close()
@@ -330,14 +330,6 @@ class BackgroundLogger:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-
-class NoLogger:
-    """Drops records: the logger of ranks other than the first."""
-
-    def log(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from ptfast.core.clock import Clock, for_device
 from ptfast.core.distributed import Ranks, broadcast_object
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, name_of, name_some
-from ptfast.core.protocols import Callback, Logger, RunDisplay, Task, hooks, takes_own_steps
+from ptfast.core.plain_display import Display
+from ptfast.core.protocols import Callback, Logger, Task, hooks, takes_own_steps
 from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import read_state
 from ptfast.core.units import better_mode
@@ -26,7 +27,6 @@ from ptfast.data.sampling.counter_draws import GOLDEN, finalise
 from ptfast.models.build_model import remedy
 from ptfast.optim.parameter_groups import Freezing
 from ptfast.profiling.operator_counting import StepCounter
-from ptfast.report.loggers import NoLogger
 from ptfast.run import Cadence, Run, Settings
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, resolve_device, watch_shapes
 from ptfast.techniques.gradients import Gradients
@@ -98,7 +98,7 @@ def build(
     *,
     ranks: Ranks,
     folder: Path,
-    display: RunDisplay,
+    display: Display,
     logger: Logger | None = None,
     clock: Clock | None = None,
     state_folder: Path | None = None,
@@ -158,7 +158,7 @@ def build(
         ranks=ranks,
         clock=clock,
         display=display,
-        logger=logger or NoLogger(),
+        logger=logger or Logger(),
         model=context.model,
         forward=context.forward,
         wrap=context.wrap,

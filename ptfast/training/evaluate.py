@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ptfast.core import devices
 from ptfast.core.distributed import Ranks, broadcast_buffers
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import DataInfo, EvalLoader, Task, Watched
+from ptfast.core.protocols import DataInfo, Task, Watched
 from ptfast.core.tensors.trees import tree_leaves, tree_map
+from ptfast.data.loaders.build_loaders import EvaluationLoader
 from ptfast.tasks.added_metrics import MetricTable, with_tables
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.techniques.precision.number_formats import NumberFormats
@@ -164,7 +165,7 @@ class Abandoned(Exception):  # noqa: N818 - nothing is wrong
 def evaluate(
     model: nn.Module,
     task: Task,
-    loader: EvalLoader,
+    loader: EvaluationLoader,
     *,
     device: torch.device,
     ranks: Ranks,

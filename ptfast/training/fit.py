@@ -15,7 +15,8 @@ import torch
 from ptfast.core import devices
 from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import EvalLoader, StepBatch, hooks
+from ptfast.core.protocols import StepBatch, hooks
+from ptfast.data.loaders.build_loaders import EvaluationLoader
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, write_tables
 from ptfast.training.evaluate import Abandoned, evaluate
@@ -195,7 +196,7 @@ def try_out(run: Run) -> None:
 
 def _evaluate_on(
     run: Run,
-    loader: EvalLoader,
+    loader: EvaluationLoader,
     keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None,
     num_batches: int | None = None,
 ) -> dict[str, float]:

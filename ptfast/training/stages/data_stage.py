@@ -14,11 +14,11 @@ import torch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import DataError, PtfastError, summary_of
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo, EvalLoader
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
-from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
+from ptfast.data.loaders.build_loaders import EvaluationLoader, build_eval_loader, build_train_loader
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
@@ -140,7 +140,9 @@ def build_choice(
     )
 
 
-def build_eval_loaders(context: BuildContext, data: Data, side: SideStream | None) -> dict[str, EvalLoader]:
+def build_eval_loaders(
+    context: BuildContext, data: Data, side: SideStream | None
+) -> dict[str, EvaluationLoader]:
     """Loaders of the splits that the data has besides `train`, by name.
 
     Args:

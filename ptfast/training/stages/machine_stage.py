@@ -13,11 +13,12 @@ from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, name_some
-from ptfast.core.protocols import DataInfo, EvalLoader, RunDisplay, Task
+from ptfast.core.plain_display import Display
+from ptfast.core.protocols import DataInfo, Task
 from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import State
 from ptfast.data.build_data import Data
-from ptfast.data.loaders.build_loaders import Loader
+from ptfast.data.loaders.build_loaders import EvaluationLoader, Loader
 from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.optim.parameter_groups import Grouping
 from ptfast.techniques.backend.torch_settings import apply_backend
@@ -37,7 +38,7 @@ class BuildContext:
     ranks: Ranks
     device: torch.device
     precision: NumberFormats
-    display: RunDisplay
+    display: Display
     before: Resolved
     """As resolved when the run was begun; nothing for a new one."""
     resolved: Resolved = field(default_factory=Resolved)
@@ -60,7 +61,7 @@ class BuildContext:
     reading: ReaderOptions = field(init=False)
     """How samples are made ready."""
     train_loader: Loader = field(init=False)
-    eval_loaders: dict[str, EvalLoader] = field(default_factory=dict)
+    eval_loaders: dict[str, EvaluationLoader] = field(default_factory=dict)
     """By split."""
     optimizer: torch.optim.Optimizer = field(init=False)
     schedule: LrSchedule = field(init=False)
@@ -93,7 +94,7 @@ def set_up_machine(
     device: torch.device,
     *,
     ranks: Ranks,
-    display: RunDisplay,
+    display: Display,
     before: Resolved,
     state: State | None = None,
     trains: bool = True,

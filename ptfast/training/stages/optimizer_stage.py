@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import EvalLoader, Watched
-from ptfast.data.loaders.build_loaders import build_eval_loader
+from ptfast.core.protocols import Watched
+from ptfast.data.loaders.build_loaders import EvaluationLoader, build_eval_loader
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.optim.build_optimizer import build_optimizer, has_momentum, start_momentum
 from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
@@ -85,7 +85,7 @@ def add_average(context: BuildContext) -> None:
     )
 
 
-def _build_statistics_loader(context: BuildContext) -> EvalLoader | None:
+def _build_statistics_loader(context: BuildContext) -> EvaluationLoader | None:
     """Some thousand training samples in a random order, as many on each rank, as they are evaluated."""
     data, ranks, batch_size = context.splits, context.ranks, evaluated_at_once(context)
     if isinstance(data.train, IterableSource):

@@ -15,9 +15,9 @@ from running import build_run, read_config, records, same_bits, summary, trainin
 from test_ddp import a_run
 
 from ptfast.core.distributed import Ranks
+from ptfast.core.plain_display import Display
 from ptfast.core.protocols import DataInfo
 from ptfast.core.resolved import Resolved
-from ptfast.report.terminal.plain_display import Display
 from ptfast.tasks.classification import Classification
 from ptfast.training.evaluate import evaluate
 from ptfast.training.stages.machine_stage import set_up_machine
