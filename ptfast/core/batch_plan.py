@@ -27,12 +27,6 @@ class Stages(NamedTuple):
         """The figure at a step."""
         return self.values[bisect_right(self.starts, step) - 1]
 
-    @property
-    def mean_before_last(self) -> float:
-        """Mean over the steps before the last stage, all stages being equally long."""
-        growing = self.values[:-1] or self.values
-        return sum(growing) / len(growing)
-
 
 def grow(first: int, last: int, multiple: int, over_steps: int) -> Stages:
     """From `first` by the multiples of `multiple` to `last`, which begins with step `over_steps`.
@@ -52,8 +46,7 @@ def constant(value: int) -> Stages:
 class BatchPlan:
     """Which samples, by their place in the order of their epoch, make up each optimizer step.
 
-    A pure function of the step. What lies before the last stage takes a table of an entry an epoch; from the
-    first epoch that is wholly at the full size on, everything is a division.
+    A pure function of the step: a table with an entry per epoch before the last stage, divisions after it.
 
     Args:
         size: samples of an epoch; None for data of unknown length, which is one endless epoch.
@@ -72,7 +65,10 @@ class BatchPlan:
         """Of an epoch at the full size; None for data of unknown length."""
         self._firsts = [0]
         while size is not None and self.steps_per_epoch and self._firsts[-1] < sizes.starts[-1]:
-            self._firsts.append(self._end(self._firsts[-1], size))
+            target = self._samples_before(self._firsts[-1]) + size
+            stage = bisect_right(self._before, target) - 1
+            parts = self._parts(target - self._before[stage], sizes.values[stage])
+            self._firsts.append(sizes.starts[stage] + parts)
 
     @property
     def grows(self) -> bool:
@@ -93,11 +89,11 @@ class BatchPlan:
             return 0, start, start + self.sizes.at(step)
         if step >= steady:
             epoch, position = divmod(step - steady, per_epoch)
-            start = position * self.batch_size
-            return epoch + len(self._firsts) - 1, start, self._stop(start + self.batch_size, self.size)
-        epoch, first, _ = self.epoch_of(step)
-        start = self._samples_before(step) - self._samples_before(first)
-        return epoch, start, self._stop(start + self.sizes.at(step), self.size)
+            epoch, start, size = epoch + len(self._firsts) - 1, position * self.batch_size, self.batch_size
+        else:
+            epoch, first, _ = self.epoch_of(step)
+            start, size = self._samples_before(step) - self._samples_before(first), self.sizes.at(step)
+        return epoch, start, start + size if self._pads else min(start + size, self.size)
 
     def epoch_of(self, step: int) -> tuple[int, int, int]:
         """The epoch that a step of data with a length lies in, its first step, and that of the next epoch."""
@@ -129,9 +125,16 @@ class BatchPlan:
             epochs /= self.size
         elif duration.unit != "epochs":
             epochs = None
-        if not self.grows or epochs is None or self.size is None or not epochs:
-            return duration.steps(total_steps, self.steps_per_epoch, self.batch_size)
-        return max(1, self._first_step(epochs))
+        per_epoch = self.steps_per_epoch
+        if not self.grows or not epochs or self.size is None or per_epoch is None:
+            return duration.steps(total_steps, per_epoch, self.batch_size)
+        # The step that begins after so many epochs, to the nearest.
+        whole, steady_epochs = int(epochs), len(self._firsts) - 1
+        first, done, length = self._firsts[-1], epochs - steady_epochs, per_epoch
+        if whole < steady_epochs:
+            first, done = self._firsts[whole], epochs - whole
+            length = self._firsts[whole + 1] - first
+        return max(1, first + math.floor(done * length + 0.5))
 
     def every(self, duration: Duration, total_steps: int) -> Sequence[int]:
         """The steps, rising, after which another `duration` is over; none for a duration of 0.
@@ -154,7 +157,7 @@ class BatchPlan:
         return found
 
     def all_sizes(self) -> set[int]:
-        """Every number of samples that a step of this plan has, however long the run."""
+        """Every number of samples that a step of this plan can have, however long the run."""
         found = set(self.sizes.values)
         if self.size is not None and self.steps_per_epoch is not None:
             ends = [*self._firsts[1:], self._firsts[-1] + self.steps_per_epoch]
@@ -164,29 +167,10 @@ class BatchPlan:
             found = {size for size in found if size <= self.size or self._pads}
         return found
 
-    def _stop(self, stop: int, size: int) -> int:
-        return stop if self._pads else min(stop, size)
-
     def _samples_before(self, step: int) -> int:
         """Samples of all steps before `step`, were no batch cut short by the end of an epoch."""
         stage = bisect_right(self.sizes.starts, step) - 1
         return self._before[stage] + (step - self.sizes.starts[stage]) * self.sizes.values[stage]
-
-    def _end(self, first: int, size: int) -> int:
-        """The first step of the epoch after the one that begins at `first`."""
-        target = self._samples_before(first) + size
-        stage = bisect_right(self._before, target) - 1
-        return self.sizes.starts[stage] + self._parts(target - self._before[stage], self.sizes.values[stage])
-
-    def _first_step(self, epochs: float) -> int:
-        """The step that begins after so many epochs, to the nearest."""
-        whole, part = int(epochs), epochs - int(epochs)
-        steady_epochs, per_epoch = len(self._firsts) - 1, self.steps_per_epoch
-        assert per_epoch is not None
-        if whole >= steady_epochs:
-            return self._firsts[-1] + math.floor((epochs - steady_epochs) * per_epoch + 0.5)
-        first, end = self._firsts[whole], self._firsts[whole + 1]
-        return first + math.floor(part * (end - first) + 0.5)
 
     def _parts(self, samples: int, size: int) -> int:
         return samples // size if self._drops else -(-samples // size)

@@ -1,4 +1,4 @@
-"""The clock of a run: books every second of its wall time on a cause."""
+"""The clock of a run, which books every second of its wall time on a cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ CAUSES = (
     *("evaluation", "saving", "logging", "measuring", "closing", "unexplained"),
 )
 """All that the time of a run goes to, in the order in which it is shown."""
-LABELS = {"start_up": "start-up", "warm_up": "warm-up"}
 SAMPLED = 17
 """One in so many steps is timed on a device. A prime: loaders stutter with the number of their workers."""
 
@@ -43,7 +42,7 @@ class Clock:
         self._start = self._mark = time.perf_counter() - age_s
 
     def to(self, cause: str | None) -> None:
-        """From here on, time goes to `cause`; None where nothing stands for it."""
+        """From here on, time goes to `cause`; None books it nowhere."""
         now = time.perf_counter()
         self.seconds[self.cause] += now - self._mark
         self.cause, self._mark = cause, now
@@ -53,7 +52,7 @@ class Clock:
         return time.perf_counter() - self._start
 
     def pace_s(self) -> float:
-        """Seconds since the start, less what went to warming up and measuring: what a throughput goes by."""
+        """Seconds since the start without warm-up and measuring, for throughputs."""
         return self.elapsed_s() - self.seconds["warm_up"] - self.seconds["measuring"]
 
     @contextmanager
@@ -69,7 +68,7 @@ class Clock:
             self.seconds[cause] += sum(inside.values())
 
     def waiting(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches; time goes to `data` until each is there, and on until somebody says otherwise."""
+        """The same batches; time goes to `data` while waiting for each, and on until the next mark."""
         while True:
             self.to("data")
             batch = next(batches, None)
@@ -88,13 +87,12 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """A clock of training on a device that works asynchronously: the host's time says nothing there.
+    """A clock of training on a device that works asynchronously, where the host's time means nothing.
 
     At the marks of some steps events go into the device's queue, and the host waits for none of them. When it
-    leaves training to read a figure, for which it waits anyway, the time since training began is shared out
-    in proportion to what the events say. So it is what the device was kept busy or waiting by that is booked:
-    a batch that the host waits for while the device still has work costs nothing, and one that the device
-    waits for all that it waits.
+    leaves training to read a figure, for which it waits anyway, the time since training began is divided in
+    proportion to the events. So time is booked on what kept the device busy or idle: a batch that the host
+    waits for while the device still has work costs nothing; one that the device waits for costs that wait.
 
     Args:
         before: the clock so far, which this one continues.
@@ -120,7 +118,10 @@ class DeviceClock(Clock):
                 super().to(cause)
                 self._training = True
             if begins:
-                self._begin_step()
+                if self._sampling:
+                    self._sample(None)
+                self._steps += 1
+                self._sampling = self._steps % SAMPLED == 2
             if self._sampling:
                 self._sample(cause)
             self.cause = cause
@@ -131,36 +132,27 @@ class DeviceClock(Clock):
             self.cause, self._training, self._sampling = "training", False, False
         super().to(cause)
         with contextlib.suppress(RuntimeError):
-            self._share_out()
+            # The device is past all events.
+            spans = defaultdict[str, float](float)
+            for (cause, begin), (_, end) in zip(self._events, self._events[1:], strict=False):
+                if cause is not None:
+                    spans[cause] += begin.elapsed_time(end)
+            self._spare += [event for _, event in self._events]
+            self._events.clear()
+            for cause, span in spans.items():
+                self._samples[cause] += span
+            # If no step was sampled, the time of these steps waits for one.
+            self._split(spans)
 
     def ledger(self) -> dict[str, float]:
         self._split(self._samples)
         return super().ledger()
-
-    def _begin_step(self) -> None:
-        if self._sampling:
-            self._sample(None)
-        self._steps += 1
-        self._sampling = self._steps % SAMPLED == 2
 
     def _sample(self, cause: str | None) -> Any:
         event = self._spare.pop() if self._spare else self._event()
         event.record()
         self._events.append((cause, event))
         return event
-
-    def _share_out(self) -> None:
-        """Read the events, all of which the device is past."""
-        spans = defaultdict[str, float](float)
-        for (cause, begin), (_, end) in zip(self._events, self._events[1:], strict=False):
-            if cause is not None:
-                spans[cause] += begin.elapsed_time(end)
-        self._spare += [event for _, event in self._events]
-        self._events.clear()
-        for cause, span in spans.items():
-            self._samples[cause] += span
-        # Without a sampled step, the time of these steps waits for one.
-        self._split(spans)
 
     def _split(self, spans: dict[str, float]) -> None:
         whole = sum(spans.values())
@@ -172,7 +164,7 @@ class DeviceClock(Clock):
 
 def label(cause: str) -> str:
     """A cause as people read it."""
-    return LABELS.get(cause) or cause.replace("_", " ")
+    return cause.replace("_", "-" if cause.endswith("_up") else " ")
 
 
 def for_device(clock: Clock, device: torch.device) -> Clock:

@@ -1,7 +1,7 @@
-"""Capabilities of the device and the tools of this machine. Asks torch, which is imported only for that.
+"""What the devices and tools of this machine support. Imports torch only where it has to ask it.
 
-A switch may not be able to run here (an `Unsupported`: an error before training), may run but slowly (an
-`Unsupported` that `runs`: a warning), or, when it is `auto`, takes whatever is fast here.
+A switch that cannot run here is an `Unsupported`, an error before training; one that runs slowly is an
+`Unsupported` with `runs`, a warning. `auto` takes whatever is fast here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import platform
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 CPU_INFO = Path(os.environ.get("PTFAST_CPUINFO", "/proc/cpuinfo"))
-"""Linux's description of the CPU; the variable has ptfast take this machine for another."""
+"""Linux's description of the CPU; tests set the variable to emulate another machine."""
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "arm_bf16"}
 """Names that Linux and torch have for bfloat16 instructions, the last two on Arm."""
 FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp", "arm_fp16_arith"}
@@ -28,18 +29,21 @@ COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 class Unsupported(NamedTuple):
-    """Something that a switch needs to run, or to run well, and this machine lacks."""
+    """Something that a switch needs to run, or to run well, and this machine lacks.
+
+    Args:
+        what: is missing, as a clause that follows `key=value: `.
+        remedy: a sentence without its full stop.
+        runs: the switch still runs, only slower: a warning instead of an error.
+    """
 
     what: str
-    """The missing thing, as a clause that follows `key=value: `."""
     remedy: str
-    """The remedy, as a sentence without its full stop."""
     runs: bool = False
-    """It runs all the same, only slower: the user is warned and not stopped."""
 
 
 def cannot_run(lack: Unsupported | None, key: str, value: Any) -> MachineError | None:
-    """An E005 for a lack that stops a run; one that only slows it down is no error."""
+    """An E005 for a lack that stops a run; one that only slows it down is not an error."""
     if lack is None or lack.runs:
         return None
     return MachineError("E005", lack.what, key=key, value=value, suggestion=lack.remedy)
@@ -53,7 +57,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def device_type(name: str) -> str:
-    """`cpu`, `cuda` or `mps`: what a device of that name is, `auto` being a GPU where there is one."""
+    """The type of a device: `cpu`, `cuda` or `mps`; `auto` is a GPU if there is one."""
     if name != "auto":
         return name.partition(":")[0]
     import torch
@@ -73,8 +77,7 @@ def processor_name() -> str:
 
 
 def usable_type(name: str) -> str:
-    """As `device_type`, or `cpu` where there is no such device, which another check reports."""
-    # torch would only fail on being asked more about it.
+    """As `device_type`, but `cpu` if there is no such device, which another check reports."""
     return device_type(name) if lack_of_device(name) is None else "cpu"
 
 
@@ -90,10 +93,7 @@ def lack_of_device(name: str) -> Unsupported | None:
 
 
 def lack_of_precision(mode: str, device: str) -> Unsupported | None:
-    """Return what such a device lacks for a precision's `mode`; None where it computes in it natively.
-
-    `fp32` runs anywhere, and `amp` takes a format that is quick here.
-    """
+    """Return what such a device lacks for a precision's `mode`; None if it supports it natively."""
     if mode == "tf32":
         return _lack_of_tf32(device)
     if mode in ("bf16", "bf16_true"):
@@ -114,7 +114,7 @@ def lack_of_compiler(device: str) -> Unsupported | None:
         return Unsupported(
             "compiling needs a C++ compiler, and none is installed", "Install g++, or use compile=none"
         )
-    if device == "cuda" and not _has_triton():
+    if device == "cuda" and not find_spec("triton"):
         what = "compiling needs triton, which is not installed"
         return Unsupported(what, "Install triton, or use compile=none")
     return None
@@ -144,8 +144,8 @@ def lack_of_float8(device: str) -> Unsupported | None:
 def multiplies_bf16(device: str) -> bool:
     """Return True if the device has instructions for bfloat16, without which it is slower than float32.
 
-    A CPU of which neither Linux nor torch says what it can do counts as one without: float32 in place of
-    bfloat16 costs less than the reverse.
+    A CPU whose features are unknown counts as one without: float32 in place of bfloat16 costs less than the
+    reverse.
     """
     if device == "cuda":
         import torch
@@ -211,9 +211,3 @@ def _cpu_flags() -> set[str]:
     # Not before torch 2.10.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return {name for name, has in capabilities.items() if has is True}
-
-
-def _has_triton() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("triton") is not None

@@ -1,10 +1,9 @@
-"""The run directory: where it lies, who holds it, and the facts written beside the figures."""
+"""The run directory: its path, its lock, and the JSON files in it."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
 import math
 import os
@@ -62,7 +61,7 @@ def create_folder(folder: Path) -> list[Path]:
 
 
 def discard(folder: Path, made: list[Path]) -> None:
-    """Remove a run directory that was made in vain, and what was made around it; one with figures stays.
+    """Remove the directory of a run that never began, with the parents made for it; one with figures stays.
 
     Args:
         made: what `create_folder` returned.
@@ -81,19 +80,11 @@ def config_file(path: Path) -> Path:
     return path / CONFIG if path.is_dir() else path
 
 
-def list_runs(parent: Path) -> list[Path]:
-    """Run directories in `parent`, newest first."""
-    if not parent.is_dir():
-        return []
-    runs = [path for path in parent.iterdir() if (path / CONFIG).is_file()]
-    return sorted(runs, key=lambda path: path.name, reverse=True)
-
-
 _held: set[TextIO] = set()
 
 
 def _release_in_child() -> None:
-    """Leave the lock to the parent: a worker process that outlives it would hold the folder on."""
+    """Leave the lock to the parent, which a worker process may outlive."""
     for file in _held:
         file.close()
     _held.clear()
@@ -104,7 +95,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Any:
-    """Hold `folder` for this process; the system releases it however the process ends.
+    """Lock `folder` for this process; the system releases the lock however the process ends.
 
     Raises:
         MachineError: E003 when another run holds it, naming the holder.
@@ -138,7 +129,7 @@ def hold(folder: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all; a number that is not finite becomes null, as JSON has no name for it.
+    """Write JSON whole or not at all; numbers that are not finite become null.
 
     Raises:
         MachineError: as `write_text`.
@@ -163,7 +154,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """`value` as JSON knows it; numpy and torch scalars are unpacked, what is not finite becomes null."""
+    """`value` as JSON types: numpy and torch scalars are unpacked, infinite numbers and NaN become null."""
     if isinstance(value, dict):
         return {str(name): plain_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -185,24 +176,37 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """What is installed here of what a run computes with."""
+    """The versions of what a run computes with; None for a package that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     import numpy as np
     import torch
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
 
     torchvision = sys.modules.get("torchvision")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": getattr(torchvision, "__version__", None) or _version("torchvision"),
+        "torchvision": getattr(torchvision, "__version__", None) or installed("torchvision"),
         "numpy": np.__version__,
-        "ptfast": _version("ptfast"),
+        "ptfast": installed("ptfast"),
     }
 
 
 def environment(command_line: list[str]) -> dict[str, Any]:
-    """The conditions of the same bits: versions, device, cores, threads, commit, command line."""
+    """What bit-equal results depend on: versions, device, cores, threads, commit, command line."""
     import torch
 
+    commit = None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        words = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=2, check=False)
+        commit = done.stdout.strip() or None
     facts: dict[str, Any] = {
         "command_line": command_line,
         "started": datetime.now().isoformat(),
@@ -212,29 +216,9 @@ def environment(command_line: list[str]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
-        "git_commit": _git_commit(),
+        "git_commit": commit,
     }
     if torch.cuda.is_available():
         facts["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         facts["cuda"] = torch.version.cuda
     return facts
-
-
-@functools.cache
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _git_commit() -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

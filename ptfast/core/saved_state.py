@@ -1,4 +1,4 @@
-"""State on disk: written whole or not at all, checked before it is believed, loaded without running code."""
+"""State on disk: written whole or not at all, verified before use, loaded without running code."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def write_state(saved: Path, step: int, state: State) -> Path:
     """Write `saved/step-<step>/` and point `saved/last` at it.
 
     The folder is written under another name, flushed to disk and renamed, so that a kill at any moment
-    leaves either the whole state or none. Every file's SHA-256 goes into its manifest: torch does not
+    leaves either the whole state or none. Every file's SHA-256 goes into its manifest, because torch does not
     notice a flipped bit.
 
     Raises:
-        MachineError: as `cannot_write` has it; nothing is left behind.
+        MachineError: as of `cannot_write`; nothing is left behind.
     """
     draft = saved / f".step-{step}.{os.getpid()}"
     try:
@@ -99,7 +99,7 @@ def write_state(saved: Path, step: int, state: State) -> Path:
 
 
 def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
-    """Write a state of which each rank has a part, to the same promises as `write_state`.
+    """Write a state of which each rank has a part, with the guarantees of `write_state`.
 
     Every rank writes its rows into a file of its own, so that none holds more than its share. When all files
     are on disk, the first rank adds the manifest and renames the folder, which until then is no state.
@@ -107,7 +107,7 @@ def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
     To be called on all ranks. The first adds what is whole, and the facts.
 
     Raises:
-        MachineError: as for `write_state`, of any rank on all of them.
+        MachineError: as for `write_state`; raised on all ranks.
     """
     draft = saved / f".step-{step}.{broadcast_object(uuid.uuid4().hex, ranks)}"
     tree, tensors = pack({"model": state.model, "training": state.training}, is_first=ranks.is_first)
@@ -148,7 +148,7 @@ def _seal(
         _flush(path)
     final = saved / f"step-{step}"
     if final.exists():
-        # Of an attempt that went further and was damaged, or gone back from.
+        # Left by an attempt that went further and was damaged, or resumed from an earlier state.
         _remove(final)
     draft.rename(final)
     _flush(saved)
@@ -165,9 +165,9 @@ def point(saved: Path, name: str, folder: Path) -> None:
 
 
 def prune(saved: Path, keep: int) -> None:
-    """Remove all but the newest `keep` states and those `last` and `best` point at; remove drafts.
+    """Remove drafts, and all but the newest `keep` states and those `last` and `best` point at.
 
-    States beyond `last` are of an attempt that was gone back from: they go too.
+    States beyond `last` belong to an attempt that was abandoned for an earlier state: they go too.
     """
     for draft in saved.glob(".step-*"):
         shutil.rmtree(draft, ignore_errors=True)
@@ -259,7 +259,7 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
 def read_state(folder: Path, *, check: bool = True) -> State:
     """Read and check one state folder, onto the CPU. Nothing in it can run code (`weights_only=True`).
 
-    Of what several ranks have written, tensors are read when they are asked for.
+    Tensors that several ranks have written are read only when needed.
 
     Args:
         check: as for `read_facts`.
@@ -294,11 +294,11 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) -> None:
-    """Refuse to make a saved run longer or shorter where its schedule or its progress forbids it.
+    """Refuse a new length that the saved run's schedule or progress does not allow.
 
     Args:
-        step: where the saved run stands.
-        extendable: whether schedule and curriculum of both lengths are the same up to there.
+        step: of the saved run.
+        extendable: whether schedule and curriculum of both lengths are the same up to that step.
 
     Raises:
         SavedStateError: S003.
@@ -314,7 +314,7 @@ def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) ->
 
 
 def damaged(path: Path, what: str, suggestion: str | None = None) -> SavedStateError:
-    """The error for a state that must not be believed."""
+    """The error for a state that must not be used."""
     hint = suggestion or "Resume from another saved/step-N folder, or start afresh with run.resume=never"
     return SavedStateError("S001", what, key=str(path), suggestion=hint)
 
@@ -349,19 +349,16 @@ def _writing(saved: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if (cause := _os_error(error)) is None:
+        # Writers may hide the system's error behind their own.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            found = re.search(r"\(os error (\d+)\)", str(cause))
+            number = int(found[1]) if found else 0
+            cause = OSError(number, os.strerror(number)) if number else cause.__cause__ or cause.__context__
+        if cause is None:
             raise
         states = list_states(saved)
         after = f"with run.resume=auto; {states[0].name} is intact" if states else "from the start"
         failure = cannot_write(cause, str(saved))
         remedy = "Free some space" if failure.code == "E002" else "Mend that"
         raise failure.suggesting(f"{remedy} and run again {after}") from error
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """The system's error behind one of a writer, which may hide it."""
-    if error is None or isinstance(error, OSError):
-        return error
-    if told := re.search(r"\(os error (\d+)\)", str(error)):
-        return OSError(int(told[1]), os.strerror(int(told[1])))
-    return _os_error(error.__cause__ or error.__context__)

@@ -166,7 +166,7 @@ def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, confi
 
 
 def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
-    for folder in run_directory.list_runs(parent):
+    for folder in sorted(parent.glob("*"), key=lambda path: path.name, reverse=True):
         status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
         if status == "finished" or not _holds_run(folder):
             continue

@@ -50,15 +50,3 @@ def hide_from_compiler(method: Any) -> None:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once the running backward pass has computed all gradients: later than any hook."""
     Variable._execution_engine.queue_callback(callback)
-
-
-def fake_tensors() -> Any:
-    """A mode in which tensors have shapes and devices but no values and no memory.
-
-    Unlike the meta device it knows autocast. `mode.from_tensor(tensor)` makes one of its tensors.
-
-    Cost: two seconds to import, once.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -150,7 +150,8 @@ def build_batch_sizes(
         first = -(-batch_size // (4 * micro_batches)) * micro_batches
     if first >= batch_size:
         raise _refused(f"not below the full batch_size={batch_size}", key, first)
-    mean_size = grow(first, batch_size, first, batch_size).mean_before_last
+    *growing, _ = grow(first, batch_size, first, batch_size).values
+    mean_size = sum(growing) / len(growing)
     if over.unit == "steps" or (over.unit == "percent" and steps is not None):
         over_steps = over.steps(steps)
     elif over.unit == "samples":
