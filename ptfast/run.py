@@ -1,11 +1,11 @@
-"""A run as the loop takes it: what was built, its settings, and how it stands."""
+"""A run: its parts, its settings, and how it stands."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,7 +38,7 @@ class Cadence:
     switch_steps: Sequence[int] = ()
     """Steps before which parameters freeze or thaw."""
     epoch_steps: Sequence[int] = ()
-    """Steps that end an epoch, where a callback asks for them."""
+    """Steps that end an epoch, if a callback asks for them."""
 
     def next_stop(self, step: int, total_steps: int) -> int:
         """The first step after `step` at which something is due."""
@@ -47,41 +47,87 @@ class Cadence:
         return min([total_steps, *(steps[0] for steps in later if steps)])
 
 
-@dataclass(kw_only=True)
-class Settings:
-    """The config's settings of the loop, in steps and samples."""
+@dataclass(kw_only=True, eq=False, repr=False)
+class Run:
+    """Everything the loop needs: parts, settings in steps and samples, and how far training is.
 
-    seed: int
-    total_steps: int
-    batch_size: int
-    micro_batches: int
-    """Of a step, over all ranks."""
-    cadence: Cadence
-    best_metric: str
-    best_mode: str
-    patience: int | None
+    The stages that `ptfast.training.build.build` walks set the attributes without a default. Callbacks may
+    read and set all of them: setting `stop_signal`, for one, ends training after the step.
+    """
+
+    folder: Path
+    device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
+    clock: Clock = field(default_factory=Clock)
+    display: Display = field(default_factory=Display)
+    logger: Logger = field(default_factory=Logger)
+    resolved: Resolved = field(default_factory=Resolved)
+    """What each `auto` became; each stage adds its own."""
+
+    model: nn.Module = field(init=False)
+    """The plain model; its parameter names are the saved ones."""
+    forward: Any = None
+    """The model as the loop calls it: wrapped for its ranks if there are several."""
+    wrap: Callable[[], Any] = field(init=False)
+    """Builds `forward`; called again when parameters freeze or thaw, which wrappers do not notice."""
+    task: Task = field(init=False)
+    info: DataInfo = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    schedule: LrSchedule = field(init=False)
+    precision: NumberFormats = field(init=False)
+    clip: Callable[[], Any] | None = None
+    ema: Average | None = None
+    compilation: Compilation | None = None
+    freezing: Freezing | None = None
+    """None if the same parameters train throughout."""
+    train_loader: Loader = field(init=False)
+    eval_loaders: dict[str, EvaluationLoader] = field(default_factory=dict)
+    """By split."""
+    marks: Marks | None = None
+    """How far each reader of iterable data is."""
+    unreadable: Callable[[], list[str]] | None = None
+    """Names the files left out so far; None if an unreadable file ends the run."""
+    seed_step: Callable[[int, int, int], None] = field(init=False)
+    """Seeds dropout and the like from (seed, step, micro-batch)."""
+    callbacks: list[Callback] = field(default_factory=list)
+    watchers: list[Callback] = field(default_factory=list)
+    """Debugging aids: called after the callbacks' `on_step`, and never saved."""
+    watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
+    """Looks at the training batches as they pass."""
+    counter: Any = None
+    """Counts the operators of a step (`ptfast.profiling.operator_counting.StepCounter`)."""
+    remedy: Callable[[], str | None] = lambda: None
+    """Suggests what makes the model fit the data, for when its first forward pass fails."""
+    data_note: str = ""
+    """The data in one line, for the panel."""
+    groups_note: str | None = None
+    """The settings of single parameters, for the panel."""
+
+    seed: int = field(init=False)
+    total_steps: int = field(init=False)
+    batch_size: int = field(init=False)
+    cadence: Cadence = field(init=False)
+    best_metric: str = field(init=False)
+    best_mode: str = field(init=False)
+    patience: int | None = None
     """Evaluations without gain after which training stops."""
-    max_time_s: float | None
-    keep_best: bool
-    keep_states: int
-    """Newest states that are kept on disk."""
+    max_time_s: float | None = None
+    keep_best: bool = field(init=False)
+    keep_states: int = field(init=False)
+    """Newest states kept on disk."""
     debug: str = "none"
-    """The debugging aid that was asked for."""
+    """The debugging aid in use."""
     log_norm: bool = False
     """Log the norm of the gradients."""
     flip: bool = False
-    """Average over each image and its mirror image in evaluations."""
+    """Evaluations average over each image and its mirror image."""
     shift: int = 0
-    """Pixels by which images are moved, for evaluations to average over; 0 for none."""
+    """Evaluations average over images moved by so many pixels; 0 for none."""
     full_size: int | None = None
-    """Samples that smaller batches of an evaluation are filled up to; None where they stay as they are."""
-
-
-@dataclass
-class Status:
-    """How a run stands while it trains; `progress` is saved."""
+    """Samples that smaller batches of an evaluation are filled up to; None if they stay as they are."""
 
     progress: Progress = field(default_factory=Progress)
+    """Saved with the weights."""
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest figures of each split."""
     best_figures: dict[str, float] = field(default_factory=dict)
@@ -90,103 +136,34 @@ class Status:
     stop_reason: str | None = None
     """Why training ended before its last step."""
     stop_signal: int | None = None
-    """Set by a signal handler; the loop ends after the step it is in."""
+    """Set by a signal handler; the loop ends after the current step."""
     batches: int = 0
-    """Batches that came, of training and evaluation: what a run that hangs adds nothing to."""
+    """Batches received so far, of training and evaluation: this number stands still in a run that hangs."""
     waits: Literal["alone", "together"] | None = None
     """In a wait for data that a signal may end: by this rank's own decision, or by that of all."""
 
-
-@dataclass(kw_only=True)
-class Run:
-    """Everything the loop needs: the parts that `build` has made, and how it is to use them."""
-
-    settings: Settings
-    resolved: Resolved
-    status: Status = field(default_factory=Status)
-
-    folder: Path
-    device: torch.device
-    ranks: Ranks
-    clock: Clock
-    display: Display
-    logger: Logger
-
-    model: nn.Module
-    """The plain model; its parameter names are the saved ones."""
-    forward: Any
-    """The model as the loop calls it, wrapped for its ranks where there are several."""
-    wrap: Callable[[], Any]
-    """Wraps the model for its ranks; anew where parameters freeze or thaw, which wrappers do not notice."""
-    task: Task
-    info: DataInfo
-    optimizer: torch.optim.Optimizer
-    schedule: LrSchedule
-    precision: NumberFormats
-    clip: Callable[[], Any] | None
-    ema: Average | None
-    compilation: Compilation | None
-    """None where nothing is compiled."""
-    freezing: Freezing | None
-    """None where the same parameters train throughout."""
-    train_loader: Loader
-    eval_loaders: dict[str, EvaluationLoader]
-    marks: Marks | None
-    """None for data that is not iterable."""
-    unreadable: Callable[[], list[str]] | None
-    """Names the files that were left out so far; None where one that cannot be read ends the run."""
-    seed_step: Callable[[int, int, int], None]
-    """Seeds dropout and its like from (seed, step, micro-batch)."""
-    callbacks: list[Callback]
-    watchers: list[Callback] = field(default_factory=list, init=False)
-    """Debugging aids: called after the callbacks' `on_step`, and never saved."""
-    watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
-    """Looks at the training batches as they pass."""
-    counter: Any = None
-    """Counts the operators of a step (`ptfast.profiling.operator_counting`)."""
-    data_note: str = ""
-    """The data in one line, for the panel."""
-    groups_note: str | None = None
-    """The demands on single parameters, for the panel."""
-    remedy: Callable[[], str | None] = lambda: None
-    """Says what makes the model fit the data, for when its first forward pass fails."""
-
     @property
-    def progress(self) -> Progress:
-        """Its progress, which is saved."""
-        return self.status.progress
-
-    @property
-    def figures(self) -> dict[str, dict[str, float]]:
-        """The newest figures of each split."""
-        return self.status.figures
+    def micro_batches(self) -> int:
+        """Parts of a step's batch, over all ranks."""
+        return self.resolved.micro_batches
 
     @property
     def epoch(self) -> float:
-        """Epochs trained so far; 0 where the data has no length."""
+        """Epochs trained so far; 0 if the data has no length."""
         return self.train_loader.plan.epoch_at(self.progress.step)
 
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps from its start to its end."""
-        return self.settings.total_steps
-
-    @total_steps.setter
-    def total_steps(self, steps: int) -> None:
-        self.settings.total_steps = steps
-
-    @property
     def sharded(self) -> bool:
-        """True if a rank has a part of the weights only: all have to be there when the model is used."""
+        """True if each rank holds a part of the weights: all ranks then have to join in using the model."""
         return getattr(self.forward, "sharded", False)
 
     @property
     def saves_together(self) -> bool:
-        """True if every rank has something that is saved, and so has to take part in saving."""
+        """True if every rank holds something that is saved, and so has to take part in saving."""
         return self.sharded or getattr(self.forward, "compression", None) is not None
 
     def uncompiled(self) -> AbstractContextManager[Any]:
-        """A context in which the model runs as it was written: forward passes that train nothing."""
+        """A context in which the model runs as it was written, for forward passes that train nothing."""
         return nullcontext() if self.compilation is None else self.compilation.plain()
 
     def call_back(self, hook: str, *facts: Any) -> None:
@@ -201,20 +178,3 @@ class Run:
         """Stop the processes that load its data."""
         for loader in (self.train_loader, *self.eval_loaders.values()):
             loader.close()
-
-
-def _forwarded(record: str, name: str) -> property:
-    def read(run: Run) -> Any:
-        return getattr(getattr(run, record), name)
-
-    def write(run: Run, value: Any) -> None:
-        setattr(getattr(run, record), name, value)
-
-    return property(read, write)
-
-
-# Callbacks may read and set settings and status on the run itself, where `run.stop_signal` ends training.
-for _record, _kind in (("settings", Settings), ("status", Status)):
-    for _each in fields(_kind):
-        if _each.name not in vars(Run):
-            setattr(Run, _each.name, _forwarded(_record, _each.name))

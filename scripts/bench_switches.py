@@ -96,7 +96,7 @@ def child(words: list[str]) -> None:
                 "processor_s": used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
                 "page_faults": used.ru_minflt - before.ru_minflt,
                 "peak_memory_bytes": peak_memory_bytes(run.device.type),
-                "batch_size": run.settings.batch_size,
+                "batch_size": run.batch_size,
                 "resolved": asdict(run.resolved),
             }
             print(json.dumps(facts, default=str), file=answers, flush=True)

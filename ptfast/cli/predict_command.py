@@ -64,9 +64,9 @@ def predict_files(
     from ptfast.training.user_code import naming_user_code
 
     saved = load_saved(config, state_folder)
-    if saved.average is not None:
-        saved.average.copy_to_model()
-    model = averaged_over_views(saved.model, flip=config.eval.flip, shift=config.eval.shift)
+    if saved.ema is not None:
+        saved.ema.copy_to_model()
+    model = averaged_over_views(saved.model, flip=saved.flip, shift=saved.shift)
     lines: list[str] = []
     unreadable: list[DataError] = []
 
@@ -145,8 +145,8 @@ def continue_prompt(
         what = f"needs a language model of text, and this run is one for {info.task} of {info.kind} data"
         hint = "Give files to predict for in its place"
         raise ConfigError("C011", what, key="--prompt", place=COMMAND_LINE, suggestion=hint)
-    if saved.average is not None:
-        saved.average.copy_to_model()
+    if saved.ema is not None:
+        saved.ema.copy_to_model()
     tokenizer = tokenizer_of(info)
     tokens = torch.tensor(tokenizer.encode(prompt), dtype=torch.int64, device=saved.device)
     if not len(tokens):

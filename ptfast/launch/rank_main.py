@@ -140,7 +140,7 @@ class RankPart:
         )
         signals.run, self.clock = run, run.clock
         self.resumed_step = run.progress.step if state_folder is not None else None
-        run.status.stop_signal = signals.received
+        run.stop_signal = signals.received
         if ranks.is_first:
             _note_environment(self.folder, run)
             self.logger = run.logger = open_loggers(run, loggers)
@@ -301,8 +301,8 @@ def summarise(run: Run | None, clock: Clock, outcome: Outcome) -> dict[str, Any]
     if outcome.error_line is not None:
         summary["error"] = outcome.error_line
     if run is not None:
-        if run.status.stop_reason is not None:
-            summary["reason"] = run.status.stop_reason
+        if run.stop_reason is not None:
+            summary["reason"] = run.stop_reason
         progress = run.progress
         summary |= {
             "task": run.resolved.task,
@@ -317,13 +317,13 @@ def summarise(run: Run | None, clock: Clock, outcome: Outcome) -> dict[str, Any]
         if missing := left_out(run):
             summary["left_out"] = missing
         split = "val" if "val" in run.eval_loaders else "train"
-        summary |= {"best_metric": f"{split}.{run.settings.best_metric}", "best_mode": run.settings.best_mode}
+        summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
         if run.compilation is not None:
             summary["compile"] = run.compilation.report()
         if run.unreadable is not None and (files := run.unreadable()):
             summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
         if progress.best_step is not None:
-            summary["best"] = {"step": progress.best_step, **run.status.best_figures}
+            summary["best"] = {"step": progress.best_step, **run.best_figures}
     budget = clock.ledger()
     summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
     return summary

@@ -268,7 +268,7 @@ def check_gradients(run: Run) -> float:
     loss, names, parameters = _float64_loss(run)
     grads = torch.autograd.grad(loss(), parameters, allow_unused=True)
     slopes = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
-    draws = torch.Generator().manual_seed(run.settings.seed)
+    draws = torch.Generator().manual_seed(run.seed)
     errors = [_error(loss, parameters, slopes, _direction(parameters, draws)) for _ in range(NUM_DIRECTIONS)]
     if max(errors) <= TOLERANCE:
         return max(errors)
@@ -329,7 +329,7 @@ def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tupl
         for module, name, before in kept:
             # New ones: an earlier forward pass, yet to be differentiated, may have kept the last.
             setattr(module, name, before.clone())
-        run.seed_step(run.settings.seed, step, 0)
+        run.seed_step(run.seed, step, 0)
         return run.task.loss(model, data)[0]
 
     return loss, names, parameters

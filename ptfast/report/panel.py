@@ -99,7 +99,7 @@ def _batch(run: Run, batching: sampling.Batching) -> str:
     if (budget := batching.batch_tokens) is not None:
         sizes = run.train_loader.plan.all_sizes()
         return f"up to {budget:,} tokens: {min(sizes):,} to {max(sizes):,} samples"
-    batch_size, micro_batches = run.settings.batch_size, run.settings.micro_batches
+    batch_size, micro_batches = run.batch_size, run.micro_batches
     num_ranks = run.ranks.num_ranks
     if micro_batches == 1:
         return str(batch_size)
@@ -119,11 +119,11 @@ def left_out(run: Run) -> dict[str, int]:
 
 
 def _evaluation(run: Run) -> dict[str, object]:
-    views = ["their mirror images"] * run.settings.flip
-    views += [f"shifts by {run.settings.shift} px"] * bool(run.settings.shift)
+    views = ["their mirror images"] * run.flip
+    views += [f"shifts by {run.shift} px"] * bool(run.shift)
     words = [f"over images and {' and '.join(views)}"] if views else []
-    if run.settings.full_size is not None:
-        words.append(f"every batch filled up to {run.settings.full_size:,} samples")
+    if run.full_size is not None:
+        words.append(f"every batch filled up to {run.full_size:,} samples")
     if missing := left_out(run):
         parts = " and ".join(f"{count:,} of {name}" for name, count in missing.items())
         words.append(f"without the samples of a last, smaller batch ({parts})")
@@ -131,7 +131,7 @@ def _evaluation(run: Run) -> dict[str, object]:
 
 
 def _resumed(run: Run) -> dict[str, object]:
-    note = f"; {run.status.resumed_note}" if run.status.resumed_note else ""
+    note = f"; {run.resumed_note}" if run.resumed_note else ""
     return {"resumed": f"at step {run.progress.step:,}{note}" if run.progress.step else None}
 
 

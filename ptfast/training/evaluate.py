@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core import devices
-from ptfast.core.distributed import Ranks, broadcast_buffers
+from ptfast.core.distributed import broadcast_buffers
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import DataInfo, Task, Watched
+from ptfast.core.protocols import DataInfo
 from ptfast.core.tensors.trees import tree_leaves, tree_map
 from ptfast.data.loaders.build_loaders import EvaluationLoader
+from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
-from ptfast.techniques.ema.weight_averages import Average
-from ptfast.techniques.precision.number_formats import NumberFormats
 from ptfast.training.first_step import fitting
 from ptfast.training.loss_window import sum_and_read
-from ptfast.training.stopping import Stopped
+from ptfast.training.stopping import Stopped, interruptible
 
 
 class ViewAveraged(nn.Module):
@@ -163,38 +164,28 @@ class Abandoned(Exception):  # noqa: N818 - nothing is wrong
 
 
 def evaluate(
-    model: nn.Module,
-    task: Task,
+    run: Run,
     loader: EvaluationLoader,
     *,
-    device: torch.device,
-    ranks: Ranks,
-    precision: NumberFormats,
-    average: Average | None = None,
-    flip: bool = False,
-    shift: int = 0,
-    full_size: int | None = None,
-    stop_asked: Callable[[], bool] = lambda: False,
-    watched: Watched = lambda batches: batches,
-    sharded: bool = False,
     keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None,
+    num_batches: int | None = None,
 ) -> dict[str, float]:
-    """Figures of `model` over a whole split, each sample counted once, sums kept on the device.
+    """Figures of a run's model over a whole split, each sample counted once, sums kept on the device.
+
+    If the run averages its weights, the figures are those of the average, and those of the model's own
+    weights stand beside them as `raw_loss` and the like.
 
     Args:
-        average: averaged weights. Where there are such, the figures are theirs, and those of the model's own
-            weights stand beside them as `raw_loss` and the like.
-        full_size: samples that every batch is filled up to with stand-ins, which count for nothing.
-        watched: goes through the batches, and may give up the wait for one.
-        sharded: whether a forward pass takes all ranks, those too whose share is empty.
         keep: called with what metrics of the first figures give that is no single number, by name.
+        num_batches: evaluate so many only.
 
     Raises:
-        Abandoned: some rank was asked to give up.
+        Abandoned: some rank was sent a signal.
     """
-    predictor = averaged_over_views(model, flip=flip, shift=shift)
-    if full_size is not None:
-        predictor = FullSize(predictor, full_size)
+    model, task, device = run.model, run.task, run.device
+    predictor = averaged_over_views(model, flip=run.flip, shift=run.shift)
+    if run.full_size is not None:
+        predictor = FullSize(predictor, run.full_size)
 
     @torch.inference_mode()
     def figures_of_weights(keep: Callable[[dict[str, MetricTable]], None]) -> dict[str, float]:
@@ -204,23 +195,26 @@ def evaluate(
         abandoned = 1
         was_training = predictor.training
         predictor.eval()
-        with precision.autocast, suppress(Stopped):
+        with run.precision.autocast, suppress(Stopped):
             # BatchNorm's are the same everywhere; a model may have others.
-            broadcast_buffers(list(model.buffers()), ranks)
-            for index, (data, num_samples) in enumerate(watched(iter(loader))):
-                if stop_asked():
+            broadcast_buffers(list(model.buffers()), run.ranks)
+            # Ranks that hold parts of the weights have to make every forward pass together.
+            batches = interruptible(run, islice(loader, num_batches), together=run.sharded)
+            for index, (data, num_samples) in enumerate(batches):
+                if run.stop_signal is not None and not run.sharded:
                     break
                 if num_samples:
                     looked = predictor if index else fitting(predictor, model, task, data, " in evaluation")
                     loss, count = task.evaluate(looked, data, metrics)
                     loss_sum += loss
                     num_items += count
-                elif sharded:
+                elif run.sharded:
                     task.evaluate(predictor, data, task.metrics().to(device))
             else:
                 abandoned = 0
         predictor.train(was_training)
-        total_loss, total_items, num_abandoned = sum_and_read([loss_sum, num_items, abandoned], device, ranks)
+        sums = sum_and_read([loss_sum, num_items, abandoned], device, run.ranks)
+        total_loss, total_items, num_abandoned = sums
         if num_abandoned:
             raise Abandoned
         with warnings.catch_warnings():
@@ -231,8 +225,16 @@ def evaluate(
         values = {name: float(value) for name, value in given.items() if not isinstance(value, MetricTable)}
         return task.figures(total_loss / max(total_items, 1), values)
 
-    if average is None or not average.ready:
-        return figures_of_weights(keep)
-    with average.swapped():
-        figures = figures_of_weights(keep)
-    return figures | {f"raw_{name}": value for name, value in figures_of_weights(lambda _: None).items()}
+    with run.uncompiled():
+        if run.ema is None:
+            return figures_of_weights(keep)
+        try:
+            run.ema.settle(partial(interruptible, run))
+        except Stopped:
+            raise Abandoned from None
+        if not run.ema.ready:
+            return figures_of_weights(keep)
+        with run.ema.swapped():
+            figures = figures_of_weights(keep)
+        raw = figures_of_weights(lambda _: None)
+        return figures | {f"raw_{name}": value for name, value in raw.items()}

@@ -50,7 +50,7 @@ def examples(run: Run) -> dict[str, Any]:
     end_s = time.monotonic() + min(SHARE * run.clock.elapsed_s(), MOST_S)
     run.model.eval()
     average = run.ema.swapped() if run.ema is not None and run.ema.ready else nullcontext()
-    model = averaged_over_views(run.model, flip=run.settings.flip, shift=run.settings.shift)
+    model = averaged_over_views(run.model, flip=run.flip, shift=run.shift)
     with average, run.precision.autocast, run.uncompiled():
         for (inputs, targets), count in run.eval_loaders[split]:
             pairs = _pairs(run, run.task.predict(model, inputs), targets)[:count]
@@ -59,7 +59,7 @@ def examples(run: Run) -> dict[str, Any]:
             seen.update((pair["target"], pair["prediction"]) for pair in pairs)
             if not samples:
                 samples = [_shown(run, pair, inputs[pair.pop("place")]) for pair in _chosen(pairs)]
-            if time.monotonic() > end_s or run.status.stop_signal is not None:
+            if time.monotonic() > end_s or run.stop_signal is not None:
                 break
     classes = _by_class(seen) if samples and "probability" in samples[0] else []
     return {"split": split, "num_samples": seen.total(), "classes": classes, "samples": samples}

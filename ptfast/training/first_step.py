@@ -86,7 +86,7 @@ class FirstStep:
         self._run, self._fresh = run, run.progress.step == 0
         theirs = not name_of(run.model).startswith("ptfast.")
         checks = getattr(run.task, "misfit", None) is not None
-        self._follows = run.settings.best_metric not in (run.task.metric, "loss")
+        self._follows = run.best_metric not in (run.task.metric, "loss")
         self._measures = self._follows or getattr(run.task, "adds_metrics", False)
         looks = (theirs and checks) or self._measures
         self._evaluates = self._fresh and looks and bool(run.eval_loaders)
@@ -146,7 +146,7 @@ class FirstStep:
         run.forward.train()
 
     def _check_followed(self, metrics: Metrics) -> None:
-        figure, given = self._run.settings.best_metric, {}
+        figure, given = self._run.best_metric, {}
         # Some metrics need more than one batch: their evaluation will tell.
         with contextlib.suppress(PtfastError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -233,7 +233,7 @@ class SlowSwitches:
                 setattr(module, name, turn_on)
 
     def _warn(self, debug: str, places_of: Callable[[], list[str]]) -> None:
-        if debug in self.found or debug == self._run.settings.debug:
+        if debug in self.found or debug == self._run.debug:
             return
         self.found[debug] = places_of()
         place = f" ({', '.join(self.found[debug])})" if self.found[debug] else ""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from ptfast.core import devices
 from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import StepBatch, hooks
-from ptfast.data.loaders.build_loaders import EvaluationLoader
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, write_tables
 from ptfast.training.evaluate import Abandoned, evaluate
@@ -54,7 +52,7 @@ def fit(run: Run) -> str:
 
 
 def _fit(run: Run) -> str:
-    progress, cadence = run.progress, run.settings.cadence
+    progress, cadence = run.progress, run.cadence
     run.call_back("on_start")
     callback_states(run)
     trainer = Trainer(run)
@@ -133,7 +131,7 @@ def _train_stretch(
     """
     progress, clock, counter, data_comes = run.progress, run.clock, run.counter, True
     start, start_s, samples, paced_s = progress.step, clock.elapsed_s(), progress.samples, clock.pace_s()
-    stop = min(run.settings.cadence.next_stop(start, run.total_steps), start + look_steps)
+    stop = min(run.cadence.next_stop(start, run.total_steps), start + look_steps)
     aside: AbstractContextManager[Any] | None = None
     if start == first_step:
         aside = clock.gathering("warm_up")
@@ -158,7 +156,7 @@ def _train_stretch(
 
 def _report(run: Run, trainer: Trainer, segment: Segment, steps_of_process: int) -> None:
     """Call back at the end of an epoch, note if an evaluation is due, and log or show figures."""
-    progress, cadence = run.progress, run.settings.cadence
+    progress, cadence = run.progress, run.cadence
     step, took_any = progress.step, segment.steps > 0
     if took_any and step in cadence.epoch_steps:
         run.call_back("on_epoch", round(run.epoch))
@@ -190,39 +188,8 @@ def _save(run: Run, is_best: bool, *, settles: bool) -> None:
 def try_out(run: Run) -> None:
     """Evaluate one batch of every split and save the state: what a run does beside training."""
     for loader in run.eval_loaders.values():
-        _evaluate_on(run, loader, num_batches=1)
+        evaluate(run, loader, num_batches=1)
     save_training(run, False)
-
-
-def _evaluate_on(
-    run: Run,
-    loader: EvaluationLoader,
-    keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None,
-    num_batches: int | None = None,
-) -> dict[str, float]:
-    with run.uncompiled():
-        if run.ema is not None:
-            try:
-                run.ema.settle(partial(interruptible, run))
-            except Stopped:
-                raise Abandoned from None
-        return evaluate(
-            run.model,
-            run.task,
-            loader,
-            device=run.device,
-            ranks=run.ranks,
-            precision=run.precision,
-            average=run.ema,
-            flip=run.settings.flip,
-            shift=run.settings.shift,
-            full_size=run.settings.full_size,
-            # Ranks that gather weights together have to go through it together.
-            stop_asked=lambda: run.status.stop_signal is not None and not run.sharded,
-            watched=lambda batches: interruptible(run, islice(batches, num_batches), together=run.sharded),
-            sharded=run.sharded,
-            keep=keep,
-        )
 
 
 def evaluate_split(run: Run, split: str) -> dict[str, float]:
@@ -230,7 +197,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     step, clock = run.progress.step, run.clock
     clock.to("evaluation")
     tables: dict[str, MetricTable] = {}
-    figures = _evaluate_on(run, run.eval_loaders[split], tables.update)
+    figures = evaluate(run, run.eval_loaders[split], keep=tables.update)
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
     figures = broadcast_object(figures, run.ranks)
     if hooks(run.callbacks, "on_evaluation"):
@@ -248,38 +215,38 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
 
 def evaluate_and_rank(run: Run) -> bool:
     """Evaluate `val`, or take the training loss where nothing is held out; True if it is the best so far."""
-    progress, settings = run.progress, run.settings
+    progress = run.progress
     if "val" in run.eval_loaders:
         figures = evaluate_split(run, "val")
     else:
         figures = {"loss": progress.epoch_loss / max(progress.epoch_items, 1)}
     progress.epoch_loss = progress.epoch_items = 0.0
     progress.evaluation_due = False
-    metric = settings.best_metric
+    metric = run.best_metric
     if metric not in figures:
         hint = f"There are: {', '.join(figures)}"
         raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
     value, previous = figures[metric], progress.best_value
     # Not a number is never the best: nothing would beat it.
     is_best = not math.isnan(value) and (
-        previous is None or (value > previous if settings.best_mode == "max" else value < previous)
+        previous is None or (value > previous if run.best_mode == "max" else value < previous)
     )
     if is_best:
         progress.best_value, progress.best_step, progress.evaluations_without_gain = value, progress.step, 0
-        run.status.best_figures = figures
+        run.best_figures = figures
     else:
         progress.evaluations_without_gain += 1
     if "val" in run.eval_loaders:
         run.display.evaluation(progress.step, run.epoch, "val", figures, is_best)
-    return is_best and settings.keep_best
+    return is_best and run.keep_best
 
 
 def _judge(run: Run) -> str:
     """`stopped` if training ends here because it gains no more, else `finished`."""
-    patience = run.settings.patience
+    patience = run.patience
     if patience is None or run.progress.evaluations_without_gain < patience:
         return "finished"
-    run.status.stop_reason = f"no gain in {patience} evaluations"
+    run.stop_reason = f"no gain in {patience} evaluations"
     return "stopped"
 
 
@@ -288,10 +255,10 @@ def _poll_signals(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]
 
     All ranks agree on both, so that none waits for one that has left.
     """
-    max_time_s = run.settings.max_time_s
+    max_time_s = run.max_time_s
     late = max_time_s is not None and run.clock.elapsed_s() > max_time_s
     over = run.progress.step >= run.total_steps
-    code = float(run.status.stop_signal or 0) or (0.5 if late and not over else 0.0)
+    code = float(run.stop_signal or 0) or (0.5 if late and not over else 0.0)
     if run.ranks.distributed:
         votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=devices.sum_dtype(run.device))
         votes[run.ranks.rank], votes[-1] = code, seconds_per_step
@@ -300,5 +267,5 @@ def _poll_signals(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]
     look_steps = max(1, int(LOOK_S / max(seconds_per_step, 1e-6)))
     if not code:
         return "finished", look_steps
-    run.status.stop_reason = "run.max_time is over" if code == 0.5 else signal.Signals(int(code)).name
+    run.stop_reason = "run.max_time is over" if code == 0.5 else signal.Signals(int(code)).name
     return {0.5: "paused", float(signal.SIGINT): "interrupted"}.get(code, "preempted"), look_steps

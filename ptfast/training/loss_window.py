@@ -80,14 +80,14 @@ class GradientInspection:
         run = self._run
         if takes_own_steps(run.task):
             return False  # it leaves no gradients to look at
-        return not self._reported or run.settings.log_norm or run.ranks.distributed
+        return not self._reported or run.log_norm or run.ranks.distributed
 
     def __call__(self) -> None:
         """Look at the gradients that there are now."""
         run = self._run
         if run.ranks.distributed:
             run.forward.check_gradients()
-        if run.settings.log_norm:
+        if run.log_norm:
             norm = global_norm([p.grad for p in self._parameters if p.grad is not None])
             self.norm = norm if self._scaled is None else norm / self._scaled.scale
         if not self._reported:

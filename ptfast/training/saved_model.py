@@ -15,25 +15,20 @@ from ptfast.core.saved_state import read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.loading import open_side_stream
-from ptfast.report.terminal.display import Display, is_terminal, standard_output, terminal_display
+from ptfast.report.terminal.display import is_terminal, standard_output, terminal_display
 from ptfast.tasks.added_metrics import MetricTable, as_lists
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.training.evaluate import evaluate
-from ptfast.training.stages.data_stage import (
-    build_eval_loaders,
-    choose_task,
-    full_size,
-    load_data,
-    readers,
-)
-from ptfast.training.stages.machine_stage import BuildContext, set_up_machine
+from ptfast.training.stages.data_stage import build_eval_loaders, choose_task, load_data, readers
+from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
+from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.state import restore_model
 from ptfast.training.user_code import naming_user_code
 
 
-def load_saved(config: Config, state_folder: Path) -> BuildContext:
+def load_saved(config: Config, state_folder: Path) -> PartialRun:
     """Build the model of a saved state, and the average of its weights where there is one. Needs no data.
 
     It goes through those stages of `ptfast.training.build.build` that make a model, which is then as it was
@@ -43,30 +38,29 @@ def load_saved(config: Config, state_folder: Path) -> BuildContext:
         SavedStateError: S001 when the state is damaged, S002 when it is of another model.
     """
     state = read_state(state_folder)
-    context = set_up_machine(
-        config,
-        resolve_device(config.device, Ranks()),
-        ranks=Ranks(),
-        display=Display(),
-        before=Resolved.read(state_folder.parent.parent, state.facts),
+    folder = state_folder.parent.parent
+    run = PartialRun(
+        folder=folder,
+        device=resolve_device(config.device, Ranks()),
+        config=config,
+        before=Resolved.read(folder, state.facts),
         state=state,
-        trains=False,
     )
-    context.info = read_info(state.facts["info"])
-    choose_task(context)
-    build_plain_model(context)
-    place_model(context)
-    model = context.model
-    restore_model(model, state)
+    set_up_machine(run, trains=False)
+    run.info = read_info(state.facts["info"])
+    choose_task(run)
+    build_plain_model(run)
+    place_model(run)
+    restore_model(run.model, state)
     if "ema" in state.training:
         # What never trained was not averaged.
         averaged = state.training["ema"]["averages"]
-        for name, parameter in model.named_parameters():
+        for name, parameter in run.model.named_parameters():
             parameter.requires_grad_(name in averaged)
-        context.average = Average(model)
-        context.average.load_state_dict(state.training["ema"])
-    model.eval()
-    return context
+        run.ema = Average(run.model)
+        run.ema.load_state_dict(state.training["ema"])
+    run.model.eval()
+    return run
 
 
 def evaluate_saved(
@@ -101,7 +95,8 @@ def evaluate_saved(
         **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
     )
     side = open_side_stream(saved.device) if config.dataloader.side_stream else None
-    loaders = build_eval_loaders(saved, data, side)
+    build_eval_loaders(saved, data, side)
+    loaders = saved.eval_loaders
     if not loaders:
         hint = "Hold some out with data.val=10%"
         raise ConfigError("C005", "the data has no split besides train", key="data", suggestion=hint)
@@ -116,19 +111,7 @@ def evaluate_saved(
     for name in [split] if split else loaders:
         tables: dict[str, MetricTable] = {}
         with naming_user_code(saved), display.status(f"evaluating {name}"):
-            figures = evaluate(
-                saved.model,
-                saved.task,
-                loaders[name],
-                device=saved.device,
-                ranks=Ranks(),
-                precision=saved.precision,
-                average=saved.average,
-                flip=config.eval.flip,
-                shift=config.eval.shift,
-                full_size=full_size(saved),
-                keep=tables.update,
-            )
+            figures = evaluate(saved, loaders[name], keep=tables.update)
         if left_out := loaders[name].left_out:
             figures = figures | {"left_out": left_out}
         rows.append((name, listed(figures)))

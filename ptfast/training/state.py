@@ -45,8 +45,8 @@ def save_training(run: Run, is_best: bool) -> None:
     training["callbacks"] = callback_states(run) if run.ranks.is_first else []
     facts = {
         "progress": asdict(run.progress),
-        "best_figures": run.status.best_figures,
-        "figures": run.status.figures,
+        "best_figures": run.best_figures,
+        "figures": run.figures,
         "info": asdict(run.info),
         "resolved": asdict(run.resolved),
         "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
@@ -61,7 +61,7 @@ def save_training(run: Run, is_best: bool) -> None:
         return
     if is_best:
         point(saved, "best", state_folder)
-    prune(saved, run.settings.keep_states)
+    prune(saved, run.keep_states)
 
 
 def _check_finite(model: dict[str, Tensor], run: Run) -> None:
@@ -106,7 +106,7 @@ def restore_training(run: Run, state: State, steps_before: int) -> None:
     # A kill between a state and the link to it leaves the link behind.
     saved = run.folder / "saved"
     best = saved / f"step-{run.progress.best_step}"
-    if run.ranks.is_first and run.settings.keep_best and best.is_dir():
+    if run.ranks.is_first and run.keep_best and best.is_dir():
         point(saved, "best", best)
 
 
@@ -138,9 +138,10 @@ def _restore_parts(run: Run, state: State) -> None:
         if callback_state is not None:
             callback.load_state_dict(callback_state)
     known = {each.name for each in fields(Progress)}
-    run.status.progress = Progress(**{k: v for k, v in state.facts["progress"].items() if k in known})
+    run.progress = Progress(**{k: v for k, v in state.facts["progress"].items() if k in known})
     if run.marks is not None and (stream := state.facts.get("stream")) is not None:
-        run.status.resumed_note = run.marks.load(stream, run.progress.step)
-    run.status.best_figures = state.facts["best_figures"]
+        note = run.marks.load(stream, run.progress.step)
+        run.resumed_note = "; ".join(filter(None, (note, run.resumed_note)))
+    run.best_figures = state.facts["best_figures"]
     figures = state.facts["figures"].items()
-    run.status.figures = {split: values for split, values in figures if split != "test"}
+    run.figures = {split: values for split, values in figures if split != "test"}

@@ -47,7 +47,7 @@ class Trainer:
         self.statistics = RunningStatistics(run.model, run.ranks) if run.ranks.distributed else None
         self.optimizers = named_optimizers(run.optimizer) if takes_own_steps(run.task) else None
         self.first_step, self.first_look = run.progress.step, FirstStep(run)
-        self.first_micro_batch = run.ranks.rank * (run.settings.micro_batches // run.ranks.num_ranks)
+        self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
         self.inspection = GradientInspection(run, self.parameters, self.scaled)
         self.window = LossWindow(run, self.dtype, self.scaled, self.inspection, self.first_look)
         self._weights: dict[int, Tensor] = {}
@@ -95,9 +95,9 @@ class Trainer:
                 mark("callbacks")
                 for method in on_step:
                     method(run, progress.step)
-            if run.status.stop_signal is not None and not run.ranks.distributed:
+            if run.stop_signal is not None and not run.ranks.distributed:
                 return
-        if progress.step < last_step and run.status.stop_signal is None:
+        if progress.step < last_step and run.stop_signal is None:
             what = f"the data ended after step {progress.step} of {run.total_steps}"
             hint = "Set steps to what the data has"
             raise DataError("D006", what, key="steps", value=run.total_steps, suggestion=hint)
@@ -110,7 +110,7 @@ class Trainer:
             if not num_samples and alone:
                 continue
             mark("forward")
-            run.seed_step(run.settings.seed, step, self.first_micro_batch + index)
+            run.seed_step(run.seed, step, self.first_micro_batch + index)
             exchanges = index == last
             with _nothing if alone else self.among_ranks(num_samples, exchanges=exchanges):
                 loss, num_items = self.loss_of(data, step)
@@ -186,7 +186,7 @@ class Trainer:
         """
         run = self.run
         run.clock.to("forward")
-        run.seed_step(run.settings.seed, step, 0)
+        run.seed_step(run.seed, step, 0)
         task: Any = run.task
         with run.precision.autocast:
             given: Any = task.step(run.forward, batch.micro_batches[0].data, optimizers)

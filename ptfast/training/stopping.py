@@ -58,24 +58,24 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
 
     Cost: 0.4 us a batch.
     """
-    several, asked = together and run.ranks.distributed, run.status.stop_signal
+    several, asked = together and run.ranks.distributed, run.stop_signal
     waits = "together" if several else "alone"
     for number in count():
-        run.status.waits = waits
+        run.waits = waits
         try:
             # One that came just before the wait was not raised out of it.
-            if run.status.stop_signal != asked and not several:
+            if run.stop_signal != asked and not several:
                 raise Stopped
             batch = next(batches, None)
         except Stopped:
             # From here on it stays ended, whatever else comes.
-            run.status.waits, step = None, run.progress.step
+            run.waits, step = None, run.progress.step
             if several and not all_come_to(f"{step}/{number}", run.ranks, LATE_S):
                 raise Preempted(f"stopped at step {step}, without saving: not all ranks wait there") from None
             raise
         finally:
-            run.status.waits = None
-        run.status.batches += 1
+            run.waits = None
+        run.batches += 1
         if batch is None:
             return
         yield batch
@@ -123,7 +123,7 @@ class Signals:
             self._later(LATE_S, self._look)
         drop_unread(sys.stdout, sys.stderr)
         if run is not None:
-            run.status.stop_signal = number
+            run.stop_signal = number
         again = not self._several and self._heard_s - self._first_s > REPEATED_S
         again = again and (run is None or run.clock.cause != "saving")
         if again and not self._leaves:
@@ -134,7 +134,7 @@ class Signals:
             raise KeyboardInterrupt
         if self.closing:
             return
-        if not self._several or self._aborted or (run is not None and run.status.waits == "alone"):
+        if not self._several or self._aborted or (run is not None and run.waits == "alone"):
             self._end_wait()
         if run is not None and first:
             # It may interrupt another line that is being written, which Python's streams refuse.
@@ -178,7 +178,7 @@ class Signals:
     def _end_wait(self) -> None:
         if self.run is None or self._aborted:
             raise self._unsaved("in what waits for other ranks " * self._aborted)
-        if self.run.status.waits:
+        if self.run.waits:
             raise Stopped
 
     def _look(self) -> None:
@@ -189,7 +189,7 @@ class Signals:
         self._later(LATE_S, self._look)
         self._end_wait()
         assert run is not None
-        place = run.progress.step, run.status.batches
+        place = run.progress.step, run.batches
         if place != self._place or run.clock.cause == "saving":
             self._place, self._moved_s = place, self._heard_s
         elif self._heard_s - self._moved_s > self._patience_s(HUNG_TOGETHER_S if self._several else HUNG_S):

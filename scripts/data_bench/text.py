@@ -96,7 +96,7 @@ def training(run: Any, lengths: np.ndarray, num_steps: int) -> Callable[[], int]
         from ptfast.data.sampling.sampler import permutation
 
         by_length = isinstance(plan, LengthPlan)
-        return plan.order(epoch) if by_length else permutation(run.settings.seed, epoch, len(lengths))
+        return plan.order(epoch) if by_length else permutation(run.seed, epoch, len(lengths))
 
     def work() -> int:
         first = run.progress.step

@@ -32,7 +32,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import list_states
 from ptfast.launch.resume import resume_command
-from ptfast.training.stages.machine_stage import _cut_batch
+from ptfast.training.stages.machine_stage import cut_batch
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
@@ -339,4 +339,4 @@ def test_micro_batches_outlive_the_ranks_they_came_from(in_tmp: Path) -> None:
         config=read_config(BASE)[1], ranks=Ranks(num_ranks=3), before=Resolved(micro_batches=4)
     )
     with pytest.raises(ConfigError, match=r"micro_batches=4: .* Resume it on 1, 2, 4 ranks: only a new run"):
-        _cut_batch(others)
+        cut_batch(others)

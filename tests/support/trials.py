@@ -163,7 +163,7 @@ def trained(words: Words, plain_words: Words | None = None) -> Trial:
     """
     trial = Trial()
     with a_run(*words) as run:
-        run.settings.cadence.log_steps = range(1, run.total_steps + 1)
+        run.cadence.log_steps = range(1, run.total_steps + 1)
         run.logger = _Losses(trial)
         before = math.nan
         if plain_words is not None:

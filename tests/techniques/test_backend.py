@@ -30,10 +30,9 @@ from ptfast.techniques.backend.torch_settings import (
     watch_shapes,
 )
 from ptfast.techniques.rewrites.model_rewrites import apply_channels_last, resolve_channels_last
-from ptfast.training import build
-from ptfast.training.build import build_seeder, mix, seed_everything
 from ptfast.training.fit import fit
 from ptfast.training.stages import machine_stage
+from ptfast.training.stages.machine_stage import build_seeder, mix, seed_everything
 
 CPU = torch.device("cpu")
 
@@ -220,8 +219,8 @@ class TestShapes:
             return {**apply_backend(backend, **kwargs), "cudnn_benchmark": bool(backend.cudnn_benchmark)}
 
         monkeypatch.setattr(machine_stage, "apply_backend", as_on_cuda)
-        monkeypatch.setattr(build, "MOST_SHAPES", 1)
-        monkeypatch.setattr(build, "watch_shapes", partial(watch_shapes, most=1))
+        monkeypatch.setattr(machine_stage, "MOST_SHAPES", 1)
+        monkeypatch.setattr(machine_stage, "watch_shapes", partial(watch_shapes, most=1))
         words = ("model.hidden=[8]", "epochs=1", "batch_size=512", "eval.every=4steps")
         run = build_run(tmp_path, *words)
         assert run.watch is not None

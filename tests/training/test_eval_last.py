@@ -36,12 +36,8 @@ class Seen(nn.Module):
 
 def evaluated(built: Run) -> tuple[dict[str, float], list[int]]:
     """Figures of an untrained model, and how many samples each of its forward passes had."""
-    model, loader = Seen(built.model), built.eval_loaders["val"]
-    shared: dict[str, Any] = {"device": built.device, "ranks": built.ranks, "precision": built.precision}
-    figures = evaluate(
-        model, built.task, loader, **shared, flip=built.settings.flip, full_size=built.settings.full_size
-    )
-    return figures, model.sizes
+    built.model = model = Seen(built.model)
+    return evaluate(built, built.eval_loaders["val"]), model.sizes
 
 
 def figures_of_first(built: Run, num_samples: int) -> dict[str, float]:

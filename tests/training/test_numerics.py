@@ -75,7 +75,7 @@ class Rates(Callback):
         (group,) = run.optimizer.param_groups
         self.seen.append((group["lr"] / group["initial_lr"], group["momentum"]))
         if step == self.stop:
-            run.status.stop_signal = signal.SIGTERM
+            run.stop_signal = signal.SIGTERM
 
 
 def test_the_schedule_stands_still_over_steps_that_are_left_out(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
 
 
 def _examine(config: Config, run: Run, source: Source) -> AuditContext:
-    run.settings.total_steps = ENDLESS
+    run.total_steps = ENDLESS
     breaks_before = _graph_breaks() if run.compilation is not None else Counter[str]()
     run.call_back("on_start")
     trainer = Trainer(run)

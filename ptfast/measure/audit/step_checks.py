@@ -34,7 +34,7 @@ def no_workers(context: AuditContext) -> Iterator[Finding]:
     samples, in_here = _awaited(context), context.run.train_loader.kind in ("plain", "packed")
     if samples is None or not in_here or spare_cores() < 2:
         return
-    if samples.seconds / samples.num_samples * context.run.settings.batch_size >= HAND_OVER_S:
+    if samples.seconds / samples.num_samples * context.run.batch_size >= HAND_OVER_S:
         each = _each(samples.seconds, samples)
         what = f"{context.steps.waiting:.0%} of a step waits for samples of {each}, and no worker reads ahead"
         yield Finding(what, _reader(context), "", ("dataloader=workers",))
@@ -158,7 +158,7 @@ def _awaited(context: AuditContext) -> SampleTrace | None:
 
 
 def _price(context: AuditContext, samples: SampleTrace, seconds: float) -> Price:
-    return Price(seconds / samples.num_samples * context.run.settings.batch_size)
+    return Price(seconds / samples.num_samples * context.run.batch_size)
 
 
 def _each(seconds: float, samples: SampleTrace) -> str:

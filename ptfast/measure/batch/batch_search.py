@@ -263,7 +263,7 @@ def _time(trial: TrialRank, seconds: float, rehearsed: bool) -> dict[str, Any]:
         "step_s": statistics.median(window["step_s"] for window in windows),
         "waiting": statistics.fmean(window["waiting"] for window in windows),
         "memory_bytes": max(first_peak, *(window["peak_memory_bytes"] for window in windows)),
-        "micro_batches": run.settings.micro_batches,
+        "micro_batches": run.micro_batches,
     }
 
 

@@ -111,7 +111,7 @@ class NoiseTrainer(Trainer):
         for index, (data, num_samples) in enumerate(batch.micro_batches):
             if not num_samples and alone:
                 continue
-            run.seed_step(run.settings.seed, step, self.first_micro_batch + index)
+            run.seed_step(run.seed, step, self.first_micro_batch + index)
             with _nothing if alone else self.among_ranks(num_samples, exchanges=False):
                 loss, count = self.loss_of(data, step)
                 loss.backward(weight if num_samples else weight * 0)

@@ -56,7 +56,7 @@ class Segments:
             trial.config, ranks=trial.ranks, folder=trial.folder, display=Display(), data=trial.data
         )
         run.callbacks = []
-        run.settings.total_steps = ENDLESS
+        run.total_steps = ENDLESS
         self.trainer = Trainer(run)
         self.step_s = 0.0
         """Of the last warm-up."""
@@ -65,13 +65,13 @@ class Segments:
         batches = run.train_loader.steps(run.progress.step, ENDLESS)
         self._batches = self._counted(run.clock.waiting(batches))
         # Steps whose batches may lie ready when a segment begins.
-        per_rank = max(1, run.settings.micro_batches // run.ranks.num_ranks)
+        per_rank = max(1, run.micro_batches // run.ranks.num_ranks)
         of_workers = -(-run.resolved.workers * trial.config.dataloader.prefetch // per_rank)
         self._prefetched_steps = self._lead_steps = of_workers + run.resolved.read_ahead
         self.facts = {
             "environment": run_directory.environment([]),
             "resolved": asdict(run.resolved),
-            "batch_size": run.settings.batch_size,
+            "batch_size": run.batch_size,
             "meets": _needs_met(run),
             "build_s": time.perf_counter() - start_s,
             "built_bytes": peak_memory_bytes(run.device.type),

@@ -125,7 +125,7 @@ def measure_lr(trial: TrialRank, *, trial_steps: int, **keywords: Any) -> None:
             "chosen": min(finite, key=finite.__getitem__) if finite else None,
             "lr": actual,
             "lr_scale": actual / given,
-            "batch_size": run.settings.batch_size,
+            "batch_size": run.batch_size,
             "trial_steps": trial_steps,
         }
     )

@@ -82,7 +82,7 @@ def first_trial(found: dict[str, float]) -> float:
     return found["minimum/10"] * math.sqrt(10)
 
 
-HIDDEN = ("schedule", "ema", "callbacks", "watchers", "status")
+HIDDEN = ("schedule", "ema", "callbacks", "watchers", "progress", "figures", "best_figures")
 """Attributes of a run that are replaced during a trial."""
 
 
@@ -96,10 +96,9 @@ def preserving_state(run: Run) -> Iterator[None]:
     scaler = run.precision.scaler
     scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
     kept = {name: getattr(run, name) for name in HIDDEN}
-    of_python, of_numpy, status = random.getstate(), np.random.get_state(), run.status
-    figures, best_figures = dict(status.figures), dict(status.best_figures)
-    progress = replace(status.progress)
-    run.status = replace(status, progress=progress, figures=figures, best_figures=best_figures)
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    run.progress = replace(run.progress)
+    run.figures, run.best_figures = dict(run.figures), dict(run.best_figures)
     run.ema, run.callbacks, run.watchers = None, [], []
     was_training = run.model.training
     try:

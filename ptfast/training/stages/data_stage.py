@@ -18,7 +18,7 @@ from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
-from ptfast.data.loaders.build_loaders import EvaluationLoader, build_eval_loader, build_train_loader
+from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
@@ -32,7 +32,7 @@ from ptfast.data.transforms.mixup_cutmix import build_mix
 from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.build_task import build_task, collate_of
 from ptfast.training.evaluate import check_full_size, check_views
-from ptfast.training.stages.machine_stage import BuildContext
+from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import arrange, describe_padding
 from ptfast.training.user_code import constructing
 
@@ -86,32 +86,30 @@ def _collate(config: Config) -> Collate | None:
     return Collate(of_task, key="task", value=config.task.name) if of_task is not None else None
 
 
-def load_splits(context: BuildContext) -> str:
-    """Load the splits of a run; return how the held-out ones differ from those of the resumed state."""
-    info = read_info(context.state.facts["info"]) if context.state is not None else None
-    if context.data is None:
-        with context.display.status("loading the data"):
-            choice = build_choice(
-                context.config, context.micro_batches, context.device, context.before, context.ranks.num_ranks
-            )
+def load_splits(run: PartialRun) -> None:
+    """Load the splits, and note how the held-out ones differ from those of the resumed state."""
+    info = read_info(run.state.facts["info"]) if run.state is not None else None
+    if run.data is None:
+        with run.display.status("loading the data"):
+            choice = build_choice(run.config, run.micro_batches, run.device, run.before, run.ranks.num_ranks)
             measured = info.extra.get("normalize") if info is not None else None
-            context.data = load_data(context.config, context.ranks, choice, measured=measured)
-    context.info = context.data.info
-    return check_same_data(info, context.info) if info is not None else ""
+            run.data = load_data(run.config, run.ranks, choice, measured=measured)
+    run.info, run.data_note, run.unreadable = run.data.info, run.data.note, run.data.unreadable
+    if info is not None and (changed := check_same_data(info, run.info)):
+        run.resumed_note = f"other held-out data than before: {changed}"
 
 
-def choose_task(context: BuildContext) -> None:
-    """The task that the config names, or that the data is for, if what it is evaluated with fits it."""
-    config, info = context.config, context.info
+def choose_task(run: PartialRun) -> None:
+    """Build the task that the config names, or else the one the data is for, and check evaluations fit it."""
+    config, info = run.config, run.info
     named = config.task.name != "auto"
-    context.resolved.task = config.task.name if named else info.task
-    context.resolved.task_reason = "" if named else info.task_reason
-    task = add_metrics(
-        build_task(config.task.name, info, **config.task.build_options()), config.metrics, info
-    )
-    check_views(config.eval.flip, config.eval.shift, info, task, targets=config.augment.targets)
-    check_full_size(config.eval.last, task)
-    context.task = task
+    run.resolved.task = config.task.name if named else info.task
+    run.resolved.task_reason = "" if named else info.task_reason
+    task = build_task(config.task.name, info, **config.task.build_options())
+    run.task = add_metrics(task, config.metrics, info)
+    run.flip, run.shift = config.eval.flip, config.eval.shift
+    check_views(run.flip, run.shift, info, run.task, targets=config.augment.targets)
+    check_full_size(config.eval.last, run.task)
 
 
 def build_choice(
@@ -140,40 +138,31 @@ def build_choice(
     )
 
 
-def build_eval_loaders(
-    context: BuildContext, data: Data, side: SideStream | None
-) -> dict[str, EvaluationLoader]:
-    """Loaders of the splits that the data has besides `train`, by name.
+def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> None:
+    """Build a loader for each split of `data` besides `train`.
 
     Args:
         side: stream on which batches are made ready, None for that of the model.
     """
-    batch_size, ranks = evaluated_at_once(context), context.ranks
-    splits = {"val": data.val, "test": data.test}
-    return {
-        split: build_eval_loader(
-            source,
-            data.info,
-            context.reading,
-            batch_size=batch_size,
-            rank=ranks.rank,
-            num_ranks=ranks.num_ranks,
-            drop_last=context.config.eval.last == "drop",
-            side=side,
-        )
-        for split, source in splits.items()
-        if source is not None
-    }
+    batch_size, last = evaluated_at_once(run), run.config.eval.last
+    run.full_size = batch_size if last == "pad" else None
+    for split, source in {"val": data.val, "test": data.test}.items():
+        if source is not None:
+            run.eval_loaders[split] = build_eval_loader(
+                source,
+                data.info,
+                run.reading,
+                batch_size=batch_size,
+                rank=run.ranks.rank,
+                num_ranks=run.ranks.num_ranks,
+                drop_last=last == "drop",
+                side=side,
+            )
 
 
-def evaluated_at_once(context: BuildContext) -> int:
+def evaluated_at_once(run: PartialRun) -> int:
     """Samples of a forward pass in evaluation on one rank."""
-    return context.config.eval.batch_size or eval_batch_size(context.info, context.micro_batch_size)
-
-
-def full_size(context: BuildContext) -> int | None:
-    """Samples that every batch of an evaluation is filled up to; None where the last may be smaller."""
-    return evaluated_at_once(context) if context.config.eval.last == "pad" else None
+    return run.config.eval.batch_size or eval_batch_size(run.info, run.micro_batch_size)
 
 
 def few_samples(data: Data, loading: ReaderOptions, num_samples: int = 2) -> Any:
@@ -197,16 +186,12 @@ def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:
     return 2 * micro_batch_size if info.kind in ("text", "tokens") else micro_batch_size
 
 
-def build_loaders(context: BuildContext, mark: Callable[[str], None]) -> None:
-    """The loaders of the training data and of the splits that are evaluated.
-
-    Args:
-        mark: called with what the time from there on goes to.
-    """
-    config, resolved, loader, plan = context.config, context.resolved, context.config.dataloader, context.plan
-    choice: Choice = context.splits.choice
-    context.reading = readers(
-        context,
+def build_loaders(run: PartialRun) -> None:
+    """Build the loaders of the training data and of the splits that are evaluated."""
+    config, resolved, loader, plan = run.config, run.resolved, run.config.dataloader, run.plan
+    choice: Choice = run.splits.choice
+    run.reading = readers(
+        run,
         kind=choice.kind,
         reason=choice.reason,
         workers=choice.workers,
@@ -215,48 +200,43 @@ def build_loaders(context: BuildContext, mark: Callable[[str], None]) -> None:
         pin=loader.pin,
         read_ahead=loader.read_ahead,
     )
-    side = open_side_stream(context.device) if loader.side_stream else None
-    data = replace(context.splits, order=build_order(config.sampling, context.splits, config.seed))
+    side = open_side_stream(run.device) if loader.side_stream else None
+    data = replace(run.splits, order=build_order(config.sampling, run.splits, config.seed))
     resolved.sampling = describe_sampling(config.sampling, data)
-    options = config.augment.model_dump(exclude={"mixup", "cutmix"})
     augment = build_augment(
-        options,
+        config.augment.model_dump(exclude={"mixup", "cutmix"}),
         data.info,
         images=data.train.images,
         task_name=config.task.name,
         normalize=config.data.normalize,
     )
-    mix = build_mix(
-        config.augment.mixup, config.augment.cutmix, config.seed, info=data.info, task=context.task
-    )
-    context.train_loader = build_train_loader(
+    mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=data.info, task=run.task)
+    run.train_loader = build_train_loader(
         data,
-        Sharding(plan.batches, context.micro_batches, context.ranks.rank, context.ranks.num_ranks),
-        context.reading,
+        Sharding(plan.batches, run.micro_batches, run.ranks.rank, run.ranks.num_ranks),
+        run.reading,
         seed=config.seed,
         augment=augment,
         transforms=[*plan.transforms, *([mix] if mix is not None else [])],
         side=side,
-        report=mark,
+        report=run.clock.to,
     )
-    evaluated = data if config.eval.test else replace(data, test=None)
-    context.eval_loaders = build_eval_loaders(context, evaluated, side)
+    run.marks = getattr(run.train_loader.batches, "marks", None)
+    build_eval_loaders(run, data if config.eval.test else replace(data, test=None), side)
     resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
-    resolved.workers = context.train_loader.workers
+    resolved.workers = run.train_loader.workers
     resolved.worker_threads = config.backend.worker_threads
     resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
     resolved.padding, resolved.padding_share = describe_padding(
-        config.batching, data, plan.batches, context.micro_batches, config.seed
+        config.batching, data, plan.batches, run.micro_batches, config.seed
     )
     if plan.batches.size is not None and plan.batches.batch_size > plan.batches.size:
         what = (
             f"batch_size={plan.batches.batch_size:,} is more than the {plan.batches.size:,} training samples"
         )
-        context.display.warn(f"{what}: one step is an epoch")
+        run.display.warn(f"{what}: one step is an epoch")
 
 
-def readers(context: BuildContext, **how: Any) -> ReaderOptions:
+def readers(run: PartialRun, **how: Any) -> ReaderOptions:
     """How samples are made ready for the model; keywords say who reads them, by default this process."""
-    return ReaderOptions(
-        context.device, context.config.data.normalize, bool(context.resolved.channels_last), **how
-    )
+    return ReaderOptions(run.device, run.config.data.normalize, bool(run.resolved.channels_last), **how)

@@ -38,7 +38,7 @@ from ptfast.techniques.precision.number_formats import apply_float8, apply_half_
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
 from ptfast.training.stages.data_stage import few_samples, readers
-from ptfast.training.stages.machine_stage import BuildContext
+from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import has_many_lengths
 from ptfast.training.user_code import MODEL, TRACEBACK, constructing, failure
 
@@ -50,42 +50,42 @@ _ASK_FOR_WEIGHTS = ("weights", "pretrained", "weights_backbone", "pretrained_bac
 """Keys of `model` that make a constructor download weights."""
 
 
-def build_plain_model(context: BuildContext) -> None:
+def build_plain_model(run: PartialRun) -> None:
     """The model as its own code makes it, on the CPU, with the weights that a new run starts from."""
-    section, fresh, info = context.config.model, context.state is None, context.info
+    section, fresh, info = run.config.model, run.state is None, run.info
     target = section.target
-    status = context.display.status("building the model")
+    status = run.display.status("building the model")
     with status, constructing("model", target.path), _fetching(section), _finding_room(target, "cpu"):
         check_constructs(target, asdict(info))
         _check_size(target, info)
-        context.model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
+        run.model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
     if fresh and section.weights and section.weights != "pretrained":
-        for note in load_weights(context.model, section.weights, replace_head=section.replace_head):
-            context.display.note(note)
+        for note in load_weights(run.model, section.weights, replace_head=section.replace_head):
+            run.display.note(note)
 
 
-def check_fits(context: BuildContext) -> None:
+def check_fits(run: PartialRun) -> None:
     """Refuse a model that cannot take what the data gives, in a line with the key that mends it.
 
     What fails on the meta device is tried on two samples before it is refused: not every model runs there.
     What is not found here, in the time for it, fails in the first step with the same words.
     """
-    config, target, model, task = context.config, context.config.model.target, context.model, context.task
-    data = context.splits
+    config, target, model, task = run.config, run.config.model.target, run.model, run.task
+    data = run.splits
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     # Other tasks may call the model with more than the inputs, or in other ways.
     calls = getattr(type(task), "loss", None) is SupervisedTask.loss and not takes_own_steps(task)
-    if ours or not calls or context.state is not None or not mismatch(model, data.info):
+    if ours or not calls or run.state is not None or not mismatch(model, data.info):
         return
     if isinstance(data.train, IterableSource):
         return
-    samples = few_samples(data, readers(context))
+    samples = few_samples(data, readers(run))
     twin = copy.deepcopy(model)
-    if context.precision.half_weights:
+    if run.precision.half_weights:
         apply_half_weights(twin)
-    twin.to(context.device)
+    twin.to(run.device)
     try:
-        with context.precision.autocast:
+        with run.precision.autocast:
             task.loss(twin, samples)
     except Exception as error:
         given = {MODEL: f", given {described(samples[0])}"}
@@ -158,40 +158,40 @@ def _fetching(section: Model) -> Iterator[None]:
         ) from error
 
 
-def place_model(context: BuildContext) -> None:
+def place_model(run: PartialRun) -> None:
     """Bring the model into the form that computes, in place: number format, device, rewrites, first weights.
 
     Where there is no data whose samples can be looked at, no biases are dropped but those of before.
     """
-    model, data = context.model, context.data
-    if context.precision.half_weights:
+    model, data = run.model, run.data
+    if run.precision.half_weights:
         apply_half_weights(model)
-    if not context.is_sharded:
+    if not run.shards_weights:
         # Else it goes there a block at a time: the whole may fit on no device.
-        with _finding_room(context.config.model.target, context.device.type):
-            model.to(context.device)
-    if context.config.precision.float8:
-        context.resolved.float8 = apply_float8(model)
+        with _finding_room(run.config.model.target, run.device.type):
+            model.to(run.device)
+    if run.config.precision.float8:
+        run.resolved.float8 = apply_float8(model)
 
     apply_rewrites(
         model,
-        context.config.rewrites,
-        kind=context.info.kind,
-        device=context.device,
+        run.config.rewrites,
+        kind=run.info.kind,
+        device=run.device,
         cancelled_biases=None
         if data is None
-        else partial(on_first_rank, partial(_cancelled_biases, context, data), context.ranks),
-        task=context.task,
+        else partial(on_first_rank, partial(_cancelled_biases, run, data), run.ranks),
+        task=run.task,
         # Weights are shared out by rows that lie one after another.
-        sharded=context.is_sharded,
-        before=context.before,
-        resolved=context.resolved,
+        sharded=run.shards_weights,
+        before=run.before,
+        resolved=run.resolved,
     )
-    if context.state is None and data is not None and not context.config.model.weights:
-        _init_from_data(model, context, data)
+    if run.state is None and data is not None and not run.config.model.weights:
+        _init_from_data(model, run, data)
 
 
-def _init_from_data(model: Any, context: BuildContext, data: Data) -> None:
+def _init_from_data(model: Any, run: PartialRun, data: Data) -> None:
     """Have a model that wants to (`init_from_data`) compute its first weights from training inputs.
 
     The first rank does so, and the others take its weights.
@@ -200,72 +200,72 @@ def _init_from_data(model: Any, context: BuildContext, data: Data) -> None:
         return
     if isinstance(data.train, IterableSource):
         what = "computes its first weights from the data, and a stream is read only once"
-        raise ConfigError("C011", what, key="model._target_", value=context.config.model.target.path)
+        raise ConfigError("C011", what, key="model._target_", value=run.config.model.target.path)
 
     def init() -> None:
-        with context.display.status("looking at the data"):
-            samples = few_samples(data, _reading_for(model, context), NUM_INIT_SAMPLES)
+        with run.display.status("looking at the data"):
+            samples = few_samples(data, _reading_for(model, run), NUM_INIT_SAMPLES)
             model.init_from_data(next(tensors_in(samples)))
 
-    on_first_rank(init, context.ranks)
-    if not context.is_sharded:
-        broadcast_buffers([*model.parameters(), *model.buffers()], context.ranks)
+    on_first_rank(init, run.ranks)
+    if not run.shards_weights:
+        broadcast_buffers([*model.parameters(), *model.buffers()], run.ranks)
 
 
-def shape_model(context: BuildContext) -> None:
+def shape_model(run: PartialRun) -> None:
     """Bring a placed model into the form that trains, in place.
 
     The order: BatchNorm over ranks, frozen parameters, checkpointed blocks, compiled blocks or model.
     Wrapping for ranks comes last.
     """
-    config, resolved, before, ranks = context.config, context.resolved, context.before, context.ranks
-    model = context.model
+    config, resolved, before, ranks = run.config, run.resolved, run.before, run.ranks
+    model = run.model
     if config.parallel.sync_batchnorm:
         apply_sync_batchnorm(model)
     dropped = [f"{name}.bias" for name in resolved.dropped_biases or ()]
-    context.grouping = Grouping(model, config.optimizer, dropped)
-    context.grouping.freeze()
+    run.grouping = Grouping(model, config.optimizer, dropped)
+    run.grouping.freeze()
     blocks = apply_checkpointing(model, config.checkpointing, known=before.checkpointed)
     dynamic = config.compile.dynamic
     if dynamic == "auto":
         known = before.compile_dynamic
-        dynamic = has_many_lengths(context.splits, config.batching) if known is None else known
-    accumulates = context.micro_batches > ranks.num_ranks
-    context.compilation = apply_compile(
-        model, config.compile, context.device, dynamic=dynamic, accumulates=accumulates
+        dynamic = has_many_lengths(run.splits, config.batching) if known is None else known
+    accumulates = run.micro_batches > ranks.num_ranks
+    run.compilation = apply_compile(
+        model, config.compile, run.device, dynamic=dynamic, accumulates=accumulates
     )
-    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if context.is_sharded else {}
+    shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if run.shards_weights else {}
     resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
 
     def wrap() -> Any:
         if not ranks.distributed:
             return model
-        if context.is_sharded:
+        if run.shards_weights:
             # Its import takes two seconds.
             from ptfast.techniques.parallel.fsdp import Sharded
 
-            half_type = context.precision.half_type
-            return Sharded(model, ranks, context.device, blocks=shards.values(), half_type=half_type)
+            half_type = run.precision.half_type
+            return Sharded(model, ranks, run.device, blocks=shards.values(), half_type=half_type)
         return GradientAveraging(model, config.parallel)
 
-    context.wrap = wrap
-    context.forward = wrap()
+    run.wrap = wrap
+    run.forward = wrap()
 
 
-def _reading_for(model: nn.Module, context: BuildContext) -> ReaderOptions:
+def _reading_for(model: nn.Module, run: PartialRun) -> ReaderOptions:
     """How samples are brought to a model that may not be on its device yet."""
-    return replace(readers(context), device=next((p.device for p in model.parameters()), context.device))
+    return replace(readers(run), device=next((p.device for p in model.parameters()), run.device))
 
 
-def _cancelled_biases(context: BuildContext, data: Data) -> dict[str, str]:
+def _cancelled_biases(run: PartialRun, data: Data) -> dict[str, str]:
     """Biases that a BatchNorm subtracts, found on a few samples; none where the model cannot be looked at."""
-    model, task = context.model, context.task
+    model, task = run.model, run.task
     if takes_own_steps(task):
         return {}
 
     def forward() -> object:
-        with context.precision.autocast:
-            return task.loss(model, few_samples(data, _reading_for(model, context)))
+        with run.precision.autocast:
+            return task.loss(model, few_samples(data, _reading_for(model, run)))
 
     try:
         return find_cancelled_biases(model, forward)
@@ -273,5 +273,5 @@ def _cancelled_biases(context: BuildContext, data: Data) -> dict[str, str]:
         # What is wrong with the model or the data, training will say; iterable data is not there to look at,
         # and a user's task may know of no loss in evaluation.
         if name_of(task).startswith("ptfast."):
-            context.display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
+            run.display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
         return {}

@@ -1,4 +1,4 @@
-"""What moves the weights of a run, and averages them: optimizer, schedule, average."""
+"""What moves the weights of a run, and averages them: optimizer, clipping, schedule, average."""
 
 from __future__ import annotations
 
@@ -11,63 +11,72 @@ from ptfast.data.streams.iterable import IterableSource
 from ptfast.optim.build_optimizer import build_optimizer, has_momentum, start_momentum
 from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
 from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
+from ptfast.techniques.gradients.clipping import build_clipper, head_of
 from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
 from ptfast.training.stages.data_stage import evaluated_at_once
-from ptfast.training.stages.machine_stage import BuildContext
+from ptfast.training.stages.partial_run import PartialRun
 
 STATISTICS_SAMPLES = 4096
 """Training samples that BatchNorm's statistics are measured on; more do not change them much."""
 
 
-def add_optimizer(context: BuildContext) -> None:
-    """The optimizer of the parameters that train, its rates scaled for the batch."""
-    section, resolved = context.config.optimizer, context.resolved
-    context.optimizer, resolved.optimizer = build_optimizer(
-        section.target, context.model, context.device, context.grouping.parts()
+def add_optimizer(run: PartialRun) -> None:
+    """Build the optimizer, its rates scaled for the batch, clipping and freezing."""
+    section, resolved, grouping = run.config.optimizer, run.resolved, run.grouping
+    run.optimizer, resolved.optimizer = build_optimizer(
+        section.target, run.model, run.device, grouping.parts()
     )
-    resolved.lr_scaling = scale_for_batch(context.optimizer, section, context.config.batch_size)
-    if context.precision.scaler is not None:
-        start_momentum(context.optimizer)
+    resolved.lr_scaling = scale_for_batch(run.optimizer, section, run.config.batch_size)
+    if run.precision.scaler is not None:
+        start_momentum(run.optimizer)
+    run.clip = build_clipper(
+        run.config.gradients,
+        run.model.parameters(),
+        head=head_of(run.model),
+        by_group=grouping.clip_norms(),
+    )
+    run.freezing = grouping.freezing(run.plan.steps, run.plan.total_steps)
+    run.groups_note = grouping.describe()
 
 
-def add_schedule(context: BuildContext) -> None:
-    """The learning rate of every step."""
-    section, resolved, plan = context.config.schedule, context.resolved, context.plan
-    context.schedule = build_schedule(
-        build_shape(section.target, reference_lr(context.optimizer)),
+def add_schedule(run: PartialRun) -> None:
+    """Build the learning rate of every step."""
+    section, resolved, plan = run.config.schedule, run.resolved, run.plan
+    run.schedule = build_schedule(
+        build_shape(section.target, reference_lr(run.optimizer)),
         warmup=section.warmup,
         total_steps=plan.total_steps,
         plan=plan.batches,
-        has_momentum=has_momentum(context.optimizer),
+        has_momentum=has_momentum(run.optimizer),
         extendable=not plan.spans_run,
     )
-    resolved.momentum, resolved.total_steps = context.schedule.momentum_note, plan.total_steps
+    resolved.momentum, resolved.total_steps = run.schedule.momentum_note, plan.total_steps
     resolved.curriculum = plan.notes
 
 
-def add_average(context: BuildContext) -> None:
-    """The average that is evaluated in place of the weights, if any.
+def add_average(run: PartialRun) -> None:
+    """Build the average that is evaluated in place of the weights, if any.
 
     An optimizer with methods `eval` and `train` keeps an average of its own.
     """
-    section, model, plan, optimizer = context.config.ema, context.model, context.plan, context.optimizer
+    section, model, plan, optimizer = run.config.ema, run.model, run.plan, run.optimizer
     if section.decay is not None:
-        context.average = MovingAverage(model, section.decay)
+        run.ema = MovingAverage(model, section.decay)
         return
     by_optimizer = hasattr(optimizer, "eval") and hasattr(optimizer, "train")
     if section.swa_start is None and not by_optimizer:
         return
-    samples = _build_statistics_loader(context)
+    samples = _build_statistics_loader(run)
 
     def forward(watched: Watched) -> None:
         assert samples is not None
-        with context.precision.autocast:
+        with run.precision.autocast:
             for inputs, _ in watched(iter(samples)):
-                context.task.loss(model, inputs)
+                run.task.loss(model, inputs)
 
     measure = forward if samples is not None else None
     if section.swa_start is None:
-        context.average = ScheduleFree(model, optimizer, measure, ranks=context.ranks)
+        run.ema = ScheduleFree(model, optimizer, measure, ranks=run.ranks)
         return
     start_step = plan.steps("ema.swa_start", section.swa_start)
     steps = [step for step in plan.every("ema.swa_every", section.swa_every) if step >= start_step]
@@ -76,18 +85,18 @@ def add_average(context: BuildContext) -> None:
         what = f"no step {span} is averaged by ema.swa_every={section.swa_every}"
         hint = "Start earlier, or average more often, such as ema.swa_every=10steps"
         raise ConfigError("C011", what, key="ema.swa_start", value=section.swa_start, suggestion=hint)
-    context.average = Swa(
+    run.ema = Swa(
         model,
         steps,
         measure,
-        ranks=context.ranks,
+        ranks=run.ranks,
         extendable="percent" not in (section.swa_start.unit, section.swa_every.unit),
     )
 
 
-def _build_statistics_loader(context: BuildContext) -> EvaluationLoader | None:
+def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
     """Some thousand training samples in a random order, as many on each rank, as they are evaluated."""
-    data, ranks, batch_size = context.splits, context.ranks, evaluated_at_once(context)
+    data, ranks, batch_size = run.splits, run.ranks, evaluated_at_once(run)
     if isinstance(data.train, IterableSource):
         return None
     size = len(data.train)
@@ -97,11 +106,11 @@ def _build_statistics_loader(context: BuildContext) -> EvaluationLoader | None:
     if share < 2:
         return None
     # In the order of a folder a batch would hold a single class.
-    picked = np.random.default_rng(context.config.seed).permutation(size)[: share * ranks.num_ranks]
+    picked = np.random.default_rng(run.config.seed).permutation(size)[: share * ranks.num_ranks]
     return build_eval_loader(
         data.train.take(picked),
         data.info,
-        context.reading,
+        run.reading,
         batch_size=batch_size,
         rank=ranks.rank,
         num_ranks=ranks.num_ranks,

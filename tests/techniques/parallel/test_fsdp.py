@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from running import build_run, read_config, records, same_bits, summary, trainin
 from test_ddp import a_run
 
 from ptfast.core.distributed import Ranks
-from ptfast.core.plain_display import Display
 from ptfast.core.protocols import DataInfo
 from ptfast.core.resolved import Resolved
 from ptfast.tasks.classification import Classification
 from ptfast.training.evaluate import evaluate
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
+from ptfast.training.stages.partial_run import PartialRun
 
 FSDP: Tree = {"strategy": "fsdp", "nproc": 2}
 
@@ -79,14 +78,19 @@ def test_the_whole_model_stays_on_the_host() -> None:
     _, config = read_config(
         ("parallel=fsdp", "model=mlp", "rewrites.bias_before_norm=false", "precision.tf32_convolutions=false")
     )
-    device, alone = torch.device("cuda", 0), Ranks()
-    context = set_up_machine(config, device, ranks=alone, display=Display(), before=Resolved(), trains=False)
-    context = replace(context, ranks=Ranks(0, 0, 8, 8))
-    context.info = DataInfo(kind="features", task="classification", num_classes=10, input_shape=(64,))
-    context.task = Classification(context.info)
-    build_plain_model(context)
-    place_model(context)
-    assert {each.device.type for each in context.model.parameters()} == {"cpu"}
+    run = PartialRun(
+        folder=Path(),
+        device=torch.device("cuda", 0),
+        config=config,
+        before=Resolved(),
+    )
+    set_up_machine(run, trains=False)
+    run.ranks = Ranks(0, 0, 8, 8)
+    run.info = DataInfo(kind="features", task="classification", num_classes=10, input_shape=(64,))
+    run.task = Classification(run.info)
+    build_plain_model(run)
+    place_model(run)
+    assert {each.device.type for each in run.model.parameters()} == {"cpu"}
 
 
 @pytest.fixture
@@ -110,15 +114,7 @@ def test_one_process_loads_what_it_saves(rank_folder: Path, tmp_path: Path) -> N
             torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5)
     run = build_run(tmp_path, *SMALL, *MIXED, state_folder=saved["mixed-fsdp"])
     assert run.progress.step == 8
-    again = evaluate(
-        run.model,
-        run.task,
-        run.eval_loaders["val"],
-        device=run.device,
-        ranks=run.ranks,
-        precision=run.precision,
-        average=run.ema,
-    )
+    again = evaluate(run, run.eval_loaders["val"])
     assert again["loss"] == pytest.approx(run.figures["val"]["loss"], rel=1e-6)
 
 
