@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -22,7 +23,7 @@ from ptfast.core.errors import (
     exit_code_of,
     traceback_of,
 )
-from ptfast.report.terminal.command_output import drop_unread, flush, print_error, say_starting
+from ptfast.report.terminal.display import drop_unread, flush, is_terminal, say
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -36,7 +37,11 @@ def run(arguments: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
             drop_unread(sys.stdout, sys.stderr)
-        print_error(error_line(error), traceback_of(error) if "--traceback" in words else "")
+        flush(sys.stdout)
+        with contextlib.suppress(BrokenPipeError):
+            if "--traceback" in words and (details := traceback_of(error)):
+                print(details, file=sys.stderr)
+            say(error_line(error), sys.stderr)
         code = exit_code_of(error)
     flush(sys.stdout, sys.stderr)
     return code
@@ -83,7 +88,9 @@ def _dispatch(words: list[str]) -> int:
             raise ConfigError("C014", "every rank would measure by itself", key=name, suggestion=hint)
     shows = getattr(args, "cfg", None) or getattr(args, "info", None)
     if (COMMANDS[name].alone or command.imports_torch) and not shows:
-        say_starting()
+        first = os.environ.get("RANK", "0") == "0"
+        if first and is_terminal(sys.stderr):
+            print("reading the config, importing torch ...", file=sys.stderr, flush=True)
     module, _, function = command.run.partition(".")
     return getattr(importlib.import_module(f"ptfast.cli.{module}"), function)(args)
 

@@ -13,6 +13,7 @@ from ptfast.core.errors import one_line
 from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
 
 Rows = Sequence[tuple[str, str]]
+STATUS_STYLES = {"finished": "green", "stopped": "green", "failed": "red"}
 LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds"}
 """Rows of the closing summary on the machine's limits."""
 
@@ -34,7 +35,7 @@ class Display:
         self._next_line_s = 0.0
         self.start()
 
-    def panel(self, title: str, rows: Rows, loud: Sequence[str] = ()) -> None:
+    def panel(self, title: str, rows: Rows, loud: Sequence[str] = (), style: str = "cyan") -> None:
         """Show what is switched on and what it resolved to; `loud` lines are warnings that stand out."""
         self._print(title)
         width = max((len(name) for name, _ in rows), default=0)
@@ -91,18 +92,15 @@ class Display:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The closing summary, from what summary.json holds."""
         self.close()
-        self.panel(*closing(summary))
-        self._say_how_to_resume(summary)
+        self.panel(*closing(summary), style=STATUS_STYLES.get(str(summary.get("status")), "yellow"))
+        if command := summary.get("resume"):
+            self._print(f"saved at step {summary['steps']:,}; resume with: {command}", copied=True)
 
     def close(self) -> None:
         """Leave the terminal as it was. Safe to call twice, and after a crash."""
 
-    def _say_how_to_resume(self, summary: Mapping[str, Any]) -> None:
-        """The command that resumes a run that was cut short, on a line of its own for copying."""
-        if command := summary.get("resume"):
-            self._print(f"saved at step {summary['steps']:,}; resume with: {command}", copied=True)
-
     def _print(self, text: str, *, copied: bool = False) -> None:
+        """Print a line, which a terminal must not break if it is to be `copied`."""
         if self._stream is None:
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"

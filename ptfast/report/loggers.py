@@ -1,4 +1,4 @@
-"""Loggers, off the step's path: metrics.jsonl, csv, TensorBoard, Weights & Biases."""
+"""Loggers, which write in a thread of their own: metrics.jsonl, csv, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import secrets
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from ptfast.core.protocols import Logger
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 PLACE = ("step", "epoch", "split")
-"""Keys that say where a record was taken; all others are figures."""
+"""Keys that say when a record was taken; all others are figures."""
 USAGE = ("memory_bytes", "cpu_cores", "gpu_use")
-"""Figures of what a run keeps busy, drawn in its report."""
+"""Use of the machine, drawn in the report."""
 RESOURCES = ("step_s", "peak_memory_bytes", "padding_share", *USAGE)
-"""Figures that are logged and not shown while a run trains."""
+"""Figures that are logged but not shown during training."""
 
 
 class JsonlLogger:
@@ -94,8 +93,8 @@ def truncate_after(path: Path, step: int) -> None:
 class Csv:
     """The same records as a table, one column a figure.
 
-    A figure first seen later adds a column, for which the file is written anew. A resumed run's table is made
-    again from its metrics.jsonl, so truncate that first.
+    A new figure adds a column, and the file is rewritten. A resumed run's table is rebuilt from its
+    metrics.jsonl, so truncate that first.
 
     Args:
         path: file name, relative to the run directory.
@@ -249,6 +248,8 @@ class BackgroundLogger(Logger):
 
     def __init__(self, loggers: Sequence[Any], warn: Callable[[str], None] = warnings.warn) -> None:
         self._loggers = list(loggers)
+        self.shows_images = any(hasattr(logger, "log_images") for logger in loggers)
+        """True if one of the loggers takes images."""
         self._warn = warn
         self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -257,11 +258,6 @@ class BackgroundLogger(Logger):
         self._busy: Any = None
         """The logger called last."""
         self._closed = False
-
-    @property
-    def shows_images(self) -> bool:
-        """True if one of the loggers takes images."""
-        return any(hasattr(logger, "log_images") for logger in self._loggers)
 
     def log(self, record: Record) -> None:
         self._put("log", record)
@@ -282,7 +278,7 @@ class BackgroundLogger(Logger):
         thread = self._put(None)
         thread.join(CLOSE_S)
         if thread.is_alive() and self._busy is not None:
-            late = f"{type(self._busy).__name__} has not come to an end in {CLOSE_S:g} s and is left behind"
+            late = f"{type(self._busy).__name__} did not finish within {CLOSE_S:g} s and is left behind"
             self._warnings.put(f"{late}: what it was given last may be missing")
             # The others, metrics.jsonl among them, still get the records queued behind it.
             self._loggers.remove(self._busy)
@@ -299,32 +295,29 @@ class BackgroundLogger(Logger):
 
     def _work(self) -> None:
         while (due := self._queue.get()) is not None:
-            name, given = due
-            for logger in list(self._loggers):
-                if (method := getattr(logger, name, None)) is not None:
-                    self._attempt(logger, partial(method, *given))
-        self._queue.put(None)  # for whoever goes on in place of a thread that hangs
+            self._call_all(*due)
+        self._queue.put(None)  # for whoever continues in place of a thread that hangs
+        self._call_all("close", ())
+
+    def _call_all(self, name: str, given: tuple[Any, ...]) -> None:
+        """Call a method of every logger that has it; drop those that fail."""
         for logger in list(self._loggers):
-            self._attempt(logger, logger.close)
-
-    def _attempt(self, logger: Any, action: Callable[[], None]) -> None:
-        self._busy = logger
-        try:
-            action()
-        except MachineError as error:
-            self._drop(logger)
-            self._error = error
-        except Exception as error:  # whatever a third party's logger raises must not end the training
-            self._drop(logger)
-            reason = shorten(f"{type(error).__name__}: {error}", 200)
-            self._warnings.put(f"{type(logger).__name__} failed and logs no more of this run ({reason})")
-
-    def _drop(self, logger: Any) -> None:
-        self._loggers.remove(logger)
-        with contextlib.suppress(Exception):
-            logger.close()
+            self._busy = logger
+            try:
+                if (method := getattr(logger, name, None)) is not None:
+                    method(*given)
+            except Exception as error:  # whatever a third party's logger raises must not end the training
+                self._loggers.remove(logger)
+                with contextlib.suppress(Exception):
+                    logger.close()
+                if isinstance(error, MachineError):
+                    self._error = error
+                    continue
+                reason = shorten(f"{type(error).__name__}: {error}", 200)
+                self._warnings.put(f"{type(logger).__name__} failed and logs no more of this run ({reason})")
 
     def _surface(self) -> None:
+        """Show the warnings, and raise the error, of the thread."""
         while not self._warnings.empty():
             self._warn(self._warnings.get())
         error, self._error = self._error, None
@@ -344,7 +337,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_by(service: str, option: str, error: Exception, hint: str) -> MachineError:
-    """The error for a service that does not take the run."""
+    """The error for a service that refuses the run."""
     reason = shorten(one_line(f"{type(error).__name__}: {error}").rstrip(". "), 200)
     what = f"{service} does not take the run ({reason})"
     return MachineError("E006", what, key="logger", value=option, suggestion=hint)

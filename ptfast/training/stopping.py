@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ptfast.core.distributed import Ranks, abort_process_group, all_come_to
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from ptfast.core.protocols import takes_own_steps
-from ptfast.report.terminal.command_output import drop_unread
+from ptfast.report.terminal.display import drop_unread
 
 if TYPE_CHECKING:
     from ptfast.run import Run

@@ -350,7 +350,7 @@ def test_a_logger_that_hangs_holds_no_finished_run(method: str, monkeypatch: pyt
     background.log(train(2))
     background.close()
     assert said == [
-        "Hangs has not come to an end in 0.2 s and is left behind: what it was given last may be missing"
+        "Hangs did not finish within 0.2 s and is left behind: what it was given last may be missing"
     ]
     assert [record["step"] for record in others[0].records] == [1, 2]
     assert others[1].records[-1]["step"] == 2

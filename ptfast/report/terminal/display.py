@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import io
 import os
+import select
 import shutil
 import sys
 import textwrap
@@ -14,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ptfast.core.errors import one_line
-from ptfast.core.plain_display import Display, Rows, closing
+from ptfast.core.plain_display import Display, Rows
 from ptfast.core.units import are_numbers, clock, listed
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ REDRAW_S = 0.5
 """Shortest time between two drawings of the live line; one costs about half a millisecond."""
 MAX_WIDTH = 100
 """Panels grow no wider: lines longer than this are hard to follow."""
-STATUS_STYLES = {"finished": "green", "stopped": "green", "failed": "red"}
+UNREAD_S = 0.5
+"""How long a reader may take for what was written."""
 
 
 def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
@@ -70,6 +72,30 @@ def is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
     except ValueError:
         return False
+
+
+def flush(*streams: TextIO | None) -> None:
+    """Write what streams hold back; one whose reader has left writes nowhere from now on.
+
+    Python would complain at exit about what is left in it.
+    """
+    for stream in filter(None, streams):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            _drop(stream)
+
+
+def drop_unread(*streams: TextIO | None) -> None:
+    """Have streams whose reader does not read, such as a full pipe, write nowhere from now on."""
+    for stream in filter(None, streams):
+        with contextlib.suppress(OSError, ValueError):  # of one that is no file
+            if not select.select([], [stream.fileno()], [], UNREAD_S)[1]:
+                _drop(stream)
+
+
+def _drop(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(
@@ -245,8 +271,22 @@ class LiveDisplay(Display):
             return
         self._drawn_s = now
         with contextlib.suppress(OSError, ValueError):
-            live = self._live or self._begin()
-            live.refresh()
+            if self._live is None:
+                from rich.live import Live
+
+                self._live = Live(
+                    self,  # pyright: ignore[reportArgumentType]
+                    console=self._console,
+                    auto_refresh=False,
+                    transient=True,
+                    redirect_stdout=sys.stdout.isatty(),
+                    redirect_stderr=sys.stderr.isatty(),
+                )
+                atexit.register(self.close)
+                self._live.start()
+                # A hidden cursor would stay hidden after a SIGKILL.
+                self._console.show_cursor(True)
+            self._live.refresh()
 
     def evaluation(
         self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
@@ -265,35 +305,12 @@ class LiveDisplay(Display):
 
         self._show(Text(f"warning: {one_line(text)}", style="yellow"))
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        self.close()
-        title, rows, loud = closing(summary)
-        self.panel(title, rows, loud, style=STATUS_STYLES.get(str(summary.get("status")), "yellow"))
-        self._say_how_to_resume(summary)
-
     def close(self) -> None:
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.close)
             with contextlib.suppress(OSError, ValueError):
                 live.stop()
-
-    def _begin(self) -> Live:
-        from rich.live import Live
-
-        self._live = live = Live(
-            self,  # pyright: ignore[reportArgumentType]
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        atexit.register(self.close)
-        live.start()
-        # A hidden cursor would stay hidden after a SIGKILL.
-        self._console.show_cursor(True)
-        return live
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
