@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import select
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -51,6 +50,8 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
     stream = stream or standard_output()
     text = "\n".join(map(one_line, text.split("\n")))
     if is_terminal(stream):
+        import shutil
+
         wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns - 1)
         wrapper.break_long_words = wrapper.break_on_hyphens = False
         lines = []
