@@ -23,18 +23,24 @@ from ptfast.core.errors import (
     exit_code_of,
     traceback_of,
 )
-from ptfast.report.terminal.display import drop_unread, flush, is_terminal, say
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; whatever goes wrong is printed, as one line."""
-    words = list(arguments)
+    words, code = list(arguments), EXIT_OK
     try:
         code = _dispatch(words)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
     except BrokenPipeError:
         # The reader of our output has left (`ptfast recipes | head`).
-        code = EXIT_OK
+        from ptfast.report.terminal.display import flush
+
+        flush(sys.stdout, sys.stderr)
     except (Exception, KeyboardInterrupt) as error:
+        from ptfast.report.terminal.display import drop_unread, flush, say
+
+        code = exit_code_of(error)
         if isinstance(error, KeyboardInterrupt):
             drop_unread(sys.stdout, sys.stderr)
         flush(sys.stdout)
@@ -42,8 +48,7 @@ def run(arguments: Sequence[str]) -> int:
             if "--traceback" in words and (details := traceback_of(error)):
                 print(details, file=sys.stderr)
             say(error_line(error), sys.stderr)
-        code = exit_code_of(error)
-    flush(sys.stdout, sys.stderr)
+        flush(sys.stdout, sys.stderr)
     return code
 
 
@@ -88,6 +93,8 @@ def _dispatch(words: list[str]) -> int:
             raise ConfigError("C014", "every rank would measure by itself", key=name, suggestion=hint)
     shows = getattr(args, "cfg", None) or getattr(args, "info", None)
     if (COMMANDS[name].alone or command.imports_torch) and not shows:
+        from ptfast.report.terminal.display import is_terminal
+
         first = os.environ.get("RANK", "0") == "0"
         if first and is_terminal(sys.stderr):
             print("reading the config, importing torch ...", file=sys.stderr, flush=True)
