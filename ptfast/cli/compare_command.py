@@ -28,6 +28,7 @@ from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import RunFiles, is_finite
 from ptfast.report.html.run_report import REPORT_FILE, chart_order
 from ptfast.report.html.svg_charts import Series, figure_title, is_logarithmic, line_chart, line_color, thin
+from ptfast.report.loggers import USAGE
 from ptfast.report.terminal.display import fits, table
 
 COLUMNS = {"train_samples_per_s": "samples/s", "peak_memory_bytes": "peak memory", "wall_s": "wall"}
@@ -216,7 +217,8 @@ def _overlays(ranking: Ranking, max_names: int | None = None) -> Iterator[tuple[
         rank = run.status if value is None else str(place)
         full = shorten(f"{rank}: {', '.join(pairs) or run.run_dir.name}", 60)
         names.append(rank if max_names is not None and len(runs) > max_names else full)
-    for figure_name in chart_order(list(dict.fromkeys(name for run in runs for name in run.curves))):
+    known = dict.fromkeys(name for run in runs for name in run.curves if name not in USAGE)
+    for figure_name in chart_order(known):
         for split in ("val", "train"):
             curves = [run.curves.get(figure_name, {}).get(split, []) for run in runs]
             series = [Series(names[i], points, i) for i, points in enumerate(curves) if points]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ptfast import data, models, optim, tasks
@@ -29,7 +29,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     """Title, rows and warnings of the panel: what is switched on, and what it resolved to.
 
     Args:
-        sections: of the config and its other values, by name; each function of `PANELS` takes its own.
+        sections: of the config and its other values, by name; the panel of each family takes its own.
     """
     from ptfast.core.machine import spare_cores
     from ptfast.optim.parameter_groups import reference_lr
@@ -53,17 +53,39 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         "groups_note": run.groups_note,
         "skips_unreadable": run.unreadable is not None,
     }
+    length = f"epochs={sections['epochs']}"
+    if (steps := sections["steps"]) is not None:
+        passes = run.train_loader.plan.epoch_at(run.total_steps)
+        length = f"steps={steps}" + (f", {passes:.3g} epochs" if passes else "")
     table = [
         ("data", run.data_note),
         ("task", _task(run)),
         ("model", f"{model}, {num_parameters:,} parameters{layout}"),
         ("device", f"{device_name(run)}, {processes}, {threads}"),
         ("precision", run.precision.note),
-        ("batch", call_with(_batch, facts)),
-        ("steps", call_with(_steps, facts)),
+        ("batch", _batch(run, sections["batching"])),
+        ("steps", f"{run.total_steps:,} ({length})"),
         ("optimizer", f"{type(run.optimizer).__name__}, lr {rate}, {resolved.optimizer}"),
     ]
-    switches = {name: row for part in PANELS for name, row in call_with(part, facts).items()}
+
+    def rows(*families: Any) -> dict[str, object]:
+        panels = (family.FAMILY.panel for family in families)
+        return {name: row for panel in panels for name, row in call_with(panel, facts).items()}
+
+    kind, reason = run.train_loader.kind, run.train_loader.reason
+    note = f"; {run.resumed_note}" if run.resumed_note else ""
+    switches = {
+        **rows(precision, schedule),
+        "loader": f"{kind} ({reason})" if reason else kind,
+        **rows(parallel, checkpointing, compile, rewrites, gradients, optim, backend, loaders, ema),
+        "evaluation": _evaluation(run),
+        **rows(sampling, curriculum),
+        **call_with(data.panel, facts),
+        **rows(transforms),
+        **call_with(tasks.panel, facts),
+        **rows(models, decoding),
+        "resumed": f"at step {run.progress.step:,}{note}" if run.progress.step else None,
+    }
     table += [(name, str(row)) for name, row in switches.items() if row is not None]
     table.append(("run", str(run.folder)))
     debug = sections["debug"].mode
@@ -86,14 +108,6 @@ def _task(run: Run) -> str:
     return words + (f" (by the labels: {reason})" if reason else "")
 
 
-def _steps(run: Run, epochs: int | None, steps: int | None) -> str:
-    length = f"epochs={epochs}"
-    if steps is not None:
-        passes = run.train_loader.plan.epoch_at(run.total_steps)
-        length = f"steps={steps}" + (f", {passes:.3g} epochs" if passes else "")
-    return f"{run.total_steps:,} ({length})"
-
-
 def _batch(run: Run, batching: sampling.Batching) -> str:
     """The batch, and the parts that it is cut into."""
     if (budget := batching.batch_tokens) is not None:
@@ -108,17 +122,12 @@ def _batch(run: Run, batching: sampling.Batching) -> str:
     return f"{batch_size} = " + " x ".join([*parts, f"{batch_size // micro_batches} samples"])
 
 
-def _loader(run: Run) -> dict[str, object]:
-    kind, reason = run.train_loader.kind, getattr(run.train_loader, "reason", None)
-    return {"loader": f"{kind} ({reason})" if reason else kind}
-
-
 def left_out(run: Run) -> dict[str, int]:
     """Samples that evaluations leave out, by split; empty where each counts."""
     return {name: count for name, loader in run.eval_loaders.items() if (count := loader.left_out)}
 
 
-def _evaluation(run: Run) -> dict[str, object]:
+def _evaluation(run: Run) -> str | None:
     views = ["their mirror images"] * run.flip
     views += [f"shifts by {run.shift} px"] * bool(run.shift)
     words = [f"over images and {' and '.join(views)}"] if views else []
@@ -127,12 +136,7 @@ def _evaluation(run: Run) -> dict[str, object]:
     if missing := left_out(run):
         parts = " and ".join(f"{count:,} of {name}" for name, count in missing.items())
         words.append(f"without the samples of a last, smaller batch ({parts})")
-    return {"evaluation": "; ".join(words) or None}
-
-
-def _resumed(run: Run) -> dict[str, object]:
-    note = f"; {run.resumed_note}" if run.resumed_note else ""
-    return {"resumed": f"at step {run.progress.step:,}{note}" if run.progress.step else None}
+    return "; ".join(words) or None
 
 
 def device_name(run: Run) -> str:
@@ -142,16 +146,3 @@ def device_name(run: Run) -> str:
     import torch
 
     return torch.cuda.get_device_name(run.device)
-
-
-def _rows(*families: Any) -> list[Callable[..., dict[str, object]]]:
-    return [family.FAMILY.panel for family in families]
-
-
-PANELS = (
-    *(*_rows(precision, schedule), _loader),
-    *_rows(parallel, checkpointing, compile, rewrites, gradients, optim, backend, loaders, ema),
-    *(_evaluation, *_rows(sampling, curriculum), data.panel),
-    *(*_rows(transforms), tasks.panel, *_rows(models, decoding), _resumed),
-)
-"""Functions that give the rows after the first ones, in their order; a row of None is left out."""

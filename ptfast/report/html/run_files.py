@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -52,20 +52,13 @@ class RunFiles:
 
     @cached_property
     def curves(self) -> dict[str, dict[str, Points]]:
-        """Points (step, value) by figure and split; what is not finite is left out."""
-        return self._points(lambda name: name not in (*PLACE, *RESOURCES))
-
-    @cached_property
-    def usage(self) -> dict[str, dict[str, Points]]:
-        """The same of what the run kept busy."""
-        return self._points(lambda name: name in USAGE)
-
-    def _points(self, wanted: Callable[[str], bool]) -> dict[str, dict[str, Points]]:
+        """Points (step, value) by figure and split; values that are not finite are left out."""
+        hidden = {*PLACE, *RESOURCES} - {*USAGE}
         curves: dict[str, dict[str, Points]] = {}
         for record in self.records:
             step, split = record.get("step"), str(record.get("split", "train"))
             for name, value in record.items():
-                if wanted(name) and is_finite(value) and is_finite(step):
+                if name not in hidden and is_finite(value) and is_finite(step):
                     curves.setdefault(name, {}).setdefault(split, []).append((step, value))
         for splits in curves.values():
             for points in splits.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from ptfast.report.html.run_files import RunFiles, is_finite, read_run
 from ptfast.report.html.svg_charts import (
     LEFT,
     SCRIPT_FILE,
+    Axis,
     Series,
     curve_controls,
     line_chart,
     stacked_bar,
     thin,
 )
+from ptfast.report.loggers import USAGE
 
 REPORT_FILE = "report.html"
 CAUSE_COLORS = {
@@ -73,12 +75,22 @@ def _render(run: RunFiles) -> str:
     body.append(tiles(_key_figures(run)))
     if table := _figure_table(run):
         body += ["<h2>Figures</h2>", table]
-    if charts := _charts(run):
+    charts = ""
+    for name in chart_order(run.curves):
+        # A test figure is one point at the end, and stands in the table.
+        splits = {k: v for k, v in run.curves[name].items() if k != "test" or len(v) > 1}
+        colors = {"train": 0, "val": 1, "test": 2}
+        series = [Series(split, points, colors.get(split, 3)) for split, points in splits.items()]
+        charts += line_chart(name, series, run.last_step)
+    if charts:
         knots = run.knots[:: len(run.knots) // MOST_KNOTS + 1] + run.knots[-1:]
         controls = curve_controls(run.last_step, knots)
         body += ["<h2>Curves</h2>", controls, f'<div class="grid2">{charts}</div>']
+    # The figures of `test` come last.
+    files = sorted((run.run_dir / METRICS).glob("*.json"), key=lambda file: file.stem == "test")
+    tables = [content for file in files if (content := read_json(file)).get("metrics")]
     body += [
-        *map(_metric_section, _read_tables(run.run_dir)),
+        *map(_metric_section, tables),
         _examples(run),
         _time_budget(run),
         _speed_of_light(run),
@@ -89,7 +101,7 @@ def _render(run: RunFiles) -> str:
 
 
 def _versions(run: RunFiles) -> str:
-    """What the run was computed with, in a line."""
+    """Versions, device and commit, in a line."""
     facts = run.environment
     named = [f"{name} {facts[name]}" for name in ("ptfast", "torch", "python") if facts.get(name)]
     named += [str(facts[name]) for name in ("device", "processor") if facts.get(name)]
@@ -140,26 +152,14 @@ def _figure_table(run: RunFiles) -> str:
     return html_table(["", *(name.replace("_", " ") for name in names)], rows)
 
 
-def chart_order(names: Sequence[str]) -> list[str]:
-    """Loss first, then the task's figures, then how the training ran."""
-    last = {"grad_norm": 1, "lr": 2, "samples_per_s": 3}
+def chart_order(names: Iterable[str]) -> list[str]:
+    """Loss first, then the task's figures, then how the training ran and what it used."""
+    last = {"grad_norm": 1, "lr": 2, "samples_per_s": 3, **dict.fromkeys(USAGE, 4)}
     return sorted(names, key=lambda name: (name != "loss", last.get(name, 0)))
 
 
-def _charts(run: RunFiles) -> str:
-    charts = []
-    last_step = run.last_step
-    curves = {name: run.curves[name] for name in chart_order(list(run.curves))}
-    for name, splits in (curves | run.usage).items():
-        # A test figure is one point at the end, and stands in the table.
-        shown = [split for split in splits if split != "test" or len(splits[split]) > 1]
-        colors = {"train": 0, "val": 1, "test": 2}
-        charts.append(line_chart(name, [Series(s, splits[s], colors.get(s, 3)) for s in shown], last_step))
-    return "".join(charts)
-
-
 def _examples(run: RunFiles) -> str:
-    """What the model says of some held-out samples, and class by class."""
+    """Predictions for some held-out samples, and accuracy by class."""
     facts = run.examples
     classes, samples = facts.get("classes") or [], facts.get("samples") or []
     body = []
@@ -190,7 +190,7 @@ def _sample(sample: dict[str, Any]) -> str:
     words = [f"{value:.4g}" if is_figure else str(value) for value in (target, prediction)]
     sure = f" ({sample['probability']:.0%})" if "probability" in sample else ""
     verdict = "" if is_figure else "hit" if target == prediction else "miss"
-    # What others have written into the file is no picture of ours.
+    # The file may come from others: show only embedded pictures.
     image = str(sample.get("image", ""))
     shown = f'<img alt="" src="{escape(image)}">' if image.startswith("data:image/") else ""
     text = f"<q>{escape(str(sample['text']))}</q>" if "text" in sample else ""
@@ -254,7 +254,7 @@ def _settings(run: RunFiles) -> str:
 
 
 def _metric_section(content: dict[str, Any]) -> str:
-    """What metrics gave besides figures: confusion matrices, curves, figures by class."""
+    """Results of metrics besides single figures: confusion matrices, curves, figures by class."""
     names, charts, by_class = content.get("class_names"), [], {}
     for name, metric in content["metrics"].items():
         kind, values = str(metric.get("kind")), metric.get("values")
@@ -262,44 +262,37 @@ def _metric_section(content: dict[str, Any]) -> str:
         if axes is not None and isinstance(values, list) and len(values) == 3:
             x, y = (values[0], values[1]) if kind.endswith("ROC") else (values[1], values[0])
             charts.append(_curves(name, x, y, axes, names))
-        elif _is_matrix(values):
+        elif (
+            isinstance(values, list) and len(values) > 1 and all(_is_row(row, len(values)) for row in values)
+        ):
             charts.append(_confusion(name, values, names))
         elif isinstance(values, list) and all(isinstance(value, (int, float)) for value in values):
             by_class.setdefault(len(values), {})[name] = values
         else:
             charts.append(f"<p>{escape(name)} is kept in metrics/{escape(content['split'])}.json</p>")
     for count, columns in by_class.items():
-        headers = ["class" if _fits(names, count) else "", *(name.replace("_", " ") for name in columns)]
-        rows = [
-            [_named(names, index, count), *(figure(name, column[index]) for name, column in columns.items())]
-            for index in range(count)
-        ]
-        charts.append(html_table(headers, rows))
+        cells = [[figure(name, value) for value in column] for name, column in columns.items()]
+        rows = list(zip(_labels(names, count), *cells, strict=True))
+        charts.append(html_table(["class", *(name.replace("_", " ") for name in columns)], rows))
     title = f"Metrics of {content['split']} at step {grouped(content['step'])}"
     return f'<h2>{escape(title)}</h2><div class="grid2">{"".join(charts)}</div>'
 
 
-def _is_matrix(values: Any) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) > 1
-        and all(isinstance(row, list) and len(row) == len(values) for row in values)
-        and all(isinstance(cell, (int, float)) for row in values for cell in row)
-    )
+def _is_row(row: Any, length: int) -> bool:
+    cells = row if isinstance(row, list) and len(row) == length else [None]
+    return all(isinstance(cell, (int, float)) for cell in cells)
 
 
-def _fits(names: Any, count: int) -> bool:
-    return isinstance(names, list) and len(names) == count
-
-
-def _named(names: Any, index: int, count: int) -> str:
-    return str(names[index]) if _fits(names, count) else str(index)
+def _labels(names: Any, count: int) -> list[str]:
+    """The names of classes, or their numbers if the names are not known."""
+    known = isinstance(names, list) and len(names) == count
+    return [str(name) for name in (names if known else range(count))]
 
 
 def _confusion(name: str, counts: Sequence[Sequence[float]], names: Any) -> str:
-    """True classes in rows, predicted ones in columns; a cell is the darker the more of its row it holds."""
+    """True classes in rows, predicted ones in columns; darker cells hold more of their row."""
     size = len(counts)
-    labels = [_named(names, index, size) for index in range(size)]
+    labels = _labels(names, size)
     title = escape(name.replace("_", " "))
     caption = f"<figcaption><b>{title}</b>true classes in rows, predicted in columns</figcaption>"
     if size > MOST_CELLS:
@@ -326,22 +319,31 @@ def _curves(name: str, x: Any, y: Any, axes: tuple[str, str], names: Any) -> str
     """Curves between 0 and 1 on both axes, one for each class, at most eight of them."""
     several = isinstance(y[0], list) if y else False
     xs, ys = (x, y) if several else ([x], [y])
-    lines = [
-        Series(_named(names, index, len(ys)) if several else name, _points(*points), index)
-        for index, points in enumerate(list(zip(xs, ys, strict=True))[:MOST_CURVES])
-    ]
-    shapes = [
-        f'<path class="grid" d="M{_x(at):.1f} {_y(0):.1f}V{_y(1):.1f}M{_x(0):.1f} {_y(at):.1f}H{_x(1):.1f}"/>'
-        f'<text x="{_x(at):.1f}" y="{_y(0) + 17:.1f}" text-anchor="middle">{at:g}</text>'
-        f'<text x="{_x(0) - 8:.1f}" y="{_y(at) + 4:.1f}" text-anchor="end">{at:g}</text>'
-        for at in (0, 0.25, 0.5, 0.75, 1)
-    ]
+    labels = _labels(names, len(ys)) if several else [name]
+    lines = []
+    for index, (line_x, line_y) in enumerate(list(zip(xs, ys, strict=True))[:MOST_CURVES]):
+        known = [(a, b) for a, b in zip(line_x, line_y, strict=False) if a is not None and b is not None]
+        points = thin(sorted(known)) or [(0.0, 0.0)]
+        lines.append(Series(labels[index], points, index))
+    ticks = (0, 0.25, 0.5, 0.75, 1)
+    x_axis = Axis(0, 1, ticks, "{:g}".format, LEFT, LEFT + SIDE)
+    y_axis = Axis(0, 1, ticks, "{:g}".format, 10 + SIDE, 10)
+    left, right, bottom, top = x_axis.start, x_axis.stop, y_axis.start, y_axis.stop
+    shapes = []
+    for tick in ticks:
+        at_x, at_y, text = x_axis.place(tick), y_axis.place(tick), x_axis.label(tick)
+        shapes += [
+            f'<path class="grid" d="M{at_x:.1f} {bottom}V{top}M{left} {at_y:.1f}H{right}"/>',
+            f'<text x="{at_x:.1f}" y="{bottom + 17}" text-anchor="middle">{text}</text>',
+            f'<text x="{left - 8}" y="{at_y + 4:.1f}" text-anchor="end">{text}</text>',
+        ]
     for line in lines:
-        path = "L".join(f"{_x(x):.1f} {_y(y):.1f}" for x, y in line.points)
+        path = "L".join(f"{x_axis.place(x):.1f} {y_axis.place(y):.1f}" for x, y in line.points)
         shapes.append(f'<g class="{line.css}"><path class="line" d="M{path}"/></g>')
+    center = y_axis.place(0.5)
     shapes.append(
-        f'<text x="{_x(0.5):.1f}" y="{_y(0) + 36:.1f}" text-anchor="middle">{axes[0]}</text>'
-        f'<text transform="translate(14 {_y(0.5):.1f}) rotate(-90)" text-anchor="middle">{axes[1]}</text>'
+        f'<text x="{x_axis.place(0.5):.1f}" y="{bottom + 36}" text-anchor="middle">{axes[0]}</text>'
+        f'<text transform="translate(14 {center:.1f}) rotate(-90)" text-anchor="middle">{axes[1]}</text>'
     )
     legend = "".join(
         f'<span class="key {line.css}"><i></i>{escape(line.name)}</span>' for line in lines if several
@@ -354,22 +356,3 @@ def _curves(name: str, x: Any, y: Any, axes: tuple[str, str], names: Any) -> str
         f'<svg class="square" viewBox="0 0 {LEFT + SIDE + 16} {SIDE + 58}" role="img" aria-label="{title}">'
         f"{''.join(shapes)}</svg></figure>"
     )
-
-
-def _points(x: Sequence[Any], y: Sequence[Any]) -> Sequence[tuple[float, float]]:
-    numbers = [(a, b) for a, b in zip(x, y, strict=False) if a is not None and b is not None]
-    return thin(sorted(numbers)) or [(0.0, 0.0)]
-
-
-def _x(share: float) -> float:
-    return LEFT + share * SIDE
-
-
-def _y(share: float) -> float:
-    return 10 + (1 - share) * SIDE
-
-
-def _read_tables(run_dir: Path) -> list[dict[str, Any]]:
-    """The files of a run's folder `metrics`, that of `test` last."""
-    files = sorted((run_dir / METRICS).glob("*.json"), key=lambda file: file.stem == "test")
-    return [content for file in files if (content := read_json(file)).get("metrics")]

@@ -27,9 +27,9 @@ TITLES = {
     "cpu_cores": "processor cores busy",
     "gpu_use": "GPU use",
 }
-"""Figures that are called something else than their names."""
+"""Titles of figures that differ from their names."""
 FROM_ZERO = ("cpu_cores", "gpu_use")
-"""Figures whose axis begins at 0, as that of rates does."""
+"""Figures whose axis starts at 0, as that of rates does."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,22 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its range, its ticks and their labels."""
+    """An axis: its range, its ticks and their labels, and the pixels between which it lies."""
 
     low: float
     high: float
     ticks: Sequence[float]
     label: Callable[[float], str]
+    start: float
+    stop: float
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """The position of `value` between the ends, 0 to 1."""
+        """The pixel of `value`."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
-        return (value - low) / (high - low)
+        return self.start + (value - low) / (high - low) * (self.stop - self.start)
 
 
 def line_chart(name: str, series: Sequence[Series], last_step: float, title: str | None = None) -> str:
@@ -76,10 +78,13 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
     thinned = [Series(s.name, thin(s.points), s.color) for s in series if s.points]
     if not thinned:
         return ""
-    ys = [y for s in thinned for _, y in s.points]
-    x_axis = _step_axis(last_step)
-    y_axis = _value_axis(name, ys)
-    shapes = [*_frame(y_axis), *_steps(x_axis), *(_line(name, s, x_axis, y_axis) for s in thinned)]
+    # Steps from 0, with ticks at whole ones.
+    last_step = max(last_step, 1)
+    spacing = max(1, math.ceil(_nice(last_step / 6)))
+    steps = range(0, int(last_step) + 1, spacing)
+    x_axis = Axis(0, last_step, steps, grouped, LEFT, WIDTH - RIGHT)
+    y_axis = _value_axis(name, [y for s in thinned for _, y in s.points])
+    shapes = [*_axes(x_axis, y_axis), *(_line(name, s, x_axis, y_axis) for s in thinned)]
     title = escape((title or figure_title(name)) + (", log scale" if y_axis.is_log else ""))
     legend = "".join(f'<span class="key {s.css}"><i></i>{escape(s.name)}</span>' for s in thinned)
     return (
@@ -122,21 +127,17 @@ def thin(
 
 
 def is_logarithmic(name: str, low: float, high: float) -> bool:
-    """Return True if a figure from `low` to `high` is better seen on a logarithmic scale."""
+    """Return True if a figure from `low` to `high` is drawn on a logarithmic scale."""
     return name != "lr" and not name.endswith("_per_s") and low > 0 and high / low > 50
 
 
 def figure_title(name: str) -> str:
     """A figure's name with its unit: `throughput (samples/s)`."""
-    if name in TITLES:
-        return TITLES[name]
-    return name.replace("_", " ")
+    return TITLES.get(name) or name.replace("_", " ")
 
 
 def curve_controls(last_step: float, knots: Sequence[tuple[float, float, float]]) -> str:
-    """Choice of the x axis and of smoothing for the curves of a page, for the script `SCRIPT_FILE`.
-
-    Without a script it stays hidden.
+    """Choice of the x axis and of smoothing for the curves of a page, hidden unless `SCRIPT_FILE` runs.
 
     Args:
         last_step: of the curves.
@@ -156,32 +157,28 @@ def curve_controls(last_step: float, knots: Sequence[tuple[float, float, float]]
     return f'<form id="controls" hidden {facts}>{radios}{slider}</label></form>'
 
 
-def _frame(y_axis: Axis) -> list[str]:
+def _axes(x_axis: Axis, y_axis: Axis) -> list[str]:
+    """Lines, ticks and labels of both axes; those of the x axis in a group, which `SCRIPT_FILE` redraws."""
     shapes = []
     for tick in y_axis.ticks:
-        y = _y(y_axis, tick)
+        y = y_axis.place(tick)
         shapes.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         label = escape(y_axis.label(tick))
         shapes.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    return [*shapes, f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>']
-
-
-def _steps(x_axis: Axis) -> list[str]:
-    """Ticks and title of the x axis, in a group by themselves."""
     bottom = HEIGHT - BOTTOM
-    shapes = []
+    shapes += [f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>', '<g class="x">']
     for tick in x_axis.ticks:
-        x = _x(x_axis, tick)
+        x = x_axis.place(tick)
         shapes.append(f'<path class="axis" d="M{x:.1f} {bottom}v4"/>')
         label = escape(x_axis.label(tick))
         shapes.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
-    shapes.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
-    return ['<g class="x">', *shapes, "</g>"]
+    title = f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">step</text>'
+    return [*shapes, title, "</g>"]
 
 
 def _line(name: str, series: Series, x_axis: Axis, y_axis: Axis) -> str:
-    places = [(_x(x_axis, x), _y(y_axis, y)) for x, y in series.points]
+    places = [(x_axis.place(x), y_axis.place(y)) for x, y in series.points]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     shapes = [f'<path class="line" d="{path}"/>'] if len(places) > 1 else []
     if len(places) <= MAX_MARKERS:
@@ -191,74 +188,47 @@ def _line(name: str, series: Series, x_axis: Axis, y_axis: Axis) -> str:
     return f'<g class="{series.css}">{"".join(shapes)}</g>'
 
 
-def _x(axis: Axis, value: float) -> float:
-    return LEFT + axis.place(value) * (WIDTH - RIGHT - LEFT)
-
-
-def _y(axis: Axis, value: float) -> float:
-    return HEIGHT - BOTTOM - axis.place(value) * (HEIGHT - BOTTOM - TOP)
-
-
 def _value_axis(name: str, values: Sequence[float]) -> Axis:
+    """The axis of a figure; its ends are ticks, at multiples of 1, 2, 2.5 or 5 times a power of ten."""
     low, high = min(values), max(values)
-    if name.endswith("_per_s"):
-        return _linear_axis(0.0, high, lambda _: short_count)
-    if name.endswith("_bytes"):
-        unit = 1024 ** int(math.log(max(high, 1), 1024))
-        axis = _linear_axis(0.0, high / unit, _plain_labels)
-        return Axis(0.0, axis.high * unit, [tick * unit for tick in axis.ticks], num_bytes)
-    if name in FROM_ZERO:
+    start, stop = HEIGHT - BOTTOM, TOP
+    is_rate, is_memory = name.endswith("_per_s"), name.endswith("_bytes")
+    if is_rate or is_memory or name in FROM_ZERO:
         low = 0.0
-    if is_fraction(name) and low >= 0 and high <= 1:
-        axis = _linear_axis(low, high, lambda step: lambda v: f"{v:.{_decimals(step * 100)}%}")
-        return Axis(
-            max(0.0, axis.low), min(1.0, axis.high), [t for t in axis.ticks if 0 <= t <= 1 + 1e-9], axis.label
-        )
-    if is_logarithmic(name, low, high):
-        return _log_axis(low, high)
-    return _linear_axis(low, high, _plain_labels)
-
-
-def _step_axis(last_step: float) -> Axis:
-    """Steps from 0, with ticks at whole ones."""
-    last_step = max(last_step, 1)
-    spacing = max(1, math.ceil(_nice(last_step / 6)))
-    return Axis(0, last_step, range(0, int(last_step) + 1, spacing), grouped)
-
-
-def _linear_axis(low: float, high: float, labels: Callable[[float], Callable[[float], str]]) -> Axis:
-    """Ticks at multiples of 1, 2, 2.5 or 5 times a power of ten, the ends among them."""
+    is_share = is_fraction(name) and low >= 0 and high <= 1
+    if not is_share and is_logarithmic(name, low, high):
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        stride = max(1, round((last - first) / 6))
+        ticks = [10.0**power for power in range(first, last + 1, stride)]
+        return Axis(10.0**first, 10.0**last, ticks, "{:g}".format, start, stop, is_log=True)
+    unit = 1024 ** int(math.log(max(high, 1), 1024)) if is_memory else 1
+    low, high = low / unit, high / unit
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
         low, high = low - pad, high + pad
     spacing = _nice((high - low) / 5)
     first, last = math.floor(low / spacing + 1e-9), math.ceil(high / spacing - 1e-9)
-    ticks = [index * spacing for index in range(first, last + 1)]
-    return Axis(ticks[0], ticks[-1], ticks, labels(spacing))
+    ticks = [index * spacing * unit for index in range(first, last + 1)]
 
+    def label(value: float) -> str:
+        if is_memory:
+            return num_bytes(value)
+        if is_rate or spacing >= 1000:
+            return short_count(value)
+        if spacing < 1e-3 and not is_share:
+            return f"{value:.1e}" if abs(value) > spacing / 2 else "0"
+        # Decimals at which the ticks differ.
+        digits = f"{spacing * (100 if is_share else 1):.12f}".rstrip("0")
+        return f"{value:.{len(digits.partition('.')[2])}{'%' if is_share else 'f'}}"
 
-def _log_axis(low: float, high: float) -> Axis:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    stride = max(1, round((last - first) / 6))
-    ticks = [10.0**power for power in range(first, last + 1, stride)]
-    return Axis(10.0**first, 10.0**last, ticks, lambda value: f"{value:g}", is_log=True)
+    low, high = ticks[0], ticks[-1]
+    if is_share:
+        low, high = max(0.0, low), min(1.0, high)
+        ticks = [tick for tick in ticks if 0 <= tick <= 1 + 1e-9]
+    return Axis(low, high, ticks, label, start, stop)
 
 
 def _nice(step: float) -> float:
     """The smallest of 1, 2, 2.5, 5 times a power of ten that is not less than `step`."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * (1 - 1e-9))
-
-
-def _decimals(spacing: float) -> int:
-    """Decimals at which multiples of `spacing` differ."""
-    digits = f"{spacing:.12f}".rstrip("0")
-    return len(digits.partition(".")[2])
-
-
-def _plain_labels(step: float) -> Callable[[float], str]:
-    if step < 1e-3:
-        return lambda value: f"{value:.1e}" if abs(value) > step / 2 else "0"
-    if step >= 1000:
-        return short_count
-    return lambda value: f"{value:.{_decimals(step)}f}"
